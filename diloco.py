@@ -1,0 +1,137 @@
+"""DiLoCo: tau local steps, then one blocking outer step on the average of what the replicas did.
+
+The problem. Averaging gradients sends the whole model over the slow links in every step. DiLoCo lets each
+replica train alone for tau steps and exchanges once: 1/tau of the traffic.
+
+    warm-up: sync_warmup_steps steps of mini-batch, so that all replicas are equal; then
+    anchor = x
+    repeat:
+        tau inner steps: x_i <- AdamW(x_i)                       # no traffic between replicas
+        d_i     = anchor - x_i                                   # pseudo-gradient, points uphill
+        d       = 1/M sum_i d_i                                  # [sync] all-reduce, P/N fp32
+        anchor <- Nesterov(anchor, d):  b <- mu b + d
+                                        anchor <- anchor - lr (d + mu b)
+        x_i    <- anchor
+
+    symbol     variable        shape        where
+    x_i        model.master    (sum P/N,)   every rank its shard
+    a          anchor          (sum P/N,)   equal on all ranks of a sync group
+    d_i, d     model.master    (sum P/N,)   in the storage of x_i, which is about to be overwritten
+    b          momentum buffer (sum P/N,)   inside torch.optim.SGD
+
+The inner AdamW's moments stay with their replica, across rounds, and are never averaged. Weight decay and
+gradient clipping belong to the inner step. With --outer_lr 1 --outer_momentum 0 this is Post Local SGD:
+x_i <- mean_j x_j.
+
+Deviations from the paper: (1) the warm-up is mini-batch, as in Post Local SGD and EDiT; the paper starts
+from a model that was pretrained on one worker. (2) A training that does not end on a multiple of tau ends
+with one shorter round, so that no step is lost.
+
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 4 M for the norms in the log.
+Run: torchrun --nproc_per_node 4 train.py --method diloco --shards 2
+Source: DiLoCo, arXiv 2311.08105 (algorithm 1); Post Local SGD, arXiv 1808.07217.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mesh import Stall
+
+
+@dataclass
+class Config:
+    sync_warmup_steps: int = field(default=100, metadata={"help": "first steps with averaged gradients"})
+    tau: int = field(default=32, metadata={"help": "inner steps per round (the paper's H = 500)"})
+    outer_lr: float = field(default=0.7, metadata={"help": "outer learning rate"})
+    outer_momentum: float = field(default=0.9, metadata={"help": "outer Nesterov momentum"})
+
+
+class DiLoCo:
+    def __init__(self, model, mesh, config: Config):
+        self.model, self.mesh, self.config = model, mesh, config
+        self.anchor = torch.empty_like(model.master)
+        nesterov = config.outer_momentum > 0  # torch refuses nesterov without momentum
+        self.outer = torch.optim.SGD(
+            [self.anchor], lr=config.outer_lr, momentum=config.outer_momentum, nesterov=nesterov, fused=True
+        )
+        self.steps = self.local_steps = self.round = 0  # inner steps in all and since the last sync; syncs
+        self.last_sync = None  # what stats() will say of it
+
+    @property
+    def in_sync(self) -> bool:
+        return self.local_steps == 0
+
+    def averages_gradients(self, step: int) -> bool:
+        return step < self.config.sync_warmup_steps
+
+    def before_step(self, step: int):
+        if step == self.config.sync_warmup_steps:
+            self.anchor.copy_(self.model.master)
+
+    def after_step(self, step: int):
+        self.steps = step + 1
+        if step >= self.config.sync_warmup_steps:
+            self.local_steps += 1
+        if self.local_steps == self.config.tau:
+            self.sync()
+
+    def finish(self):
+        if self.local_steps:
+            self.sync()
+
+    def sync(self):
+        sent, stall = self.mesh.sent["sync"], Stall(self.mesh.device)
+        with stall:
+            norms = self.outer_step(self.model.master)
+        self.model.forget_gathered()
+        self.round += 1
+        sync_bytes = self.mesh.sent["sync"] - sent
+        self.last_sync = {"round": self.round, "step": self.steps, "tau": self.local_steps, "sync_bytes": sync_bytes}
+        self.norms, self.stall, self.local_steps = norms, stall, 0
+
+    def outer_step(self, x):
+        """x (sum P/N,), this replica's parameters, becomes the new anchor. Returns ||d_i||, (M,)."""
+        d = torch.sub(self.anchor, x, out=x)  # d_i = a - x_i
+        norms = self.exchange_norms(d)
+        # d = 1/M sum_i d_i
+        d.div_(self.mesh.replicas)
+        # [sync] all-reduce, sum P/N fp32, once per round
+        self.mesh.all_reduce(d, self.mesh.sync).wait()
+        # b <- mu b + d;  a <- a - lr (d + mu b)
+        self.anchor.grad = d
+        self.outer.step()
+        self.anchor.grad = None
+        x.copy_(self.anchor)
+        return norms
+
+    def exchange_norms(self, d):
+        """||d_i|| of every replica, (M,): for the log only."""
+        square = d.norm().square().view(1)
+        # [shard] all-reduce, 1 scalar, once per round
+        self.mesh.all_reduce(square, self.mesh.shard).wait()
+        # [sync] all-gather, M scalars, once per round
+        return self.mesh.gather_rows(square.sqrt(), self.mesh.sync)[:, 0]
+
+    def stats(self) -> dict | None:
+        """What the record's `sync` row says of a sync since the last call, else None. Reads the device."""
+        if self.last_sync is None:
+            return None
+        row, self.last_sync = self.last_sync, None
+        M = self.mesh.replicas
+        return row | {
+            "pseudo_grad_norm": self.norms.tolist(),
+            "weight": [1 / M] * M,
+            "dropped": [0] * M,
+            "clip": 1.0,
+            "stall_ms": self.stall.ms(),
+        }
+
+    def state_dict(self) -> dict:
+        counters = {"round": self.round, "local_steps": self.local_steps}
+        return counters | {"anchor": self.anchor, "outer": self.outer.state_dict()}
+
+    def load_state_dict(self, state: dict):
+        self.round, self.local_steps = state["round"], state["local_steps"]
+        self.anchor.copy_(state["anchor"])
+        self.outer.load_state_dict(state["outer"])

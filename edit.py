@@ -1,0 +1,280 @@
+"""EDiT: local SGD on sharded parameters, synchronised layer by layer inside the forward pass.
+
+The problem. DiLoCo's outer step blocks: every replica stands still while the whole model crosses the slow
+links. And it trusts every replica alike, also one whose loss has just blown up. EDiT (1) synchronises
+layer l just before the forward needs it, so that the traffic of later layers overlaps with the
+computation of earlier ones, and (2) puts the *pseudo-gradient penalty* between the replicas and the
+model: drop anomalies, weigh by norm, clip, or roll back.
+
+    sync_warmup_steps steps of mini-batch; then anchor = x, and after every tau inner steps, at the start of
+    the next forward (M replicas; every layer l):
+
+        d_i   = anchor - x_i                                       # in the storage of x_i
+        G_i   = ||d_i||                                            # [shard] one all-reduce for all layers
+                flag i if (G_i - mu_i) / sigma_i > threshold       # running statistics of replica i
+        G, flags of all replicas                                   # [sync] one all-gather for all layers
+        w_i   = exp(-G_i) / sum_j exp(-G_j) over the unflagged     # on the device, no host read
+        issue dbar = sum_i w_i d_i for l = 0, 1, ...               # [sync] all-reduce per layer, asynchronous
+        for each layer l, when the forward gets there:
+            wait for dbar
+            dhat    = dbar * min(1, phi / (||dbar|| + 1e-6))       # [shard] all-reduce of one scalar
+            b      <- mu b + dhat
+            anchor <- anchor - lr (dhat + mu b)                    # unless all replicas are flagged
+            x_i    <- anchor
+            all-gather, compute (shard.py)
+
+All norms can be taken at once, with the same result as layer by layer, because parameters do not change
+between the moment a sync is due and a layer's turn.
+
+    paper          variable              shape        where
+    theta_i, d_i   model.masters[l]      (P/N,)       every rank its shard
+    theta (anchor) anchor                (sum P/N,)   equal in a sync group
+    m (momentum)   momentum              (sum P/N,)   equal in a sync group
+    G_i            norms                 (M, L)       after the all-gather, all ranks
+    w_i            weights               (M, L)       all ranks
+    mu_i, sigma_i  detector.mean, .variance  (L,)     replica i
+    tau            tau                   inner steps
+    phi            pseudo_grad_clip      norm
+    delta          anomaly_threshold     standard deviations
+    alpha          anomaly_ema           share of a new sample
+
+Deviations from the paper and its authors' code: (1) one fused exchange of norms and flags, and no host
+read; the code takes 5 collectives and 2 to 4 host reads per layer, and one of the reads waits for the
+slow all-reduce, which undoes the overlap. (2) A norm that is not finite is flagged, always. (3) Flagged
+norms never enter the statistics, so one outlier does not blind the detector. (4) During the first
+anomaly_warmup_rounds samples the statistics are the plain mean and standard deviation: an exponential average
+started at zero is badly biased. (5) sigma is taken to be at least SIGMA_FLOOR * mu, so that nearly equal
+norms do not flag noise. (6) The last round may be shorter, so that no step is lost. (7) No layer is
+prefetched in the forward that synchronises: its parameters are not final before its turn. (8) An inner
+gradient that is not finite is not applied (shard.py), so that a sick replica keeps a usable AdamW and is
+healthy again after the sync that left it out.
+
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, as DiLoCo, and 8 (M-1) L for the exchange. Exposed
+time per round: max(first layer's all-reduce, all layers' all-reduce - forward).
+Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
+Source: EDiT, arXiv 2412.07210 (section 3 and figure 1), and its authors' code, atorch local_sgd.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mesh import Stall
+
+SIGMA_FLOOR = 0.05  # of the mean: nothing within threshold * 5% of the mean counts as an anomaly
+
+
+@dataclass
+class Config:
+    sync_warmup_steps: int = field(default=100, metadata={"help": "first steps with averaged gradients (paper: 1024)"})
+    tau: int = field(default=32, metadata={"help": "inner steps per round (paper: 128)"})
+    outer_lr: float = field(default=0.8, metadata={"help": "outer learning rate"})
+    outer_momentum: float = field(default=0.85, metadata={"help": "outer Nesterov momentum"})
+    anomaly_threshold: float = field(default=3.0, metadata={"help": "delta, standard deviations above the mean norm"})
+    anomaly_ema: float = field(default=0.02, metadata={"help": "alpha, a new norm's share in the statistics"})
+    anomaly_warmup_rounds: int = field(default=10, metadata={"help": "norms seen before any finite one is flagged"})
+    pseudo_grad_clip: float = field(default=10.0, metadata={"help": "phi, largest norm of a layer's pseudo-gradient"})
+    anomaly_elimination: bool = field(default=True, metadata={"help": "leave flagged replicas out"})
+    weighted_averaging: bool = field(default=True, metadata={"help": "weigh replicas by exp(-norm), else equally"})
+    pseudo_grad_clipping: bool = field(default=True, metadata={"help": "clip each layer's pseudo-gradient"})
+
+
+# ---- the equations: tensors in, tensors out ----
+
+
+class Detector:
+    """Replica i's running mean and variance of each layer's norm: (L,) each, and how many norms they hold."""
+
+    def __init__(self, n_layers, device, dtype, threshold, ema, warmup):
+        self.count, self.mean, self.variance = torch.zeros(3, n_layers, device=device, dtype=dtype)
+        self.threshold, self.ema = threshold, ema
+        self.warmup = max(warmup, 2)  # a variance takes two samples
+
+    def flag(self, G):
+        """True where G (L,) is an anomaly; the other norms enter the statistics."""
+        sigma = torch.maximum(self.variance.sqrt(), SIGMA_FLOOR * self.mean)
+        # flag if z = (G - mu) / sigma > delta: one-sided, a small norm is good news
+        flagged = ((G - self.mean) > self.threshold * sigma) & (self.count >= self.warmup)
+        flagged |= ~G.isfinite()  # NaN compares False above
+        self.learn(torch.where(flagged, self.mean, G), ~flagged)
+        return flagged
+
+    def learn(self, G, taken):
+        n = self.count + 1
+        early = n <= self.warmup
+        # warm-up: plain mean and sample variance, mu_n = mu + (G - mu)/n,
+        #          sigma^2_n = (n-2)/(n-1) sigma^2 + (G - mu)^2/n  (Welford)
+        # after:   mu <- mu + alpha (G - mu),  sigma^2 <- (1 - alpha) sigma^2 + alpha (G - mu_new)^2
+        mean = self.mean + torch.where(early, 1 / n, self.ema) * (G - self.mean)
+        plain = (n - 2).clamp(min=0) / (n - 1).clamp(min=1) * self.variance
+        plain = plain + torch.where(n > 1, (G - self.mean) ** 2 / n, 0.0)
+        moving = (1 - self.ema) * self.variance + self.ema * (G - mean) ** 2
+        self.variance = torch.where(taken, torch.where(early, plain, moving), self.variance)
+        self.mean = torch.where(taken, mean, self.mean)
+        self.count = self.count + taken
+
+
+def replica_weights(norms, flagged, weighted=True):
+    """Weights (M, L) that sum to 1 over the unflagged replicas; all 0 where every replica is flagged."""
+    # w_i = exp(-G_i) / sum_j exp(-G_j), j unflagged; equal weights are the case G = 0
+    G = norms if weighted else torch.zeros_like(norms)
+    weights = torch.softmax((-G).masked_fill(flagged, -torch.inf), dim=0)  # subtracts the smallest G
+    return weights.masked_fill(flagged, 0.0)
+
+
+def clip_factor(norm, phi):
+    # dhat = dbar * min(1, phi / (||dbar|| + 1e-6))
+    return (phi / (norm + 1e-6)).clamp(max=1.0)
+
+
+def outer_nesterov(anchor, momentum, dhat, lr, mu, alive):
+    """One Nesterov step in place (torch.optim.SGD's form). Where `alive` (0 or 1) is 0, dhat must be 0 and
+    nothing changes, bit for bit: the rollback."""
+    # b <- mu b + dhat;  a <- a - lr (dhat + mu b)
+    momentum.mul_(mu**alive).add_(dhat)
+    anchor.addcmul_(dhat, alive, value=-lr).addcmul_(momentum, alive, value=-lr * mu)
+
+
+# ---- the method ----
+
+
+class EDiT:
+    def __init__(self, model, mesh, config: Config):
+        self.model, self.mesh, self.config = model, mesh, config
+        self.anchor = torch.empty_like(model.master)
+        self.momentum = torch.zeros_like(model.master)
+        self.anchors, self.momenta = model.views(self.anchor), model.views(self.momentum)
+        self.detector = Detector(
+            len(model.layers), mesh.device, model.master.dtype,
+            config.anomaly_threshold, config.anomaly_ema, config.anomaly_warmup_rounds,
+        )  # fmt: skip
+        self.steps = self.local_steps = self.round = 0  # inner steps in all and since the last sync; syncs
+        self.last_sync = None
+
+    @property
+    def armed(self) -> bool:
+        return self.model.sync_layer is not None
+
+    @property
+    def in_sync(self) -> bool:
+        """Also true with a sync due: it happens in the next forward, an evaluation's or a step's."""
+        return self.local_steps == 0 or self.armed
+
+    def averages_gradients(self, step: int) -> bool:
+        return step < self.config.sync_warmup_steps
+
+    def before_step(self, step: int):
+        if step == self.config.sync_warmup_steps:
+            self.anchor.copy_(self.model.master)
+        if self.sync_is_due():
+            self.arm()
+
+    def sync_is_due(self) -> bool:
+        return self.local_steps == self.config.tau
+
+    def after_step(self, step: int):
+        self.steps = step + 1
+        if step >= self.config.sync_warmup_steps:
+            self.local_steps += 1
+
+    def finish(self):
+        if self.local_steps and not self.armed:
+            self.arm()
+        if self.armed:
+            for l in range(len(self.model.layers)):
+                self.sync_layer(l)
+
+    def arm(self):
+        """From here on the next forward synchronises; parameters do not change before."""
+        self.model.forget_gathered()
+        self.model.sync_layer = self.sync_layer
+
+    # ---- the sync ----
+
+    def sync_layer(self, l: int):
+        """Called by the forward just before layer l is gathered, l = 0, 1, ..., L-1."""
+        if l == 0:
+            self.stall, self.sent_before, self.clips = Stall(self.mesh.device), self.mesh.sent["sync"], []
+        with self.stall:
+            if l == 0:
+                self.start()
+            self.complete(l)
+        if l == len(self.model.layers) - 1:
+            self.end()
+
+    def start(self):
+        """All norms, one exchange, all weights; then every layer's all-reduce is on its way."""
+        # d_i = a - x_i, in place
+        torch.sub(self.anchor, self.model.master, out=self.model.master)
+        self.norms, self.flagged = self.exchange(self.measure())
+        self.weights = replica_weights(self.norms, self.flagged, self.config.weighted_averaging)
+        self.alive = (~self.flagged).any(dim=0).to(self.weights.dtype)  # (L,)
+        mine, i = self.flagged[self.mesh.replica], self.mesh.replica
+        self.arriving = []
+        for l, d in enumerate(self.model.masters):
+            # a flagged d is zeroed by writing zeros: 0 * NaN is NaN
+            d.mul_(self.weights[i, l]).masked_fill_(mine[l], 0.0)
+            # [sync] all-reduce, P/N fp32, once per round and layer
+            self.arriving.append(self.mesh.all_reduce(d, self.mesh.sync))
+
+    def measure(self):
+        """G_i of this replica, (L,)."""
+        squares = torch.stack([d.norm() ** 2 for d in self.model.masters])
+        # [shard] all-reduce, L scalars, once per round
+        self.mesh.all_reduce(squares, self.mesh.shard).wait()
+        return squares.sqrt()
+
+    def exchange(self, G):
+        """Norms and flags of all replicas, (M, L) each."""
+        flagged = self.detector.flag(G) if self.config.anomaly_elimination else torch.zeros_like(G)
+        # [sync] all-gather, 2 L scalars per replica, once per round
+        norms, flags = self.mesh.gather_rows(torch.cat([G, flagged.to(G.dtype)]), self.mesh.sync).chunk(2, dim=1)
+        return norms, flags > 0
+
+    def complete(self, l: int):
+        self.arriving[l].wait()
+        dbar = self.model.masters[l]
+        clip = torch.ones_like(self.alive[l])
+        if self.config.pseudo_grad_clipping:
+            square = dbar.norm() ** 2
+            # [shard] all-reduce, 1 scalar, once per round and layer
+            self.mesh.all_reduce(square, self.mesh.shard).wait()
+            clip = clip_factor(square.sqrt(), self.config.pseudo_grad_clip)
+        outer_nesterov(
+            self.anchors[l], self.momenta[l], dbar.mul_(clip),
+            self.config.outer_lr, self.config.outer_momentum, self.alive[l],
+        )  # fmt: skip
+        self.model.masters[l].copy_(self.anchors[l])
+        self.clips.append(clip)
+
+    def end(self):
+        self.model.sync_layer = None
+        self.round += 1
+        sync_bytes = self.mesh.sent["sync"] - self.sent_before
+        self.last_sync = {"round": self.round, "step": self.steps, "tau": self.local_steps, "sync_bytes": sync_bytes}
+        self.local_steps = 0
+
+    def stats(self) -> dict | None:
+        """What the record's `sync` row says of a sync since the last call, else None. Reads the device."""
+        if self.last_sync is None:
+            return None
+        row, self.last_sync = self.last_sync, None
+        return row | {
+            "pseudo_grad_norm": self.norms.norm(dim=1).tolist(),
+            "weight": self.weights.mean(dim=1).tolist(),
+            "dropped": self.flagged.sum(dim=1).tolist(),
+            "clip": torch.stack(self.clips).mean().item(),
+            "stall_ms": self.stall.ms(),
+        }
+
+    def state_dict(self) -> dict:
+        counters = {"round": self.round, "local_steps": self.local_steps}
+        detector = {name: getattr(self.detector, name) for name in ("count", "mean", "variance")}
+        return counters | {"anchor": self.anchor, "momentum": self.momentum, "detector": detector}
+
+    def load_state_dict(self, state: dict):
+        self.round, self.local_steps = state["round"], state["local_steps"]
+        self.anchor.copy_(state["anchor"])
+        self.momentum.copy_(state["momentum"])
+        for name, value in state["detector"].items():
+            getattr(self.detector, name).copy_(value)

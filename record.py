@@ -1,0 +1,210 @@
+"""The record of a run: what it prints and what stands in out_dir/metrics.jsonl.
+
+Rank 0 writes one JSON object a row and flushes it; the first key is `event`. A `step` counts the inner
+steps that are done.
+
+    config  every resolved flag, world_size, mesh, n_params, corpus_hash, torch, device_name
+    step    step, tokens, loss, lr, grad_norm, step_ms, train_s, tokens_per_s, shard_bytes, sync_bytes
+    sync    round, step, tau, pseudo_grad_norm, weight, dropped, clip, stall_ms, sync_bytes
+    eval    step, tokens, train_s, val_loss, bits_per_byte
+    end     step, val_loss, train_s, tokens_per_s, peak_memory_bytes, exit
+
+`loss` is the mean over all ranks. Between syncs replicas run freely, and a collective for the log would
+chain them together in every logged step. So each replica leaves its loss in torchrun's key-value store, and
+rank 0 writes the row as soon as all have: no collective, nobody waits.
+"""
+
+import dataclasses
+import json
+import math
+import resource
+import sys
+import time
+from collections import deque
+
+import torch
+
+
+class Clock:
+    """Seconds of training. `with clock:` is a pause, for what is not training (evaluation, saving)."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.started, self.paused_s = device, time.perf_counter(), 0.0
+
+    def __enter__(self):
+        self._finish_queued_work()
+        self.pause_began = time.perf_counter()
+
+    def __exit__(self, *exception):
+        self._finish_queued_work()
+        self.paused_s += time.perf_counter() - self.pause_began
+
+    def _finish_queued_work(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def train_s(self) -> float:
+        return time.perf_counter() - self.started - self.paused_s
+
+
+class Record:
+    """Rank 0 prints and writes; the other replicas contribute their losses through the store."""
+
+    def __init__(self, path, config, mesh, store):
+        self.config, self.mesh, self.store = config, mesh, store
+        self.tokens_per_step = mesh.world_size * config.accum * config.batch_size * config.block_size
+        self.file = open(path, "w") if mesh.rank == 0 else None
+        self.pending = deque()  # step rows that wait for other replicas' losses
+        self.clock = Clock(mesh.device)
+        self.last_step, self.last_s = 0, 0.0
+
+    def write(self, event: str, **row):
+        if self.file:
+            self.file.write(json.dumps({"event": event} | row) + "\n")
+            self.file.flush()
+
+    def start(self, method_config, model, corpus):
+        mesh = self.mesh
+        self.write(
+            "config",
+            **dataclasses.asdict(self.config),
+            **dataclasses.asdict(method_config),
+            world_size=mesh.world_size,
+            mesh={"replicas": mesh.replicas, "shards": mesh.shards},
+            n_params=model.n_params,
+            corpus_hash=corpus.hash,
+            torch=torch.__version__,
+            device_name=torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
+        )
+
+    def step(self, step: int, lr: float, norm_and_loss: torch.Tensor):
+        """`step` steps are done. norm_and_loss: on the device, equal in a shard group. All ranks call it."""
+        due = step % self.config.log_interval == 0 or step in (1, self.config.max_steps)
+        if not due or self.mesh.shard_index != 0:
+            return
+        grad_norm, loss = norm_and_loss.tolist()  # host read: waits for the step
+        if self.mesh.rank != 0:
+            self.store.set(f"loss/{step}/{self.mesh.replica}", repr(loss))
+            return
+        train_s = self.clock.train_s()
+        step_s = (train_s - self.last_s) / (step - self.last_step)
+        self.last_step, self.last_s = step, train_s
+        sent = {f"{group}_bytes": round(count) for group, count in self.mesh.sent.items()}
+        row = dict(step=step, tokens=step * self.tokens_per_step, loss=loss, lr=lr, grad_norm=grad_norm)
+        row |= dict(step_ms=1e3 * step_s, train_s=train_s, tokens_per_s=self.tokens_per_step / step_s)
+        self.pending.append(row | sent)
+        self.flush_steps(wait=False)
+
+    def flush_steps(self, wait: bool):
+        """Write the step rows for which all replicas' losses are there (wait: all rows)."""
+        while self.pending:
+            row = self.pending[0]
+            keys = [f"loss/{row['step']}/{replica}" for replica in range(1, self.mesh.replicas)]
+            if keys and not wait and not self.store.check(keys):
+                return
+            losses = [row["loss"]] + [float(self.store.get(key)) for key in keys]
+            for key in keys:
+                self.store.delete_key(key)
+            row["loss"] = sum(losses) / len(losses)
+            self.write("step", **self.pending.popleft())
+            self._print_step(row)
+
+    def _print_step(self, row):
+        left_s = (self.config.max_steps - row["step"]) * row["step_ms"] / 1e3
+        print(
+            f"step {row['step']:05d}/{self.config.max_steps:05d} | loss {row['loss']:.4f} | lr {row['lr']:.1e} | "
+            f"gnorm {row['grad_norm']:.2f} | {row['step_ms']:.0f} ms | {row['tokens_per_s']:,.0f} tok/s | "
+            f"{left_s // 60:.0f}m{left_s % 60:02.0f}s left",
+            flush=True,
+        )
+
+    def sync(self, row: dict | None):
+        """A finished sync, as a method's stats() tells it (None: there was none)."""
+        if row is None or not self.file:
+            return
+        self.flush_steps(wait=False)  # the rows from before the sync are complete by now
+        self.write("sync", **row)
+        norms, weights = row["pseudo_grad_norm"], row["weight"]
+        print(
+            f"sync {row['round']:04d} | tau {row['tau']} | "
+            f"pseudo-grad {sum(norms) / len(norms):.3f} [{min(norms):.3f} .. {max(norms):.3f}] | "
+            f"weights [{min(weights):.2f} .. {max(weights):.2f}] | dropped {sum(row['dropped'])} | "
+            f"clip {row['clip']:.2f} | {megabytes(row['sync_bytes'])} | stall {row['stall_ms']:.0f} ms",
+            flush=True,
+        )
+
+    def eval(self, step: int, val_loss: float, bytes_per_token: float):
+        bits = val_loss / math.log(2) / bytes_per_token
+        train_s, tokens = self.clock.train_s(), step * self.tokens_per_step
+        self.write("eval", step=step, tokens=tokens, train_s=train_s, val_loss=val_loss, bits_per_byte=bits)
+        if self.file:
+            print(f"eval {step:05d} | val loss {val_loss:.4f} nats/token | {bits:.3f} bits/byte", flush=True)
+
+    def end(self, step: int, val_loss: float):
+        if not self.file:
+            return
+        self.flush_steps(wait=True)
+        train_s = self.clock.train_s()
+        speed, peak = step * self.tokens_per_step / train_s, peak_memory_bytes(self.mesh.device)
+        row = dict(step=step, val_loss=val_loss, train_s=train_s, tokens_per_s=speed, peak_memory_bytes=peak)
+        self.write("end", **row, exit="done")
+        print(
+            f"done | {step} steps in {train_s:.0f} s | {speed:,.0f} tok/s | val loss {val_loss:.4f} | "
+            f"peak {megabytes(peak)} on rank 0",
+            flush=True,
+        )
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    scale = 1 if sys.platform == "darwin" else 1024  # Linux counts KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def picture(mesh, most: int = 4) -> list:
+    """The grid as lines of text, at most `most` rows and columns of it."""
+    columns = range(min(mesh.shards, most))
+    lines = [" " * 13 + "".join(f"shard {n:<5}" for n in columns) + ("..." if mesh.shards > most else "")]
+    for replica in range(min(mesh.replicas, most)):
+        ranks = "".join(f"rank {replica * mesh.shards + n:<6}" for n in columns)
+        lines.append(f"replica {replica:<5}{ranks}")
+    return lines + (["..."] if mesh.replicas > most else [])
+
+
+def print_start(config, model, mesh, method, corpus):
+    """What is about to run, in numbers worked out beforehand."""
+    P, tokens = model.n_params, mesh.world_size * config.accum * config.batch_size * config.block_size
+    vectors = {"parameters": 1, "gradient": 1, "AdamW": 2} | ({"anchor + momentum": 2} if hasattr(method, "anchor") else {})
+    memory = {kind: count * model.master.nbytes for kind, count in vectors.items()}
+    memory["whole layers"] = sum(buffer.nbytes for buffer in model.buffers())
+    exchange = 2 * (mesh.replicas - 1) / mesh.replicas * model.master.nbytes
+    print(
+        f"{config.method} on {mesh.world_size} ranks = {mesh.replicas} replicas x {mesh.shards} shards "
+        f"({mesh.device.type}, {str(model.dtype).removeprefix('torch.')})"
+    )
+    for line in picture(mesh):
+        print("    " + line)
+    print(
+        f"model   {P:,} parameters: {config.n_layer} blocks, {config.n_head} heads, {config.n_embd} channels, "
+        f"context {config.block_size}, vocabulary {corpus.vocab_size}"
+    )
+    print(f"data    {config.data or 'standard library'}: {len(corpus.tokens):,} tokens, {corpus.tokenizer} ({corpus.hash})")
+    print("memory  per rank: " + ", ".join(f"{kind} {megabytes(count)}" for kind, count in memory.items()))
+    print(
+        f"step    {mesh.world_size} ranks x {config.accum} micro-steps x {config.batch_size} sequences "
+        f"x {config.block_size} tokens = {tokens:,} tokens"
+    )
+    if mesh.replicas > 1 and hasattr(method, "anchor"):
+        tau = method.config.tau
+        print(
+            f"round   {tau} steps x {tokens:,} tokens = {tau * tokens:,} tokens; slow links, per rank: "
+            f"{megabytes(exchange)} a round (mini-batch: {megabytes(tau * exchange)})"
+        )
+    elif mesh.replicas > 1:
+        print(f"round   every step; slow links, per rank: {megabytes(exchange)} a step")
+    print(flush=True)

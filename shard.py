@@ -1,0 +1,252 @@
+"""ZeRO-3 by hand: a layer's parameters are one flat vector, and each rank keeps 1/N of it.
+
+The problem. Parameters, gradients and AdamW moments take 16 bytes per parameter, on every rank, if each
+holds the whole model. With N shards a rank keeps 1/N of all of them, and a layer is whole only while it
+computes:
+
+    forward   for each layer l:            all-gather l -> compute -> free
+    backward  for each layer l, reversed:  all-gather l -> compute -> reduce-scatter its gradient -> free
+    then      clip by global norm, AdamW on the shard (elementwise, so a shard needs no neighbour)
+
+Method. No autograd hook, no wrapper: the model is a list of layers, and both passes are plain loops over
+it. The forward keeps each layer's input and output (the "tape"); the backward walks the tape from its
+end and asks autograd for one layer's gradients at a time.
+
+A layer's flat vector, P elements (padded to a multiple of N), matrices before norm gains:
+
+    [ qkv | out | gate_up | down | norms | pad ]     rank n keeps elements [n P/N, (n+1) P/N)
+
+`master`, `grad` (and whatever a method adds: anchor, momentum) are single flat vectors per rank that hold
+the shards of all layers one behind the other; `views(vector)` cuts them back into layers. Optimizer,
+gradient norm and DiLoCo's exchange are therefore one pass over one vector.
+
+Whole layers live in two buffers for good: even layers in one, odd layers in the other, so at most two are
+ever whole, the one computing and the one being prefetched. A layer's parameters are views of its buffer,
+created once. "Free" is letting the next-but-one layer overwrite it. The tensors that autograd saves for
+the backward are the same views: they see the right values again when the backward has gathered the layer
+a second time into the same place. `held` knows which layer a buffer has, so the two layers that the
+forward gathered last are not gathered again when the backward starts with them, and the embedding's
+backward needs no parameters at all: a step gathers 2 L - 3 layers, not 2 L.
+
+With N = 1 in fp32 the parameters are views of `master` itself: no buffer, no copy, no collective.
+
+Overlap. While layer l computes, the next one's all-gather is in flight, and in the backward also the
+previous one's reduce-scatter. When gradients are averaged over replicas too (mini-batch, warm-up), the
+all-reduce of layer l+1's shard is issued as soon as its reduce-scatter has arrived, one layer later, and
+waited for at the end of the backward.
+
+    name      shape         dtype                 what
+    master    (sum P/N,)    fp32                  parameters, this rank's shard
+    grad      (sum P/N,)    fp32                  their gradient, accumulated over micro-steps
+    whole[2]  (max P,)      compute (bf16, fp32)  two gathered layers
+    outgoing  (max P,)      fp32                  one layer's gradient on its way
+
+Gradients are summed in fp32 even when the layers compute in bf16.
+
+Source: ZeRO, arXiv 1910.02054.
+"""
+
+import torch
+from torch import nn
+
+from model import ModelConfig, build_layer
+
+
+class Layout:
+    """Where a layer's parameters stand in its flat vector: the same on every rank."""
+
+    def __init__(self, layer: nn.Module, shards: int):
+        # Matrices first, so that a shard has at most one border between what decays and what does not.
+        self.parameters = sorted(layer.named_parameters(), key=lambda item: -item[1].dim())
+        self.shapes = {name: parameter.shape for name, parameter in self.parameters}
+        self.used = sum(shape.numel() for shape in self.shapes.values())
+        self.decayed = sum(shape.numel() for shape in self.shapes.values() if len(shape) > 1)
+        self.piece = -(-self.used // shards)  # P/N
+        self.padded = self.piece * shards  # P
+
+    def cut(self, flat: torch.Tensor) -> dict:
+        """Views of a whole flat vector (P,) by parameter name."""
+        pieces = flat[: self.used].split([shape.numel() for shape in self.shapes.values()])
+        return {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces)}
+
+
+class ShardedModel:
+    """The layers of `model.py` on this rank's shards. `dtype` is what layers compute and gather in."""
+
+    def __init__(self, config: ModelConfig, mesh, dtype: torch.dtype = torch.float32, seed: int = 0):
+        self.config, self.mesh, self.dtype = config, mesh, dtype
+        self.layers, self.layouts, pieces = [], [], []
+        for l in range(config.n_layer + 2):  # one layer at a time: no rank ever builds the whole model
+            layer = build_layer(config, l, seed).to(mesh.device)
+            layout = Layout(layer, mesh.shards)
+            pieces.append(self._own_piece(layout))
+            self.layers.append(layer)
+            self.layouts.append(layout)
+        self.n_params = sum(layout.used for layout in self.layouts)
+        self.master = torch.cat(pieces)  # (sum P/N,)
+        self.grad = torch.zeros_like(self.master)
+        self.masters, self.grads = self.views(self.master), self.views(self.grad)
+        self._place_parameters()
+        self.tape = []  # (input, output) of each layer, from forward to backward
+        self.sync_layer = None  # EDiT, while a sync is due: called with l before layer l is gathered
+
+    def _own_piece(self, layout):
+        """Copy this rank's share of a freshly initialised layer, in the master's dtype, and free the layer."""
+        master = torch.promote_types(self.dtype, torch.float32)  # fp32, or fp64 when a test computes in fp64
+        whole = torch.zeros(layout.padded, dtype=master, device=self.mesh.device)
+        for (_, parameter), place in zip(layout.parameters, layout.cut(whole).values()):
+            place.copy_(parameter.detach())
+            parameter.data = torch.empty(0, dtype=self.dtype, device=self.mesh.device)
+        return whole.chunk(self.mesh.shards)[self.mesh.shard_index].clone()
+
+    def _place_parameters(self):
+        """Point every layer's parameters at the memory that they will be in whenever the layer computes."""
+        self.aliased = self.mesh.shards == 1 and self.dtype == self.master.dtype  # gathering is a no-op
+        size = max(layout.padded for layout in self.layouts)
+        make = lambda dtype: torch.empty(size, dtype=dtype, device=self.mesh.device)
+        self.whole = None if self.aliased else [make(self.dtype), make(self.dtype)]
+        self.outgoing = make(self.master.dtype) if self.mesh.shards > 1 else None
+        for l, (layer, master) in enumerate(zip(self.layers, self.masters)):
+            home = master if self.aliased else self.whole[l % 2]
+            # .data: an alias with a version counter of its own. Autograd must not take a refilled buffer for
+            # a modified one: by the time it looks, the buffer has the values it had in the forward.
+            for name, place in self.layouts[l].cut(home.data).items():
+                layer.get_parameter(name).data = place
+        self.parameters = [[p for _, p in layout.parameters] for layout in self.layouts]
+        self.forget_gathered()
+
+    def views(self, vector: torch.Tensor) -> list:
+        """Cut a flat per-rank vector, laid out like `master`, into one (P/N,) view per layer."""
+        return list(vector.split([layout.piece for layout in self.layouts]))
+
+    def buffers(self) -> list:
+        """The memory that whole layers pass through."""
+        return [buffer for buffer in [*(self.whole or []), self.outgoing] if buffer is not None]
+
+    # ---- gathering ----
+
+    def forget_gathered(self):
+        """The masters have changed: what the buffers hold is out of date."""
+        self.held, self.arriving = [None, None], [None, None]
+
+    def start_gather(self, l: int):
+        """Begin to fill layer l's buffer, unless it is there or there is no such layer."""
+        if self.aliased or not 0 <= l < len(self.layers) or self.held[l % 2] == l:
+            return
+        whole = self.whole[l % 2][: self.layouts[l].padded]
+        shards = whole.chunk(self.mesh.shards)
+        shards[self.mesh.shard_index].copy_(self.masters[l])  # casts to the compute dtype
+        # [shard] all-gather, P in the compute dtype, forward and backward, once per layer and micro-step
+        self.arriving[l % 2] = self.mesh.all_gather(whole, self.mesh.shard)
+        self.held[l % 2] = l
+
+    def finish_gather(self, l: int):
+        self.start_gather(l)
+        if self.arriving[l % 2]:
+            self.arriving[l % 2].wait()
+            self.arriving[l % 2] = None
+
+    # ---- the two passes ----
+
+    def forward(self, tokens, targets, train: bool = True):
+        """Loss (mean, nats per token) of a batch, (B, T) int64 each. train: keep the tape for backward()."""
+        x, syncing = tokens, self.sync_layer is not None
+        for l, layer in enumerate(self.layers):
+            if syncing:
+                self.sync_layer(l)  # layer l's parameters are final only now, so nothing is prefetched
+            self.finish_gather(l)
+            if not syncing:
+                self.start_gather(l + 1)
+            with torch.set_grad_enabled(train):
+                x_in = x.detach().requires_grad_(train and l > 0)
+                x = layer(x_in, targets) if l == len(self.layers) - 1 else layer(x_in)
+            if train:
+                self.tape.append((x_in, x))
+        return x.detach()
+
+    def backward(self, scale: float, first: bool = True, average_replicas: bool = False):
+        """Add `scale` times the gradient of the last forward, summed over the shard group, to `grad`
+        (first: replace it). average_replicas: then sum `grad` over the sync group too."""
+        grad_x = torch.full((), scale, dtype=self.tape[-1][1].dtype, device=self.mesh.device)
+        leaving, averaging = None, []
+        for l in reversed(range(len(self.layers))):
+            if self.layers[l].backward_reads_parameters:
+                self.finish_gather(l)
+            if l > 0 and self.layers[l - 1].backward_reads_parameters:
+                self.start_gather(l - 1)
+            x_in, x = self.tape.pop()
+            inputs = self.parameters[l] + ([x_in] if l > 0 else [])
+            gradients = torch.autograd.grad(x, inputs, grad_x)
+            grad_x = gradients[-1]
+            if leaving:
+                averaging.append(self._settle(*leaving, average_replicas))
+            leaving = (l, self._start_reduce(l, gradients[: len(self.parameters[l])], first))
+            del x_in, x, gradients  # this layer's activations go before the previous layer's gradients come
+        averaging.append(self._settle(*leaving, average_replicas))
+        for handle in averaging:
+            handle.wait()
+
+    def _start_reduce(self, l, gradients, first):
+        """Pack one layer's gradients into a flat vector and send it on its way."""
+        flat = [gradient.reshape(-1) for gradient in gradients]
+        layout, grad = self.layouts[l], self.grads[l]
+        if self.mesh.shards == 1:
+            torch.cat(flat, out=grad) if first else grad.add_(torch.cat(flat))
+            return self.mesh.reduce_scatter(grad, grad, self.mesh.shard)
+        whole = self.outgoing[: layout.padded]
+        torch.cat(flat, out=whole[: layout.used])  # casts to fp32
+        whole[layout.used :].zero_()
+        if not first:  # what earlier micro-steps left here rides along: the sum needs no buffer of its own
+            whole.chunk(self.mesh.shards)[self.mesh.shard_index].add_(grad)
+        # [shard] reduce-scatter, P fp32, backward, once per layer and micro-step
+        return self.mesh.reduce_scatter(grad, whole, self.mesh.shard)
+
+    def _settle(self, l, handle, average_replicas):
+        handle.wait()
+        if not average_replicas:
+            return handle
+        # [sync] all-reduce, P/N fp32, once per layer and step (mini-batch and warm-up only)
+        return self.mesh.all_reduce(self.grads[l], self.mesh.sync)
+
+    # ---- around the step ----
+
+    def clip_gradient(self, max_norm: float, loss: torch.Tensor):
+        """Scale `grad` so that its norm over all shards is at most max_norm (0: any), and zero it if the norm is
+        not finite: AdamW's moments would stay NaN for good, also when the parameters have been mended.
+        Returns, on the device, [norm before, mean loss over the shard group]: the loss shares the norm's trip."""
+        both = torch.stack([self.grad.norm() ** 2, loss.to(self.grad.dtype) / self.mesh.shards])
+        # [shard] all-reduce, 2 scalars, once per step
+        self.mesh.all_reduce(both, self.mesh.shard).wait()
+        both[0].sqrt_()
+        if max_norm > 0:
+            self.grad.mul_((max_norm / (both[0] + 1e-6)).clamp(max=1.0))
+        self.grad.masked_fill_(~both[0].isfinite(), 0.0)
+        return both
+
+    def optimizer_groups(self, weight_decay: float) -> list:
+        """AdamW's parameter groups over views of `master`, with `.grad` views of `grad`: matrices decay,
+        norm gains do not."""
+        decayed, plain = [], []
+        for layout, master, grad in zip(self.layouts, self.masters, self.grads):
+            border = min(max(layout.decayed - self.mesh.shard_index * layout.piece, 0), layout.piece)
+            for part, group in ((slice(0, border), decayed), (slice(border, None), plain)):
+                if master[part].numel():
+                    parameter = nn.Parameter(master[part])
+                    parameter.grad = grad[part]
+                    group.append(parameter)
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
+
+    def state_dict(self) -> dict | None:
+        """The whole model in fp32 on the CPU of rank 0, gathered layer by layer (None on other ranks). All
+        ranks of replica 0 must call it; names are those of model.Llama."""
+        state = {}
+        for l, (layout, master) in enumerate(zip(self.layouts, self.masters)):
+            whole = master.new_empty(layout.padded)
+            whole.chunk(self.mesh.shards)[self.mesh.shard_index].copy_(master)
+            # [shard] all-gather, P fp32, once per call and layer
+            self.mesh.all_gather(whole, self.mesh.shard).wait()
+            if self.mesh.rank == 0:
+                named = layout.cut(whole).items()
+                state.update({f"layers.{l}.{name}": value.to("cpu", torch.float32, copy=True) for name, value in named})
+        return state if self.mesh.rank == 0 else None

@@ -1,0 +1,144 @@
+"""Run code on several gloo ranks, and whole trainings through train.py's own loop.
+
+Ranks are forked from a server process that has imported torch once, so a run of four costs a fraction of a
+second instead of four imports.
+"""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "tiktoken", "train"])
+
+
+def _rank_main(rank, world_size, folder, function, args):
+    try:
+        torch.set_num_threads(1)
+        store = dist.FileStore(f"{folder}/store", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        result = function(*args)
+        dist.barrier()  # nobody leaves while a neighbour still talks to it
+        dist.destroy_process_group()
+        torch.save(result, f"{folder}/result-{rank}")
+    except BaseException:
+        Path(folder, f"error-{rank}").write_text(traceback.format_exc())
+        sys.exit(1)
+
+
+def run_ranks(world_size, function, *args, timeout_s=120):
+    """[function(*args) on rank 0, ...]; function must be a module's, its result picklable."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_rank_main, args=(rank, world_size, folder, function, args)) for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(timeout_s)
+            if process.is_alive():
+                [other.kill() for other in ranks]
+                raise TimeoutError(f"{function.__name__}: a rank hangs after {timeout_s} s")
+        errors = [path.read_text() for path in sorted(Path(folder).glob("error-*"))]
+        assert not errors, "\n".join(errors)
+        return [torch.load(f"{folder}/result-{rank}", weights_only=False) for rank in range(world_size)]
+
+
+# ---- whole trainings ----
+
+TINY = ["--n_layer", "2", "--n_head", "1", "--n_embd", "6", "--block_size", "8", "--batch_size", "2", "--dtype", "fp64"]
+TINY += ["--log_interval", "1", "--eval_batches", "1", "--lr", "0.01", "--lr_warmup_steps", "3", "--device", "cpu"]
+
+
+def flags(**options) -> list:
+    """Keyword arguments as command-line flags on top of TINY."""
+    return TINY + [f"--{name}={value}" if value is not False else f"--no-{name}" for name, value in options.items()]
+
+
+def fingerprint(tensor) -> int:
+    return hash(tensor.numpy().tobytes())
+
+
+def watch_syncs(method, model):
+    """Record a fingerprint of this rank's parameters right after every sync (of each layer, for EDiT)."""
+    seen = []
+    if hasattr(method, "complete"):
+        complete = method.complete
+
+        def complete_and_look(l):
+            complete(l)
+            seen.append(fingerprint(model.masters[l]))
+
+        method.complete = complete_and_look
+    elif hasattr(method, "sync"):
+        sync = method.sync
+
+        def sync_and_look():
+            sync()
+            seen.append(fingerprint(model.master))
+
+        method.sync = sync_and_look
+    return seen
+
+
+def _train(argv, corpus_folder, tamper):
+    import data
+    import train
+    from mesh import Mesh
+
+    with tempfile.TemporaryDirectory() as out:
+        config, method_config = train.parse(argv + ["--out_dir", out])
+        train.resolve_device(config)
+        mesh = Mesh(config.shards, torch.device("cpu"))
+        seen, made = [], {}
+        method_class, method_config_class = train.METHODS[config.method]
+
+        def make(model, mesh, method_config):
+            made["model"], made["method"] = model, method_class(model, mesh, method_config)
+            made["seen"] = watch_syncs(made["method"], model)
+            if tamper:
+                tamper(made["method"], model, mesh)
+            return made["method"]
+
+        train.METHODS[config.method] = (make, method_config_class)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            train.train(config, method_config, data.load(corpus_folder), mesh, dist.distributed_c10d._get_default_store())
+        rows = [json.loads(line) for line in open(f"{out}/metrics.jsonl")] if mesh.rank == 0 else None
+        return {
+            "rows": rows,
+            "printed": printed.getvalue(),
+            "model": torch.load(f"{out}/model.pt", weights_only=True)["model"] if mesh.rank == 0 else None,
+            "seen": made["seen"],
+            "master": made["model"].master.clone(),
+            "method_state": made["method"].state_dict(),
+            "calls": dict(mesh.calls),
+            "sent": dict(mesh.sent),
+            "shard_index": mesh.shard_index,
+        }
+
+
+class Run:
+    """What a training left behind: `losses` by step, `model` (state dict), rows by event, `ranks` (raw)."""
+
+    def __init__(self, ranks):
+        self.ranks, first = ranks, ranks[0]
+        self.rows = lambda event: [row for row in first["rows"] if row["event"] == event]
+        self.losses = [row["loss"] for row in self.rows("step")]
+        self.model, self.printed = first["model"], first["printed"]
+        for rank in ranks:  # after every sync all replicas are bit-identical, in every training of every test
+            assert rank["seen"] == ranks[rank["shard_index"]]["seen"]
+            assert torch.equal(rank["master"], ranks[rank["shard_index"]]["master"])
+
+
+def run_training(world_size, corpus_folder, tamper=None, **options) -> Run:
+    """Train on `world_size` ranks. tamper(method, model, mesh), on every rank, may change the method first."""
+    return Run(run_ranks(world_size, _train, flags(**options), str(corpus_folder), tamper))

@@ -1,0 +1,151 @@
+"""ZeRO-3: sharded equals whole, what is sent, what is alive, what decays."""
+
+import pytest
+import torch
+
+from mesh import Mesh
+from model import Llama, ModelConfig
+from ranks import run_ranks
+from shard import ShardedModel
+
+CONFIG = ModelConfig(n_layer=4, n_head=2, n_embd=12, block_size=8, vocab_size=97)
+LAYERS = CONFIG.n_layer + 2
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(97, (2, 2, 8), generator=generator) for _ in range(count)]  # (inputs, targets), B, T
+
+
+def sharded_gradients(shards, dtype, accum=1):
+    mesh = Mesh(shards, torch.device("cpu"))
+    model = ShardedModel(CONFIG, mesh, dtype, seed=3)
+    for micro in range(accum):
+        inputs, targets = batches(mesh.world_size * accum)[micro * mesh.world_size + mesh.rank]
+        loss = model.forward(inputs, targets)
+        model.backward(1 / (mesh.world_size * accum), first=micro == 0, average_replicas=micro == accum - 1)
+    model.master.copy_(model.grad)  # state_dict() then hands out the gathered gradient
+    gradient = model.state_dict()
+    norm_and_loss = model.clip_gradient(0.5, loss)
+    return gradient, norm_and_loss, dict(mesh.calls), dict(mesh.sent), [l.padded for l in model.layouts]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("accum", [1, 2])
+def test_gradient_equals_whole_model(shards, accum):
+    world_size = 4
+    gradient, norm_and_loss, *_ = run_ranks(world_size, sharded_gradients, shards, torch.float64, accum)[0]
+    whole = Llama(CONFIG, seed=3).double()
+    for inputs, targets in batches(world_size * accum):
+        (whole(inputs, targets) / (world_size * accum)).backward()
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(gradient[name], parameter.grad.float(), rtol=1e-6, atol=1e-9)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()])
+    assert norm_and_loss[0].item() == pytest.approx(norm.item(), rel=1e-12)
+
+
+def test_bf16_compute_keeps_fp32_masters_and_stays_close():
+    exact = run_ranks(2, sharded_gradients, 2, torch.float32)[0][0]
+    rough = run_ranks(2, sharded_gradients, 2, torch.bfloat16)[0][0]
+    for name in exact:
+        assert rough[name].dtype == torch.float32
+        error = (rough[name] - exact[name]).norm() / exact[name].norm()
+        assert 0 < error < 0.05, name  # 8 bits of mantissa, through 6 layers
+
+
+def test_step_gathers_2L_minus_3_layers_and_scatters_L():
+    for rank in run_ranks(2, sharded_gradients, 2, torch.float64):
+        _, _, calls, sent, P = rank
+        # forward: all. backward: the last two are still there, the embedding's needs no parameters.
+        gathered = sum(P) + sum(P[1:-2])
+        assert calls == {
+            "shard all-gather": LAYERS + LAYERS - 3 + LAYERS,  # + state_dict
+            "shard reduce-scatter": LAYERS,
+            "shard all-reduce": 1,
+        }
+        assert sent["shard"] == (gathered + sum(P) + sum(P)) * 8 / 2 + 2 * 8 and sent["sync"] == 0
+
+
+def test_minibatch_sends_the_gradient_shard_once_over_the_sync_group():
+    _, _, calls, sent, P = run_ranks(4, sharded_gradients, 2, torch.float64)[0]
+    assert calls["sync all-reduce"] == LAYERS
+    assert sent["sync"] == 2 * (2 - 1) / 2 * sum(P) / 2 * 8
+
+
+def test_one_rank_makes_no_collective_and_no_copy_of_the_parameters():
+    mesh = Mesh(1, torch.device("cpu"))
+    model = ShardedModel(CONFIG, mesh, torch.float32)
+    inputs, targets = batches(1)[0]
+    model.forward(inputs, targets)
+    model.backward(1.0)
+    assert not mesh.calls and model.buffers() == []
+    storages = {p.untyped_storage().data_ptr() for layer in model.layers for p in layer.parameters()}
+    assert storages == {model.master.untyped_storage().data_ptr()}
+
+
+def alive_elements(shards):
+    """Every storage that parameters live in, and the most of whole parameters a rank had at any time."""
+    import gc
+
+    import shard
+
+    mesh, largest = Mesh(shards, torch.device("cpu")), [0]
+    build = shard.build_layer
+
+    def watched(config, layer, seed):
+        module = build(config, layer, seed)
+        alive = [o for o in gc.get_objects() if isinstance(o, torch.nn.Parameter)]
+        largest[0] = max(largest[0], sum(p.numel() for p in alive))
+        return module
+
+    shard.build_layer = watched
+    model = ShardedModel(CONFIG, mesh, torch.float32)
+    for inputs, targets in batches(2):
+        model.forward(inputs, targets)
+        model.backward(1.0)
+    storages = {p.untyped_storage() for layer in model.layers for p in layer.parameters()}
+    return largest[0], {s.data_ptr(): s.nbytes() // 4 for s in storages}, [l.used for l in model.layouts], model.master.numel()
+
+
+def test_at_most_two_layers_are_whole_and_no_rank_builds_the_model():
+    for building, storages, sizes, master in run_ranks(4, alive_elements, 4):
+        assert building <= max(sizes)  # one layer at a time
+        assert len(storages) == 2 and sum(storages.values()) <= 2 * (max(sizes) + 3)  # + padding
+        assert master <= (sum(sizes) + 3 * LAYERS) / 4 + 1
+
+
+def initial_state(shards):
+    return ShardedModel(CONFIG, Mesh(shards, torch.device("cpu")), torch.float32, seed=11).state_dict()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_initialisation_does_not_depend_on_the_mesh(shards):
+    state, whole = run_ranks(4, initial_state, shards)[0], Llama(CONFIG, seed=11).state_dict()
+    assert state.keys() == whole.keys()
+    assert all(torch.equal(state[name], whole[name]) for name in whole)
+
+
+def decayed_elements(shards):
+    model = ShardedModel(CONFIG, Mesh(shards, torch.device("cpu")), torch.float32, seed=11)
+    optimizer = torch.optim.AdamW(model.optimizer_groups(weight_decay=0.5), lr=0.1, fused=True)
+    optimizer.step()  # gradients are zero: only the decay acts
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_weight_decay_acts_on_matrices_only(shards):
+    state, whole = run_ranks(4, decayed_elements, shards)[0], Llama(CONFIG, seed=11).state_dict()
+    for name, before in whole.items():
+        torch.testing.assert_close(state[name], before * (0.95 if before.dim() == 2 else 1.0))
+
+
+def evaluation_leaves_no_trace(shards):
+    model = ShardedModel(CONFIG, Mesh(shards, torch.device("cpu")), torch.float32)
+    inputs, targets = batches(1)[0]
+    losses = [model.forward(inputs, targets, train=train).item() for train in (False, True)]
+    return losses, len(model.tape)
+
+
+def test_evaluation_forward_keeps_no_activations():
+    for losses, tape in run_ranks(2, evaluation_leaves_no_trace, 2):
+        assert losses[0] == losses[1] and tape == LAYERS
