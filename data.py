@@ -29,6 +29,7 @@ document. Each document ends with the tokenizer's end-of-text token.
 import argparse
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import sys
@@ -141,12 +142,15 @@ def load(folder: str | None) -> Corpus:
         fields += (float(meta["bytes_per_token"]), str(meta["hash"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--data {folder}: not a corpus of data.py ({error!r}); make it again") from None
-    if size != count * dtype.itemsize:
+    if size != count * dtype.itemsize or size == 0:
         raise UserError(
             f"--data {folder}: tokens.bin has {size:,} bytes where meta.json promises "
             f"{count * dtype.itemsize:,}; it is damaged, make it again"
         )
-    return Corpus(np.memmap(path / "tokens.bin", dtype, mode="r"), *fields)
+    with open(path / "tokens.bin", "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    mapped.madvise(mmap.MADV_RANDOM)  # reading ahead costs milliseconds a batch where windows lie anywhere
+    return Corpus(np.frombuffer(mapped, dtype), *fields)
 
 
 def check_windows(corpus: Corpus, block_size: int):
@@ -197,18 +201,25 @@ def validation_batches(corpus, eval_batches, rank, world_size, batch_size, block
 def text_documents(paths):
     """Yield each document as an iterable of pieces of text. Raises UserError for what cannot be read."""
     for path in map(Path, paths):
-        try:
-            with open(path, encoding="utf-8", newline="") as file:
-                if path.suffix == ".jsonl":
-                    for number, line in enumerate(file, 1):
-                        yield [jsonl_text(path, number, line)] if line.strip() else []
-                else:
-                    # about 16 MB at a time, cut at line ends
-                    yield ("".join(lines) for lines in iter(lambda: file.readlines(1 << 24), []))
-        except OSError as error:
-            raise UserError(f"--input {path}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise UserError(f"--input {path}: not UTF-8 text; convert it first (iconv -t utf-8)") from None
+        if path.suffix != ".jsonl":
+            yield ("".join(lines) for lines in read_lines(path, 1 << 24))
+            continue
+        lines = (line for lines in read_lines(path, 1 << 20) for line in lines)
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield [jsonl_text(path, number, line)]
+
+
+def read_lines(path, at_least: int):
+    """Yield lists of whole lines, of at least so many characters but at the end."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            while lines := file.readlines(at_least):
+                yield lines
+    except OSError as error:
+        raise UserError(f"--input {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--input {path}: not UTF-8 text; convert it first (iconv -t utf-8)") from None
 
 
 def jsonl_text(path, number, line) -> str:
