@@ -37,7 +37,7 @@ class ModelConfig:
     n_layer: int = 4
     n_head: int = 4
     n_embd: int = 128
-    block_size: int = 256  # longest context, tokens
+    block_size: int = 128  # longest context, tokens
     vocab_size: int = 257
 
     @property

@@ -50,12 +50,12 @@ def option(default, help, **limits):
 
 @dataclass
 class Config:
-    """What all methods share. Limits: `low` and `below` (default: at least 0), `choices`."""
+    """What all methods share. Numbers are finite and at least `low` (0 if not said), see check_limits."""
 
     # run
     method: str = option("edit", "synchronisation method", choices=list(METHODS))
     shards: int = option(1, "N, ranks per replica; the other ranks form more replicas", low=1)
-    max_steps: int = option(1200, "inner steps", low=1)
+    max_steps: int = option(700, "inner steps", low=1)
     seed: int = option(1337, "of initialisation and data order")
     out_dir: str = option("", "where metrics.jsonl and model.pt go (default: out/METHOD)")
     device: str = option("auto", "cpu, cuda, or cuda where there is one", choices=["auto", "cpu", "cuda"])
@@ -65,16 +65,16 @@ class Config:
     )  # fmt: skip
     compile: bool = option(False, "torch.compile each layer")
     log_interval: int = option(10, "steps between log lines", low=1)
-    eval_interval: int = option(400, "steps between evaluations, which wait for the next sync", low=1)
+    eval_interval: int = option(200, "steps between evaluations, which wait for the next sync", low=1)
     eval_batches: int = option(16, "validation batches of 16 windows, over all ranks", low=1)
     # model
     n_layer: int = option(4, "blocks", low=1)
     n_head: int = option(4, "attention heads", low=1)
     n_embd: int = option(128, "channels", low=1)
-    block_size: int = option(256, "context, tokens", low=1)
+    block_size: int = option(128, "context, tokens", low=1)
     # data
     data: str = option("", "corpus folder made by data.py (default: Python's standard library)")
-    batch_size: int = option(4, "sequences per rank and micro-step", low=1)
+    batch_size: int = option(8, "sequences per rank and micro-step", low=1)
     accum: int = option(1, "micro-steps per step, their gradients summed", low=1)
     # inner
     lr: float = option(3e-3, "peak inner (AdamW) learning rate")
@@ -132,10 +132,10 @@ def add_flag(group, name, owners):
 def check_limits(name, value, limits):
     if isinstance(value, (str, bool)):
         return
-    low, below = limits.get("low", 0), limits.get("below", math.inf)
-    if not low <= value < below:  # also refuses NaN and infinity
-        bound = f"at least {low}" + (f" and below {below}" if below < math.inf else " and finite")
-        raise UserError(f"--{name} {value}: must be {bound}")
+    low, above, below = limits.get("low", 0), limits.get("above", -math.inf), limits.get("below", math.inf)
+    if not (low <= value < below and value > above):  # also refuses NaN and infinity
+        bound = f"above {above}" if above >= low else f"at least {low}"
+        raise UserError(f"--{name} {value}: must be {bound} and {f'below {below}' if below < math.inf else 'finite'}")
 
 
 def check_model(config):
