@@ -1,0 +1,76 @@
+"""The README is true: its tree, its commands, its equation map, the length of the shell lines under make."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+import train
+from ranks import ROOT
+
+TEXT = (ROOT / "README.md").read_text()
+COMMANDS = [line.split("#")[0].strip() for block in re.findall(r"```sh\n(.*?)```", TEXT, re.S) for line in block.splitlines()]
+COMMANDS = [line for line in COMMANDS if line]
+
+
+def test_file_tree_equals_the_folder():
+    tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    here = {path.split("/")[0] + ("/" if "/" in path else "") for path in tracked.stdout.split()}
+    here = {name for name in here if not name.startswith(".")}
+    tree = next(block for block in re.findall(r"```text\n(.*?)```", TEXT, re.S) if "model.py " in block)
+    assert {line.split()[0] for line in tree.splitlines()} == here
+
+
+def test_every_command_names_real_files_and_flags():
+    names = {path.name for path in ROOT.glob("*.py")}
+    seen = set()
+    for command in COMMANDS:
+        words = shlex.split(command)
+        scripts = [word for word in words if word.endswith(".py")]
+        assert set(scripts) <= names
+        seen.update(scripts)
+        if "train.py" in scripts:
+            train.parse(words[words.index("train.py") + 1 :])
+    assert {"train.py", "data.py", "sample.py"} <= seen
+
+
+def test_make_runs_the_lines_that_the_readme_shows():
+    makefile = (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
+    trainings = [command for command in COMMANDS if "torchrun --standalone" in command]
+    assert len(trainings) == 1 and trainings[0] in makefile
+    assert "python -m pytest" in COMMANDS and "python -m pytest" in makefile
+    assert "make train" in COMMANDS and "make test" in COMMANDS
+
+
+def test_equation_map_points_at_functions_that_exist():
+    rows = re.findall(r"`(\w+\.py):(\w+)`", TEXT)
+    assert len(rows) > 10
+    for file, function in rows:
+        assert f"def {function}(" in (ROOT / file).read_text()
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT):
+        assert (ROOT / target).exists(), target
+
+
+def test_flags_in_the_text_exist():
+    known = subprocess.run([sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True).stdout
+    for script in ("data.py", "sample.py"):
+        known += subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True).stdout
+    launcher = {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint"}
+    for flag in set(re.findall(r"--[a-z][\w-]*", TEXT)) - launcher:
+        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
+
+
+def test_every_collective_carries_a_tag():
+    """grep '# \\[s' lists all communication: one tag above each call of the mesh's operations."""
+    for path in ROOT.glob("*.py"):
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines):
+            if re.search(r"mesh\.(all_gather|reduce_scatter|all_reduce|gather_rows)\(", line) and path.name != "mesh.py":
+                assert any("# [s" in above for above in lines[max(0, number - 2) : number]) or "grad, grad" in line, (path.name, line)
