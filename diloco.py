@@ -41,8 +41,8 @@ from mesh import Stall
 
 @dataclass
 class Config:
-    sync_warmup_steps: int = field(default=100, metadata={"help": "first steps with averaged gradients"})
-    tau: int = field(default=32, metadata={"help": "inner steps per round (the paper's H = 500)", "low": 1})
+    sync_warmup_steps: int = field(default=200, metadata={"help": "first steps with averaged gradients"})
+    tau: int = field(default=16, metadata={"help": "inner steps per round (the paper's H = 500)", "low": 1})
     outer_lr: float = field(default=0.7, metadata={"help": "outer learning rate"})
     outer_momentum: float = field(default=0.9, metadata={"help": "outer Nesterov momentum", "below": 1})
 

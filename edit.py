@@ -66,10 +66,10 @@ SIGMA_FLOOR = 0.05  # of the mean: nothing within threshold * 5% of the mean cou
 
 @dataclass
 class Config:
-    sync_warmup_steps: int = field(default=100, metadata={"help": "first steps with averaged gradients (paper: 1024)"})
-    tau: int = field(default=32, metadata={"help": "inner steps per round (paper: 128)", "low": 1})
-    outer_lr: float = field(default=0.8, metadata={"help": "outer learning rate"})
-    outer_momentum: float = field(default=0.85, metadata={"help": "outer Nesterov momentum", "below": 1})
+    sync_warmup_steps: int = field(default=200, metadata={"help": "first steps with averaged gradients (paper: 1024)"})
+    tau: int = field(default=16, metadata={"help": "inner steps per round (paper: 128)", "low": 1})
+    outer_lr: float = field(default=0.7, metadata={"help": "outer learning rate (paper: 0.8)"})
+    outer_momentum: float = field(default=0.8, metadata={"help": "outer Nesterov momentum (paper: 0.85)", "below": 1})
     anomaly_threshold: float = field(default=3.0, metadata={"help": "delta, standard deviations above the mean norm"})
     anomaly_ema: float = field(default=0.02, metadata={"help": "alpha, a new norm's share in the statistics", "below": 1})
     anomaly_warmup_rounds: int = field(default=10, metadata={"help": "norms seen before any finite one is flagged"})
