@@ -8,6 +8,7 @@ and gradient clipping. They are timed in turn, A B A B ..., a few steps at a tim
 machine's speed drifts; the ratio is the median of the pairwise ratios.
 """
 
+import os
 import statistics
 import sys
 import time
@@ -40,12 +41,18 @@ def our_step(config, mesh, dtype, tokens, targets):
 
 
 def fsdp2_step(config, mesh, dtype, tokens, targets):
-    shape, names = ((mesh.replicas, mesh.shards), ("replica", "shard")) if mesh.replicas > 1 else ((mesh.shards,), ("shard",))
+    shape, names = (
+        ((mesh.replicas, mesh.shards), ("replica", "shard"))
+        if mesh.replicas > 1
+        else ((mesh.shards,), ("shard",))
+    )
     grid = init_device_mesh(mesh.device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model = Llama(config).to(mesh.device)
-    for layer in model.layers:
-        fully_shard(layer, mesh=grid, mp_policy=policy)
+    for layer in model.layers:  # the last one is kept: its backward comes at once
+        fully_shard(
+            layer, mesh=grid, mp_policy=policy, reshard_after_forward=layer is not model.layers[-1]
+        )
     fully_shard(model, mesh=grid, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
 
@@ -71,7 +78,9 @@ def milliseconds(step, steps, mesh):
 
 def main():
     parser = Parser(description="Time this repository's sharded step against FSDP2's.")
-    for name, default in dict(shards=2, n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=4).items():
+    for name, default in dict(
+        shards=2, n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=4
+    ).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"(default: {default})")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="(default: fp32)")
     parser.add_argument("--repeats", type=int, default=7, help="pairs of measurements (default: 7)")
@@ -82,10 +91,18 @@ def main():
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", dist.get_node_local_rank()) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if args.shards < 1 or dist.get_world_size() % args.shards or min(args.repeats, args.steps) < 1:
+        raise UserError(
+            "--shards must divide the number of ranks; --repeats and --steps are at least 1"
+        )
     mesh = Mesh(args.shards, device)
     config = ModelConfig(args.n_layer, args.n_head, args.n_embd, args.block_size)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
-    tokens, targets = torch.randint(config.vocab_size, (2, args.batch_size, args.block_size), device=device)
+    tokens, targets = torch.randint(
+        config.vocab_size, (2, args.batch_size, args.block_size), device=device
+    )
     steps = [make(config, mesh, dtype, tokens, targets) for make in (our_step, fsdp2_step)]
     for step in steps * 2:
         step()
@@ -105,4 +122,6 @@ if __name__ == "__main__":
     try:
         main()
     except UserError as error:
-        sys.exit(print(f"bench.py: error: {error}", file=sys.stderr) or 2)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"bench.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

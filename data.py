@@ -116,13 +116,19 @@ def standard_library() -> Corpus:
 
     def read(files):  # sorted: the file system's order must not matter
         for _, path in sorted(files):
-            text = path.read_bytes().decode("utf-8", errors="replace")
+            try:
+                text = path.read_bytes().decode("utf-8", errors="replace")
+            except OSError:  # a broken link, say
+                continue
             yield encode(encoding, text + "\n").astype(np.uint16)
             yield np.array([encoding.eot_token], np.uint16)
 
     parts = list(read(train))
     train_tokens = sum(map(len, parts))
-    tokens = np.concatenate(parts + list(read(validation)))
+    parts += read(validation)
+    if not parts:
+        raise UserError(f"no .py files in {root}: give text with --data (made by data.py)")
+    tokens = np.concatenate(parts)
     digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
     return Corpus(tokens, train_tokens, "byte", encoding.n_vocab, 1.0, digest)
 
@@ -133,23 +139,33 @@ def load(folder: str | None) -> Corpus:
         return standard_library()
     path = Path(folder)
     if not path.is_dir():
-        raise UserError(f"--data {folder}: no such folder; make one with python data.py --input ... --out {folder}")
+        raise UserError(
+            f"--data {folder}: no such folder; make one with python data.py --input ... --out {folder}"
+        )
     try:
         meta = json.loads((path / "meta.json").read_text())
-        dtype, count = np.dtype(meta["dtype"]), int(meta["tokens"])
+        dtype, count = (
+            {"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]],
+            int(meta["tokens"]),
+        )
+        dtype = np.dtype(dtype)
         size = (path / "tokens.bin").stat().st_size
         fields = (int(meta["train_tokens"]), str(meta["tokenizer"]), int(meta["vocab_size"]))
         fields += (float(meta["bytes_per_token"]), str(meta["hash"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--data {folder}: not a corpus of data.py ({error!r}); make it again") from None
+        with open(path / "tokens.bin", "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise UserError(
+            f"--data {folder}: not a corpus of data.py ({error!r}); make it again"
+        ) from None
     if size != count * dtype.itemsize or size == 0:
         raise UserError(
             f"--data {folder}: tokens.bin has {size:,} bytes where meta.json promises "
             f"{count * dtype.itemsize:,}; it is damaged, make it again"
         )
-    with open(path / "tokens.bin", "rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    mapped.madvise(mmap.MADV_RANDOM)  # reading ahead costs milliseconds a batch where windows lie anywhere
+    mapped.madvise(
+        mmap.MADV_RANDOM
+    )  # reading ahead costs milliseconds a batch where windows lie anywhere
     return Corpus(np.frombuffer(mapped, dtype), *fields)
 
 
@@ -183,7 +199,7 @@ def validation_batches(corpus, eval_batches, rank, world_size, batch_size, block
     """This rank's share of the validation windows: yields (inputs, targets, rows that count).
 
     The windows, eval_batches * VALIDATION_ROWS of them, are spread evenly over the validation part: they
-    depend on the corpus and block_size only. Every rank gets equally many batches, because a sharded
+    do not depend on seed, batch or mesh. Every rank gets equally many batches, because a sharded
     forward is a collective; a rank that runs out of windows gets one that counts for 0 rows.
     """
     total = eval_batches * VALIDATION_ROWS
@@ -219,14 +235,20 @@ def read_lines(path, at_least: int):
     except OSError as error:
         raise UserError(f"--input {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UserError(f"--input {path}: not UTF-8 text; convert it first (iconv -t utf-8)") from None
+        raise UserError(
+            f"--input {path}: not UTF-8 text; convert it first (iconv -t utf-8)"
+        ) from None
 
 
 def jsonl_text(path, number, line) -> str:
     try:
-        return json.loads(line)["text"] + ""
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f'--input {path}: line {number} is not a JSON object with a string "text"') from None
+        text = json.loads(line)["text"]
+        text.encode()  # a lone surrogate is no text
+        return text
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f'--input {path}: line {number} is not a JSON object with a string "text"'
+        ) from None
 
 
 def fineweb_documents():
@@ -234,9 +256,13 @@ def fineweb_documents():
     try:
         import datasets
     except ImportError:
-        raise UserError("--dataset fineweb-edu needs one more package: pip install datasets") from None
+        raise UserError(
+            "--dataset fineweb-edu needs one more package: pip install datasets"
+        ) from None
     try:
-        rows = datasets.load_dataset("HuggingFaceFW/fineweb-edu", name="sample-10BT", split="train", streaming=True)
+        rows = datasets.load_dataset(
+            "HuggingFaceFW/fineweb-edu", name="sample-10BT", split="train", streaming=True
+        )
         for row in rows:
             yield [row["text"]]
     except Exception as error:  # the hub's errors have no common class
@@ -246,7 +272,9 @@ def fineweb_documents():
         ) from None
 
 
-def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = float("inf")) -> dict:
+def write_corpus(
+    documents, tokenizer_name: str, out: str, max_tokens: float = float("inf")
+) -> dict:
     """Tokenize `documents` into the new folder `out`, whole or not at all; returns what meta.json says."""
     encoding = tokenizer(tokenizer_name)
     dtype = np.dtype(np.uint16 if encoding.n_vocab <= 1 << 16 else np.uint32)
@@ -295,18 +323,29 @@ def append(file, digest, tokens) -> int:
 def main():
     parser = Parser(description="Turn text into a corpus folder for train.py --data.")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--input", nargs="+", metavar="FILE", help=".jsonl (field text) or plain UTF-8 text")
-    source.add_argument("--dataset", choices=["fineweb-edu"], help="streamed through the `datasets` package")
+    source.add_argument(
+        "--input", nargs="+", metavar="FILE", help=".jsonl (field text) or plain UTF-8 text"
+    )
+    source.add_argument(
+        "--dataset", choices=["fineweb-edu"], help="streamed through the `datasets` package"
+    )
     parser.add_argument("--tokenizer", choices=["byte", "gpt2"], default="byte")
     parser.add_argument("--out", required=True, metavar="DIR", help="new folder")
-    parser.add_argument("--max_tokens", type=float, default=float("inf"), help="stop after so many tokens")
+    parser.add_argument(
+        "--max_tokens", type=float, default=float("inf"), help="stop after so many tokens"
+    )
     try:
         args = parser.parse_args()
+        if not args.max_tokens > 0:
+            raise UserError(f"--max_tokens {args.max_tokens}: must be above 0")
         documents = text_documents(args.input) if args.input else fineweb_documents()
         meta = write_corpus(documents, args.tokenizer, args.out, args.max_tokens)
     except UserError as error:
-        sys.exit(print(f"data.py: error: {error}", file=sys.stderr) or 2)
-    print(f"{args.out}: {meta['tokens']:,} tokens ({args.tokenizer}), {meta['train_tokens']:,} of them for training")
+        print(f"data.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(
+        f"{args.out}: {meta['tokens']:,} tokens ({args.tokenizer}), {meta['train_tokens']:,} of them for training"
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ Deviations from the paper: (1) the warm-up is mini-batch, as in Post Local SGD a
 from a model that was pretrained on one worker. (2) A training that does not end on a multiple of tau ends
 with one shorter round, so that no step is lost.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 4 M for the norms in the log.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 4 (M-1) for the norms in the log.
 Run: torchrun --nproc_per_node 4 train.py --method diloco --shards 2
 Source: DiLoCo, arXiv 2311.08105 (algorithm 1); Post Local SGD, arXiv 1808.07217.
 """
@@ -41,21 +41,36 @@ from mesh import Stall
 
 @dataclass
 class Config:
-    sync_warmup_steps: int = field(default=200, metadata={"help": "first steps with averaged gradients"})
-    tau: int = field(default=16, metadata={"help": "inner steps per round (the paper's H = 500)", "low": 1})
+    sync_warmup_steps: int = field(
+        default=200, metadata={"help": "first steps with averaged gradients"}
+    )
+    tau: int = field(
+        default=16, metadata={"help": "inner steps per round (the paper's H = 500)", "low": 1}
+    )
     outer_lr: float = field(default=0.7, metadata={"help": "outer learning rate"})
-    outer_momentum: float = field(default=0.9, metadata={"help": "outer Nesterov momentum", "below": 1})
+    outer_momentum: float = field(
+        default=0.9, metadata={"help": "outer Nesterov momentum", "below": 1}
+    )
 
 
 class DiLoCo:
-    def __init__(self, model, mesh, config: Config):
-        self.model, self.mesh, self.config = model, mesh, config
+    lockstep = True  # all replicas take the same number of steps
+    outer_vectors = 2  # anchor and momentum, each as large as model.master
+
+    def __init__(self, model, mesh, config: Config, max_steps: int, clock):
+        self.model, self.mesh, self.config, self.max_steps = model, mesh, config, max_steps
         self.anchor = torch.empty_like(model.master)
         nesterov = config.outer_momentum > 0  # torch refuses nesterov without momentum
         self.outer = torch.optim.SGD(
-            [self.anchor], lr=config.outer_lr, momentum=config.outer_momentum, nesterov=nesterov, fused=True
+            [self.anchor],
+            lr=config.outer_lr,
+            momentum=config.outer_momentum,
+            nesterov=nesterov,
+            fused=True,
         )
-        self.steps = self.local_steps = self.round = 0  # inner steps in all and since the last sync; syncs
+        self.steps = self.local_steps = self.round = (
+            0  # inner steps in all and since the last sync; syncs
+        )
         self.last_sync = None  # what stats() will say of it
 
     @property
@@ -76,18 +91,30 @@ class DiLoCo:
         if self.local_steps == self.config.tau:
             self.sync()
 
+    def position(self, step: int) -> float:
+        return step
+
+    def finished(self, step: int) -> bool:
+        return step >= self.max_steps
+
     def finish(self):
         if self.local_steps:
             self.sync()
 
     def sync(self):
-        sent, stall = self.mesh.sent["sync"], Stall(self.mesh.device)
+        sent, waited, stall = (
+            self.mesh.sent["sync"],
+            dict(self.mesh.waited_s),
+            Stall(self.mesh.device),
+        )
         with stall:
             norms = self.outer_step(self.model.master)
         self.model.forget_gathered()
         self.round += 1
-        sync_bytes = self.mesh.sent["sync"] - sent
-        self.last_sync = {"round": self.round, "step": self.steps, "tau": self.local_steps, "sync_bytes": sync_bytes}
+        self.last_sync = {"round": self.round, "step": self.steps, "tau": self.local_steps}
+        self.last_sync["sync_bytes"] = self.mesh.sent["sync"] - sent
+        for what, seconds in self.mesh.waited_s.items():
+            self.last_sync[f"wait_{what}_ms"] = 1e3 * (seconds - waited[what])
         self.norms, self.stall, self.local_steps = norms, stall, 0
 
     def outer_step(self, x):
@@ -125,13 +152,18 @@ class DiLoCo:
             "dropped": [0] * M,
             "clip": 1.0,
             "stall_ms": self.stall.ms(),
+            "steps": [row["tau"]] * M,
         }
 
     def state_dict(self) -> dict:
-        counters = {"round": self.round, "local_steps": self.local_steps}
+        counters = {"steps": self.steps, "round": self.round, "local_steps": self.local_steps}
         return counters | {"anchor": self.anchor, "outer": self.outer.state_dict()}
 
     def load_state_dict(self, state: dict):
-        self.round, self.local_steps = state["round"], state["local_steps"]
+        self.steps, self.round, self.local_steps = (
+            state["steps"],
+            state["round"],
+            state["local_steps"],
+        )
         self.anchor.copy_(state["anchor"])
         self.outer.load_state_dict(state["outer"])

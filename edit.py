@@ -17,7 +17,7 @@ model: drop anomalies, weigh by norm, clip, or roll back.
         issue dbar = sum_i w_i d_i for l = 0, 1, ...               # [sync] all-reduce per layer, asynchronous
         for each layer l, when the forward gets there:
             wait for dbar
-            dhat    = dbar * min(1, phi / (||dbar|| + 1e-6))       # [shard] all-reduce of one scalar
+            dhat    = dbar * min(1, phi / (||dbar|| + 1e-6))       # [shard] all-gather of one scalar
             b      <- mu b + dhat
             anchor <- anchor - lr (dhat + mu b)                    # unless all replicas are flagged
             x_i    <- anchor
@@ -40,8 +40,9 @@ between the moment a sync is due and a layer's turn.
 
 Deviations from the paper and its authors' code: (1) one fused exchange of norms and flags, and no host
 read; the code takes 5 collectives and 2 to 4 host reads per layer, and one of the reads waits for the
-slow all-reduce, which undoes the overlap. (2) A norm that is not finite is flagged, always. (3) Flagged
-norms never enter the statistics, so one outlier does not blind the detector. (4) During the first
+slow all-reduce, which undoes the overlap. (2) A norm that is not finite is flagged, from the first round on. (3) Flagged
+norms never enter the statistics, so one outlier does not blind the detector; the price is that a replica
+whose norms rise at once and for good stays flagged (the log shows it: raise anomaly_threshold). (4) During the first
 anomaly_warmup_rounds samples the statistics are the plain mean and standard deviation: an exponential average
 started at zero is badly biased. (5) sigma is taken to be at least SIGMA_FLOOR * mu, so that nearly equal
 norms do not flag noise. (6) The last round may be shorter, so that no step is lost. (7) No layer is
@@ -65,18 +66,41 @@ SIGMA_FLOOR = 0.05  # of the mean: nothing within threshold * 5% of the mean cou
 
 
 @dataclass
-class Config:
-    sync_warmup_steps: int = field(default=200, metadata={"help": "first steps with averaged gradients (paper: 1024)"})
-    tau: int = field(default=16, metadata={"help": "inner steps per round (paper: 128)", "low": 1})
+class SyncConfig:
+    """What EDiT shares with A-EDiT: everything but the trigger."""
+
+    sync_warmup_steps: int = field(
+        default=200, metadata={"help": "first steps with averaged gradients (paper: 1024)"}
+    )
     outer_lr: float = field(default=0.7, metadata={"help": "outer learning rate (paper: 0.8)"})
-    outer_momentum: float = field(default=0.8, metadata={"help": "outer Nesterov momentum (paper: 0.85)", "below": 1})
-    anomaly_threshold: float = field(default=3.0, metadata={"help": "delta, standard deviations above the mean norm"})
-    anomaly_ema: float = field(default=0.02, metadata={"help": "alpha, a new norm's share in the statistics", "below": 1})
-    anomaly_warmup_rounds: int = field(default=10, metadata={"help": "norms seen before any finite one is flagged"})
-    pseudo_grad_clip: float = field(default=10.0, metadata={"help": "phi, largest norm of a layer's pseudo-gradient", "above": 0})
+    outer_momentum: float = field(
+        default=0.8, metadata={"help": "outer Nesterov momentum (paper: 0.85)", "below": 1}
+    )
+    anomaly_threshold: float = field(
+        default=3.0, metadata={"help": "delta, standard deviations above the mean norm"}
+    )
+    anomaly_ema: float = field(
+        default=0.02, metadata={"help": "alpha, a new norm's share in the statistics", "below": 1}
+    )
+    anomaly_warmup_rounds: int = field(
+        default=10, metadata={"help": "norms seen before any finite one is flagged"}
+    )
+    pseudo_grad_clip: float = field(
+        default=10.0,
+        metadata={"help": "phi, largest norm of a layer's pseudo-gradient", "above": 0},
+    )
     anomaly_elimination: bool = field(default=True, metadata={"help": "leave flagged replicas out"})
-    weighted_averaging: bool = field(default=True, metadata={"help": "weigh replicas by exp(-norm), else equally"})
-    pseudo_grad_clipping: bool = field(default=True, metadata={"help": "clip each layer's pseudo-gradient"})
+    weighted_averaging: bool = field(
+        default=True, metadata={"help": "weigh replicas by exp(-norm), else equally"}
+    )
+    pseudo_grad_clipping: bool = field(
+        default=True, metadata={"help": "clip each layer's pseudo-gradient"}
+    )
+
+
+@dataclass
+class Config(SyncConfig):
+    tau: int = field(default=16, metadata={"help": "inner steps per round (paper: 128)", "low": 1})
 
 
 # ---- the equations: tensors in, tensors out ----
@@ -118,7 +142,9 @@ def replica_weights(norms, flagged, weighted=True):
     """Weights (M, L) that sum to 1 over the unflagged replicas; all 0 where every replica is flagged."""
     # w_i = exp(-G_i) / sum_j exp(-G_j), j unflagged; equal weights are the case G = 0
     G = norms if weighted else torch.zeros_like(norms)
-    weights = torch.softmax((-G).masked_fill(flagged, -torch.inf), dim=0)  # subtracts the smallest G
+    weights = torch.softmax(
+        (-G).masked_fill(flagged, -torch.inf), dim=0
+    )  # subtracts the smallest G
     return weights.masked_fill(flagged, 0.0)
 
 
@@ -139,8 +165,12 @@ def outer_nesterov(anchor, momentum, dhat, lr, mu, alive):
 
 
 class EDiT:
-    def __init__(self, model, mesh, config: Config):
+    lockstep = True  # all replicas take the same number of steps
+    outer_vectors = 2  # anchor and momentum, each as large as model.master
+
+    def __init__(self, model, mesh, config, max_steps: int, clock):
         self.model, self.mesh, self.config = model, mesh, config
+        self.max_steps, self.clock = max_steps, clock
         self.anchor = torch.empty_like(model.master)
         self.momentum = torch.zeros_like(model.master)
         self.anchors, self.momenta = model.views(self.anchor), model.views(self.momentum)
@@ -148,8 +178,11 @@ class EDiT:
             len(model.layers), mesh.device, model.master.dtype,
             config.anomaly_threshold, config.anomaly_ema, config.anomaly_warmup_rounds,
         )  # fmt: skip
-        self.steps = self.local_steps = self.round = 0  # inner steps in all and since the last sync; syncs
-        self.last_sync = None
+        self.steps = self.local_steps = self.round = (
+            0  # inner steps in all and since the last sync; syncs
+        )
+        self.last_sync = None  # what stats() will say of it
+        self.steps_of_round = None  # (M,) list, where replicas differ (A-EDiT)
 
     @property
     def armed(self) -> bool:
@@ -157,7 +190,7 @@ class EDiT:
 
     @property
     def in_sync(self) -> bool:
-        """Also true with a sync due: it happens in the next forward, an evaluation's or a step's."""
+        """Also true once a sync has started: the next forward completes it, an evaluation's or a step's."""
         return self.local_steps == 0 or self.armed
 
     def averages_gradients(self, step: int) -> bool:
@@ -167,7 +200,7 @@ class EDiT:
         if step == self.config.sync_warmup_steps:
             self.anchor.copy_(self.model.master)
         if self.sync_is_due():
-            self.arm()
+            self.start()
 
     def sync_is_due(self) -> bool:
         return self.local_steps == self.config.tau
@@ -177,45 +210,40 @@ class EDiT:
         if step >= self.config.sync_warmup_steps:
             self.local_steps += 1
 
+    def position(self, step: int) -> float:
+        return step
+
+    def finished(self, step: int) -> bool:
+        return step >= self.max_steps
+
     def finish(self):
         if self.local_steps and not self.armed:
-            self.arm()
+            self.start()
         if self.armed:
             for l in range(len(self.model.layers)):
-                self.sync_layer(l)
-
-    def arm(self):
-        """From here on the next forward synchronises; parameters do not change before."""
-        self.model.forget_gathered()
-        self.model.sync_layer = self.sync_layer
+                self.complete(l)
 
     # ---- the sync ----
 
-    def sync_layer(self, l: int):
-        """Called by the forward just before layer l is gathered, l = 0, 1, ..., L-1."""
-        if l == 0:
-            self.stall, self.sent_before, self.clips = Stall(self.mesh.device), self.mesh.sent["sync"], []
-        with self.stall:
-            if l == 0:
-                self.start()
-            self.complete(l)
-        if l == len(self.model.layers) - 1:
-            self.end()
-
     def start(self):
-        """All norms, one exchange, all weights; then every layer's all-reduce is on its way."""
-        # d_i = a - x_i, in place
-        torch.sub(self.anchor, self.model.master, out=self.model.master)
-        self.norms, self.flagged = self.exchange(self.measure())
-        self.weights = replica_weights(self.norms, self.flagged, self.config.weighted_averaging)
-        self.alive = (~self.flagged).any(dim=0).to(self.weights.dtype)  # (L,)
-        mine, i = self.flagged[self.mesh.replica], self.mesh.replica
-        self.arriving = []
-        for l, d in enumerate(self.model.masters):
-            # a flagged d is zeroed by writing zeros: 0 * NaN is NaN
-            d.mul_(self.weights[i, l]).masked_fill_(mine[l], 0.0)
-            # [sync] all-reduce, P/N fp32, once per round and layer
-            self.arriving.append(self.mesh.all_reduce(d, self.mesh.sync))
+        """All norms, one exchange, all weights; then every layer's all-reduce is on its way, and the next
+        forward will complete() layer after layer."""
+        self.stall, self.waited_before = Stall(self.mesh.device), dict(self.mesh.waited_s)
+        self.sent_before, self.clips, self.arriving = self.mesh.sent["sync"], [], []
+        with self.stall:
+            # d_i = a - x_i, in place
+            torch.sub(self.anchor, self.model.master, out=self.model.master)
+            self.norms, self.flagged, self.all_counts = self.exchange(self.measure())
+            self.weights = self.weigh(self.norms, self.flagged, self.all_counts)
+            self.alive = (~self.flagged).any(dim=0).to(self.weights.dtype)  # (L,)
+            i = self.mesh.replica
+            for l, d in enumerate(self.model.masters):
+                # a flagged d is zeroed by writing zeros: 0 * NaN is NaN
+                d.mul_(self.weights[i, l]).masked_fill_(self.flagged[i, l], 0.0)
+                # [sync] all-reduce, P/N fp32, once per round and layer
+                self.arriving.append(self.mesh.all_reduce(d, self.mesh.sync))
+        self.model.forget_gathered()
+        self.model.sync_layer = self.complete
 
     def measure(self):
         """G_i of this replica, (L,)."""
@@ -225,33 +253,48 @@ class EDiT:
         return squares.sqrt()
 
     def exchange(self, G):
-        """Norms and flags of all replicas, (M, L) each."""
+        """Norms and flags of all replicas, (M, L) each, and their counts, (M, 0) here."""
         flagged = self.detector.flag(G) if self.config.anomaly_elimination else torch.zeros_like(G)
+        row = torch.cat([G, flagged.to(G.dtype), self.counts(G)])
         # [sync] all-gather, 2 L scalars per replica, once per round
-        norms, flags = self.mesh.gather_rows(torch.cat([G, flagged.to(G.dtype)]), self.mesh.sync).chunk(2, dim=1)
-        return norms, flags > 0
+        rows = self.mesh.gather_rows(row, self.mesh.sync)
+        norms, flags, counts = rows.split([len(G), len(G), len(row) - 2 * len(G)], dim=1)
+        return norms, flags > 0, counts
+
+    def counts(self, G):
+        return G[:0]  # A-EDiT has something to add
+
+    def weigh(self, norms, flagged, counts):
+        return replica_weights(norms, flagged, self.config.weighted_averaging)
 
     def complete(self, l: int):
-        self.arriving[l].wait()
-        dbar = self.model.masters[l]
-        clip = torch.ones_like(self.alive[l])
-        if self.config.pseudo_grad_clipping:
-            square = dbar.norm() ** 2
-            # [shard] all-reduce, 1 scalar, once per round and layer
-            self.mesh.all_reduce(square, self.mesh.shard).wait()
-            clip = clip_factor(square.sqrt(), self.config.pseudo_grad_clip)
-        outer_nesterov(
-            self.anchors[l], self.momenta[l], dbar.mul_(clip),
-            self.config.outer_lr, self.config.outer_momentum, self.alive[l],
-        )  # fmt: skip
-        self.model.masters[l].copy_(self.anchors[l])
-        self.clips.append(clip)
+        """The forward's call just before it gathers layer l, l = 0, 1, ..., L-1: x_l becomes the new anchor."""
+        with self.stall:
+            self.arriving[l].wait()
+            dbar = self.model.masters[l]
+            clip = torch.ones_like(self.alive[l])
+            if self.config.pseudo_grad_clipping:
+                square = (dbar.norm() ** 2).view(1)
+                # [shard] all-gather, N scalars, once per round and layer (summed in the same order in every
+                # replica, where all-reduce may differ in the last bit, and the replicas with it)
+                squares = self.mesh.gather_rows(square, self.mesh.shard)
+                clip = clip_factor(squares.sum().sqrt(), self.config.pseudo_grad_clip)
+            outer_nesterov(
+                self.anchors[l], self.momenta[l], dbar.mul_(clip),
+                self.config.outer_lr, self.config.outer_momentum, self.alive[l],
+            )  # fmt: skip
+            self.model.masters[l].copy_(self.anchors[l])
+            self.clips.append(clip)
+        if l == len(self.model.layers) - 1:
+            self.end()
 
     def end(self):
         self.model.sync_layer = None
         self.round += 1
-        sync_bytes = self.mesh.sent["sync"] - self.sent_before
-        self.last_sync = {"round": self.round, "step": self.steps, "tau": self.local_steps, "sync_bytes": sync_bytes}
+        self.last_sync = {"round": self.round, "step": self.steps, "tau": self.local_steps}
+        self.last_sync["sync_bytes"] = self.mesh.sent["sync"] - self.sent_before
+        for what, seconds in self.mesh.waited_s.items():
+            self.last_sync[f"wait_{what}_ms"] = 1e3 * (seconds - self.waited_before[what])
         self.local_steps = 0
 
     def stats(self) -> dict | None:
@@ -265,15 +308,20 @@ class EDiT:
             "dropped": self.flagged.sum(dim=1).tolist(),
             "clip": torch.stack(self.clips).mean().item(),
             "stall_ms": self.stall.ms(),
+            "steps": self.steps_of_round or [row["tau"]] * self.mesh.replicas,
         }
 
     def state_dict(self) -> dict:
-        counters = {"round": self.round, "local_steps": self.local_steps}
+        counters = {"steps": self.steps, "round": self.round, "local_steps": self.local_steps}
         detector = {name: getattr(self.detector, name) for name in ("count", "mean", "variance")}
         return counters | {"anchor": self.anchor, "momentum": self.momentum, "detector": detector}
 
     def load_state_dict(self, state: dict):
-        self.round, self.local_steps = state["round"], state["local_steps"]
+        self.steps, self.round, self.local_steps = (
+            state["steps"],
+            state["round"],
+            state["local_steps"],
+        )
         self.anchor.copy_(state["anchor"])
         self.momentum.copy_(state["momentum"])
         for name, value in state["detector"].items():

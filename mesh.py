@@ -14,8 +14,9 @@
     shard    all-gather      one layer                   parameters, before computing the layer
     shard    reduce-scatter  one layer                   its gradient
     shard    all-reduce      a few scalars               norms that span the shards
+    shard    all-gather      one scalar                  EDiT's clipping
     sync     all-reduce      a layer's shard             gradients (mini-batch) or pseudo-gradients (local SGD)
-    sync     all-gather      a vector of norms           EDiT's penalty
+    sync     all-gather      a vector of norms           EDiT's penalty, DiLoCo's log
 
 No other file calls torch.distributed's collectives, so nothing escapes the ledger: `sent[group]` is what
 this rank has sent, in bytes, as a bandwidth-optimal algorithm would: all-gather and reduce-scatter
@@ -43,14 +44,20 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Handle:
-    """Operations in flight and what to do, once, when they have arrived."""
+    """Operations in flight and what to do, once, when they have arrived. `waited_s`, if given, is where the
+    seconds that the host waits are added up."""
 
-    def __init__(self, works=(), then=None):
-        self.works, self.then = works, then
+    def __init__(self, works=(), then=None, waited_s=None):
+        self.works, self.then, self.waited_s = works, then, waited_s
 
     def wait(self):
+        began = time.perf_counter()
         for work in self.works:
             work.wait()
+        if self.waited_s and self.works:
+            link_s = sum(getattr(work, "link_s", 0.0) for work in self.works)
+            self.waited_s["link"] += link_s
+            self.waited_s["others"] += time.perf_counter() - began - link_s
         if self.then:
             self.then()
         self.works, self.then = (), None
@@ -94,12 +101,16 @@ class Group:
 class Mesh:
     """The grid as seen by one rank. `shard` and `sync` are this rank's two groups."""
 
-    def __init__(self, shards: int, device: torch.device, timeout_s: float = 600):
-        started = dist.is_initialized()  # plain `python train.py` is a world of one without process groups
+    def __init__(self, shards: int, device: torch.device, timeout_s: float = 1800):
+        started = (
+            dist.is_initialized()
+        )  # plain `python train.py` is a world of one without process groups
         self.world_size = dist.get_world_size() if started else 1
         self.rank = dist.get_rank() if started else 0
         if self.world_size % shards:
-            raise ValueError(f"{self.world_size} ranks cannot be cut into replicas of {shards} shards")
+            raise ValueError(
+                f"{self.world_size} ranks cannot be cut into replicas of {shards} shards"
+            )
         self.device, self.shards, self.replicas = device, shards, self.world_size // shards
         self.replica, self.shard_index = divmod(self.rank, shards)
         grid = torch.arange(self.world_size).view(self.replicas, self.shards)
@@ -108,38 +119,52 @@ class Mesh:
         self.exchange_directly = started and dist.get_backend() == "gloo"
         self.sent = {"shard": 0.0, "sync": 0.0}  # bytes
         self.calls = Counter()
+        self.wire = None  # simulate.py's slow link, which sync-group operations then travel on
+        # Seconds this rank's host has waited for sync-group operations: for the simulated link, and for the
+        # other replicas (and the real link, if that is slow). NCCL's waits are the stream's: see Stall.
+        self.waited_s = {"others": 0.0, "link": 0.0}
 
     def _group(self, name, grid, row, timeout_s):
         process_groups = []
         for ranks in grid.tolist():  # every rank takes part in creating every group
             alone = len(ranks) == 1
-            process_groups.append(None if alone else dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)))
+            process_groups.append(
+                None if alone else dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+            )
         ranks = grid[row].tolist()
         return Group(name, ranks, ranks.index(self.rank), process_groups[row])
 
-    def _count(self, group, operation, payload_bytes, share):
+    def _launch(self, works, group, operation, payload_bytes, share, then=None):
+        """Count an operation of which this rank sends share * (n-1)/n * payload_bytes; a handle for `works`."""
+        sent_bytes = share * (group.size - 1) / group.size * payload_bytes
         self.calls[f"{group.name} {operation}"] += 1
-        self.sent[group.name] += share * (group.size - 1) / group.size * payload_bytes
+        self.sent[group.name] += sent_bytes
+        if group is not self.sync:
+            return Handle(works, then)
+        if self.wire:
+            works = [self.wire.carry(works, sent_bytes, hops=share * (group.size - 1))]
+        return Handle(works, then, self.waited_s)
 
     def all_gather(self, whole: torch.Tensor, group: Group) -> Handle:
         """Fill `whole` (flat, group.size equal pieces), in which this rank's own piece is in place already."""
         if group.size == 1:
             return Handle()
-        self._count(group, "all-gather", whole.nbytes, 1)
         pieces = whole.chunk(group.size)
-        if not self.exchange_directly:
-            own = pieces[group.index]
-            return Handle([_all_gather(whole, own, group=group.process_group, async_op=True)])
-        return Handle(self._exchange([pieces[group.index]] * group.size, pieces, group, tag=1))
+        own = pieces[group.index]
+        if self.exchange_directly:
+            works = self._exchange([own] * group.size, pieces, group, tag=1)
+        else:
+            works = [_all_gather(whole, own, group=group.process_group, async_op=True)]
+        return self._launch(works, group, "all-gather", whole.nbytes, 1)
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, group: Group) -> Handle:
-        """part <- this rank's piece of the sum of `whole` over the group (alone: they are the same memory).
-        `whole` may be reused after wait()."""
+        """part <- this rank's piece of the sum of `whole` over the group (alone: they are the same
+        memory). `whole` may be reused after wait()."""
         if group.size == 1:
             return Handle()
-        self._count(group, "reduce-scatter", whole.nbytes, 1)
         if not self.exchange_directly:
-            return Handle([_reduce_scatter(part, whole, group=group.process_group, async_op=True)])
+            works = [_reduce_scatter(part, whole, group=group.process_group, async_op=True)]
+            return self._launch(works, group, "reduce-scatter", whole.nbytes, 1)
         mine = whole.chunk(group.size)
         arriving = [torch.empty_like(part) for _ in mine]
         arriving[group.index] = mine[group.index]
@@ -149,13 +174,17 @@ class Mesh:
             for piece in arriving[2:]:
                 part.add_(piece)
 
-        return Handle(self._exchange(mine, arriving, group, tag=2), then=add)
+        works = self._exchange(mine, arriving, group, tag=2)
+        return self._launch(works, group, "reduce-scatter", whole.nbytes, 1, then=add)
 
     def _exchange(self, outgoing, incoming, group, tag):
         """Send outgoing[i] to the i-th other rank of the group and receive incoming[i] from it."""
         works = []
         for distance in range(1, group.size):  # everyone starts with another neighbour
-            to, source = (group.index + distance) % group.size, (group.index - distance) % group.size
+            to, source = (
+                (group.index + distance) % group.size,
+                (group.index - distance) % group.size,
+            )
             pg = group.process_group
             works.append(dist.irecv(incoming[source], group.ranks[source], group=pg, tag=tag))
             works.append(dist.isend(outgoing[to], group.ranks[to], group=pg, tag=tag))
@@ -165,8 +194,8 @@ class Mesh:
         """x <- its sum over the group, in place; bit-identical on all its ranks."""
         if group.size == 1:
             return Handle()
-        self._count(group, "all-reduce", x.nbytes, 2)
-        return Handle([dist.all_reduce(x, group=group.process_group, async_op=True)])
+        works = [dist.all_reduce(x, group=group.process_group, async_op=True)]
+        return self._launch(works, group, "all-reduce", x.nbytes, 2)
 
     def gather_rows(self, row: torch.Tensor, group: Group) -> torch.Tensor:
         """The rows (n,) of all the group's ranks, (group.size, n); returns when they are there."""

@@ -21,9 +21,11 @@ class Config:
 
 class MiniBatch:
     in_sync = True
+    lockstep = True
+    outer_vectors = 0
 
-    def __init__(self, model, mesh, config: Config):
-        pass
+    def __init__(self, model, mesh, config: Config, max_steps: int, clock):
+        self.max_steps = max_steps
 
     def averages_gradients(self, step: int) -> bool:
         return True
@@ -33,6 +35,12 @@ class MiniBatch:
 
     def after_step(self, step: int):
         pass
+
+    def position(self, step: int) -> float:
+        return step
+
+    def finished(self, step: int) -> bool:
+        return step >= self.max_steps
 
     def finish(self):
         pass

@@ -142,7 +142,9 @@ class Llama(nn.Module):
     def __init__(self, config: ModelConfig, seed: int = 0):
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(build_layer(config, layer, seed) for layer in range(config.n_layer + 2))
+        self.layers = nn.ModuleList(
+            build_layer(config, layer, seed) for layer in range(config.n_layer + 2)
+        )
 
     def forward(self, tokens, targets=None):
         x = tokens

@@ -26,49 +26,61 @@ import torch
 
 
 class Clock:
-    """Seconds of training. `with clock:` is a pause, for what is not training (evaluation, saving)."""
+    """Seconds of training. `with clock:` stops it, for what is not training (evaluation, saving)."""
 
     def __init__(self, device: torch.device):
-        self.device, self.started, self.paused_s = device, time.perf_counter(), 0.0
+        self.device, self.started, self.paused_s, self.stopped_at = (
+            device,
+            time.perf_counter(),
+            0.0,
+            None,
+        )
 
     def __enter__(self):
         self._finish_queued_work()
-        self.pause_began = time.perf_counter()
+        self.stopped_at = time.perf_counter()
 
     def __exit__(self, *exception):
         self._finish_queued_work()
-        self.paused_s += time.perf_counter() - self.pause_began
+        self.paused_s += time.perf_counter() - self.stopped_at
+        self.stopped_at = None
 
     def _finish_queued_work(self):
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def train_s(self) -> float:
-        return time.perf_counter() - self.started - self.paused_s
+        return (self.stopped_at or time.perf_counter()) - self.started - self.paused_s
 
 
 class Record:
     """Rank 0 prints and writes; the other replicas contribute their losses through the store."""
 
-    def __init__(self, path, config, mesh, store):
+    def __init__(self, path, config, mesh, store, clock, lockstep: bool):
         self.config, self.mesh, self.store = config, mesh, store
-        self.tokens_per_step = mesh.world_size * config.accum * config.batch_size * config.block_size
+        self.tokens_per_step = (
+            mesh.world_size * config.accum * config.batch_size * config.block_size
+        )
         self.file = open(path, "w") if mesh.rank == 0 else None
+        self.lockstep = lockstep
         self.pending = deque()  # step rows that wait for other replicas' losses
-        self.clock = Clock(mesh.device)
-        self.last_step, self.last_s = 0, 0.0
+        self.clock = clock
+        self.last_step, self.last_position, self.last_s = 0, 0, 0.0
 
     def write(self, event: str, **row):
         if self.file:
-            self.file.write(json.dumps({"event": event} | row) + "\n")
+            self.file.write(
+                json.dumps({"event": event} | {k: finite(v) for k, v in row.items()}) + "\n"
+            )
             self.file.flush()
 
-    def start(self, method_config, model, corpus):
+    def start(self, method_config, simulation, model, corpus):
         mesh = self.mesh
         self.write(
             "config",
             **dataclasses.asdict(self.config),
             **dataclasses.asdict(method_config),
+            **dataclasses.asdict(simulation),
             world_size=mesh.world_size,
             mesh={"replicas": mesh.replicas, "shards": mesh.shards},
             n_params=model.n_params,
@@ -77,82 +89,120 @@ class Record:
             device_name=torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
         )
 
-    def step(self, step: int, lr: float, norm_and_loss: torch.Tensor):
-        """`step` steps are done. norm_and_loss: on the device, equal in a shard group. All ranks call it."""
+    def tokens(self, position: float) -> int:
+        """Tokens that all ranks together have trained on."""
+        return round(position * self.tokens_per_step)
+
+    def step(self, step: int, position: float, lr: float, shared: torch.Tensor):
+        """This replica has done `step` steps, all replicas together what is worth `position` of all ranks'.
+        shared: [gradient norm, loss, ...] on the device, equal in a shard group. All ranks call it."""
         due = step % self.config.log_interval == 0 or step in (1, self.config.max_steps)
         if not due or self.mesh.shard_index != 0:
             return
-        grad_norm, loss = norm_and_loss.tolist()  # host read: waits for the step
+        grad_norm, loss = shared[:2].tolist()  # host read: waits for the step
         if self.mesh.rank != 0:
-            self.store.set(f"loss/{step}/{self.mesh.replica}", repr(loss))
+            self.store.set(f"loss/{self._shelf(step)}/{self.mesh.replica}", repr(loss))
             return
-        train_s = self.clock.train_s()
-        step_s = (train_s - self.last_s) / (step - self.last_step)
-        self.last_step, self.last_s = step, train_s
-        sent = {f"{group}_bytes": round(count) for group, count in self.mesh.sent.items()}
-        row = dict(step=step, tokens=step * self.tokens_per_step, loss=loss, lr=lr, grad_norm=grad_norm)
-        row |= dict(step_ms=1e3 * step_s, train_s=train_s, tokens_per_s=self.tokens_per_step / step_s)
-        self.pending.append(row | sent)
+        train_s, tokens = self.clock.train_s(), self.tokens(position)
+        passed_s, steps = train_s - self.last_s, step - self.last_step
+        speed = (tokens - self.tokens(self.last_position)) / passed_s
+        self.last_step, self.last_position, self.last_s = step, position, train_s
+        row = dict(step=step, tokens=tokens, loss=loss, lr=lr, grad_norm=grad_norm)
+        row |= dict(step_ms=1e3 * passed_s / steps, train_s=train_s, tokens_per_s=speed)
+        row |= {f"{group}_bytes": round(count) for group, count in self.mesh.sent.items()}
+        self.pending.append(row)
         self.flush_steps(wait=False)
+
+    def _shelf(self, step):
+        """Where the losses of one row are. Without lockstep there is no common step: the latest ones count."""
+        return step if self.lockstep else "latest"
 
     def flush_steps(self, wait: bool):
         """Write the step rows for which all replicas' losses are there (wait: all rows)."""
         while self.pending:
             row = self.pending[0]
-            keys = [f"loss/{row['step']}/{replica}" for replica in range(1, self.mesh.replicas)]
-            if keys and not wait and not self.store.check(keys):
+            keys = [
+                f"loss/{self._shelf(row['step'])}/{replica}"
+                for replica in range(1, self.mesh.replicas)
+            ]
+            if self.lockstep and keys and not wait and not self.store.check(keys):
                 return
-            losses = [row["loss"]] + [float(self.store.get(key)) for key in keys]
-            for key in keys:
+            losses = [row["loss"]]
+            losses += [
+                float(self.store.get(key))
+                for key in keys
+                if self.lockstep or self.store.check([key])
+            ]
+            for key in keys if self.lockstep else []:
                 self.store.delete_key(key)
             row["loss"] = sum(losses) / len(losses)
             self.write("step", **self.pending.popleft())
             self._print_step(row)
 
     def _print_step(self, row):
-        left_s = (self.config.max_steps - row["step"]) * row["step_ms"] / 1e3
+        left_s = round((self.tokens(self.config.max_steps) - row["tokens"]) / row["tokens_per_s"])
         print(
             f"step {row['step']:05d}/{self.config.max_steps:05d} | loss {row['loss']:.4f} | lr {row['lr']:.1e} | "
             f"gnorm {row['grad_norm']:.2f} | {row['step_ms']:.0f} ms | {row['tokens_per_s']:,.0f} tok/s | "
-            f"{left_s // 60:.0f}m{left_s % 60:02.0f}s left",
+            f"{left_s // 60}m{left_s % 60:02d}s left",
             flush=True,
         )
 
-    def sync(self, row: dict | None):
-        """A finished sync, as a method's stats() tells it (None: there was none)."""
-        if row is None or not self.file:
+    def sync(self, method):
+        """A sync that has finished since the last call, if there was one. Only rank 0 reads its figures."""
+        row = method.stats() if self.file else None
+        if row is None:
             return
         self.flush_steps(wait=False)  # the rows from before the sync are complete by now
         self.write("sync", **row)
-        norms, weights = row["pseudo_grad_norm"], row["weight"]
+        norms, weights, steps = row["pseudo_grad_norm"], row["weight"], row["steps"]
+        tau = str(steps[0]) if len(set(steps)) == 1 else "/".join(map(str, steps))
         print(
-            f"sync {row['round']:04d} | tau {row['tau']} | "
+            f"sync {row['round']:04d} | tau {tau} | "
             f"pseudo-grad {sum(norms) / len(norms):.3f} [{min(norms):.3f} .. {max(norms):.3f}] | "
             f"weights [{min(weights):.2f} .. {max(weights):.2f}] | dropped {sum(row['dropped'])} | "
             f"clip {row['clip']:.2f} | {megabytes(row['sync_bytes'])} | stall {row['stall_ms']:.0f} ms",
             flush=True,
         )
 
-    def eval(self, step: int, val_loss: float, bytes_per_token: float):
+    def eval(self, step: int, position: float, val_loss: float, bytes_per_token: float):
         bits = val_loss / math.log(2) / bytes_per_token
-        train_s, tokens = self.clock.train_s(), step * self.tokens_per_step
-        self.write("eval", step=step, tokens=tokens, train_s=train_s, val_loss=val_loss, bits_per_byte=bits)
+        train_s, tokens = self.clock.train_s(), self.tokens(position)
+        self.write(
+            "eval", step=step, tokens=tokens, train_s=train_s, val_loss=val_loss, bits_per_byte=bits
+        )
         if self.file:
-            print(f"eval {step:05d} | val loss {val_loss:.4f} nats/token | {bits:.3f} bits/byte", flush=True)
+            print(
+                f"eval {step:05d} | val loss {val_loss:.4f} nats/token | {bits:.3f} bits/byte",
+                flush=True,
+            )
 
-    def end(self, step: int, val_loss: float):
+    def end(self, step: int, position: float, val_loss: float):
         if not self.file:
             return
         self.flush_steps(wait=True)
         train_s = self.clock.train_s()
-        speed, peak = step * self.tokens_per_step / train_s, peak_memory_bytes(self.mesh.device)
-        row = dict(step=step, val_loss=val_loss, train_s=train_s, tokens_per_s=speed, peak_memory_bytes=peak)
+        speed, peak = self.tokens(position) / train_s, peak_memory_bytes(self.mesh.device)
+        row = dict(
+            step=step,
+            val_loss=val_loss,
+            train_s=train_s,
+            tokens_per_s=speed,
+            peak_memory_bytes=peak,
+        )
         self.write("end", **row, exit="done")
         print(
             f"done | {step} steps in {train_s:.0f} s | {speed:,.0f} tok/s | val loss {val_loss:.4f} | "
             f"peak {megabytes(peak)} on rank 0",
             flush=True,
         )
+
+
+def finite(value):
+    """JSON has no NaN and no infinity: null."""
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def megabytes(count: float) -> str:
@@ -169,7 +219,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 def picture(mesh, most: int = 4) -> list:
     """The grid as lines of text, at most `most` rows and columns of it."""
     columns = range(min(mesh.shards, most))
-    lines = [" " * 13 + "".join(f"shard {n:<5}" for n in columns) + ("..." if mesh.shards > most else "")]
+    lines = [
+        " " * 13 + "".join(f"shard {n:<5}" for n in columns) + ("..." if mesh.shards > most else "")
+    ]
     for replica in range(min(mesh.replicas, most)):
         ranks = "".join(f"rank {replica * mesh.shards + n:<6}" for n in columns)
         lines.append(f"replica {replica:<5}{ranks}")
@@ -178,9 +230,17 @@ def picture(mesh, most: int = 4) -> list:
 
 def print_start(config, model, mesh, method, corpus):
     """What is about to run, in numbers worked out beforehand."""
-    P, tokens = model.n_params, mesh.world_size * config.accum * config.batch_size * config.block_size
-    vectors = {"parameters": 1, "gradient": 1, "AdamW": 2} | ({"anchor + momentum": 2} if hasattr(method, "anchor") else {})
-    memory = {kind: count * model.master.nbytes for kind, count in vectors.items()}
+    P, tokens = (
+        model.n_params,
+        mesh.world_size * config.accum * config.batch_size * config.block_size,
+    )
+    vectors = {
+        "parameters": 1,
+        "gradient": 1,
+        "AdamW": 2,
+        "anchor + momentum": method.outer_vectors,
+    }
+    memory = {kind: count * model.master.nbytes for kind, count in vectors.items() if count}
     memory["whole layers"] = sum(buffer.nbytes for buffer in model.buffers())
     exchange = 2 * (mesh.replicas - 1) / mesh.replicas * model.master.nbytes
     print(
@@ -193,18 +253,26 @@ def print_start(config, model, mesh, method, corpus):
         f"model   {P:,} parameters: {config.n_layer} blocks, {config.n_head} heads, {config.n_embd} channels, "
         f"context {config.block_size}, vocabulary {corpus.vocab_size}"
     )
-    print(f"data    {config.data or 'standard library'}: {len(corpus.tokens):,} tokens, {corpus.tokenizer} ({corpus.hash})")
-    print("memory  per rank: " + ", ".join(f"{kind} {megabytes(count)}" for kind, count in memory.items()))
+    print(
+        f"data    {config.data or 'standard library'}: {len(corpus.tokens):,} tokens, {corpus.tokenizer} ({corpus.hash})"
+    )
+    print(
+        "memory  per rank: "
+        + ", ".join(f"{kind} {megabytes(count)}" for kind, count in memory.items())
+    )
     print(
         f"step    {mesh.world_size} ranks x {config.accum} micro-steps x {config.batch_size} sequences "
         f"x {config.block_size} tokens = {tokens:,} tokens"
     )
-    if mesh.replicas > 1 and hasattr(method, "anchor"):
-        tau = method.config.tau
-        print(
-            f"round   {tau} steps x {tokens:,} tokens = {tau * tokens:,} tokens; slow links, per rank: "
-            f"{megabytes(exchange)} a round (mini-batch: {megabytes(tau * exchange)})"
-        )
-    elif mesh.replicas > 1:
-        print(f"round   every step; slow links, per rank: {megabytes(exchange)} a step")
+    if mesh.replicas > 1:
+        each = f"{megabytes(exchange)} per rank over the slow links"
+        if not method.outer_vectors:
+            print(f"round   every step: {each}")
+        elif method.lockstep:
+            tau = method.config.tau
+            print(
+                f"round   {tau} steps x {tokens:,} tokens = {tau * tokens:,} tokens: {each} (mini-batch: x {tau})"
+            )
+        else:
+            print(f"round   {method.config.tau_time_s:g} s of training: {each}")
     print(flush=True)

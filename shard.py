@@ -12,7 +12,7 @@ Method. No autograd hook, no wrapper: the model is a list of layers, and both pa
 it. The forward keeps each layer's input and output (the "tape"); the backward walks the tape from its
 end and asks autograd for one layer's gradients at a time.
 
-A layer's flat vector, P elements (padded to a multiple of N), matrices before norm gains:
+A layer's flat vector, P elements (padded to a multiple of 8 N), matrices before norm gains:
 
     [ qkv | out | gate_up | down | norms | pad ]     rank n keeps elements [n P/N, (n+1) P/N)
 
@@ -49,6 +49,7 @@ Source: ZeRO, arXiv 1910.02054.
 import torch
 from torch import nn
 
+from mesh import Handle
 from model import ModelConfig, build_layer
 
 
@@ -61,22 +62,29 @@ class Layout:
         self.shapes = {name: parameter.shape for name, parameter in self.parameters}
         self.used = sum(shape.numel() for shape in self.shapes.values())
         self.decayed = sum(shape.numel() for shape in self.shapes.values() if len(shape) > 1)
-        self.piece = -(-self.used // shards)  # P/N
+        # P/N; rounded up, so that every rank's piece of a layer begins on a 16-byte boundary
+        self.piece = -(-self.used // (8 * shards)) * 8 if shards > 1 else self.used
         self.padded = self.piece * shards  # P
 
     def cut(self, flat: torch.Tensor) -> dict:
         """Views of a whole flat vector (P,) by parameter name."""
         pieces = flat[: self.used].split([shape.numel() for shape in self.shapes.values()])
-        return {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces)}
+        return {
+            name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces)
+        }
 
 
 class ShardedModel:
     """The layers of `model.py` on this rank's shards. `dtype` is what layers compute and gather in."""
 
-    def __init__(self, config: ModelConfig, mesh, dtype: torch.dtype = torch.float32, seed: int = 0):
+    def __init__(
+        self, config: ModelConfig, mesh, dtype: torch.dtype = torch.float32, seed: int = 0
+    ):
         self.config, self.mesh, self.dtype = config, mesh, dtype
         self.layers, self.layouts, pieces = [], [], []
-        for l in range(config.n_layer + 2):  # one layer at a time: no rank ever builds the whole model
+        for l in range(
+            config.n_layer + 2
+        ):  # one layer at a time: no rank ever builds the whole model
             layer = build_layer(config, l, seed).to(mesh.device)
             layout = Layout(layer, mesh.shards)
             pieces.append(self._own_piece(layout))
@@ -88,11 +96,17 @@ class ShardedModel:
         self.masters, self.grads = self.views(self.master), self.views(self.grad)
         self._place_parameters()
         self.tape = []  # (input, output) of each layer, from forward to backward
-        self.sync_layer = None  # EDiT, while a sync is due: called with l before layer l is gathered
+        self.sync_layer = (
+            None  # EDiT, while a sync is under way: called with l before layer l is gathered
+        )
+        self.vote = lambda: 0.0  # A-EDiT's clock; its sum over the shard group ends up in shared[2]
+        self.shared = None  # [gradient norm, mean loss, votes] of the last step, on the device
 
     def _own_piece(self, layout):
         """Copy this rank's share of a freshly initialised layer, in the master's dtype, and free the layer."""
-        master = torch.promote_types(self.dtype, torch.float32)  # fp32, or fp64 when a test computes in fp64
+        master = torch.promote_types(
+            self.dtype, torch.float32
+        )  # fp32, or fp64 when a test computes in fp64
         whole = torch.zeros(layout.padded, dtype=master, device=self.mesh.device)
         for (_, parameter), place in zip(layout.parameters, layout.cut(whole).values()):
             place.copy_(parameter.detach())
@@ -101,7 +115,9 @@ class ShardedModel:
 
     def _place_parameters(self):
         """Point every layer's parameters at the memory that they will be in whenever the layer computes."""
-        self.aliased = self.mesh.shards == 1 and self.dtype == self.master.dtype  # gathering is a no-op
+        self.aliased = (
+            self.mesh.shards == 1 and self.dtype == self.master.dtype
+        )  # gathering is a no-op
         size = max(layout.padded for layout in self.layouts)
         make = lambda dtype: torch.empty(size, dtype=dtype, device=self.mesh.device)
         self.whole = None if self.aliased else [make(self.dtype), make(self.dtype)]
@@ -153,7 +169,9 @@ class ShardedModel:
         x, syncing = tokens, self.sync_layer is not None
         for l, layer in enumerate(self.layers):
             if syncing:
-                self.sync_layer(l)  # layer l's parameters are final only now, so nothing is prefetched
+                self.sync_layer(
+                    l
+                )  # layer l's parameters are final only now, so nothing is prefetched
             self.finish_gather(l)
             if not syncing:
                 self.start_gather(l + 1)
@@ -181,7 +199,11 @@ class ShardedModel:
             if leaving:
                 averaging.append(self._settle(*leaving, average_replicas))
             leaving = (l, self._start_reduce(l, gradients[: len(self.parameters[l])], first))
-            del x_in, x, gradients  # this layer's activations go before the previous layer's gradients come
+            del (
+                x_in,
+                x,
+                gradients,
+            )  # this layer's activations go before the previous layer's gradients come
         averaging.append(self._settle(*leaving, average_replicas))
         for handle in averaging:
             handle.wait()
@@ -192,11 +214,13 @@ class ShardedModel:
         layout, grad = self.layouts[l], self.grads[l]
         if self.mesh.shards == 1:
             torch.cat(flat, out=grad) if first else grad.add_(torch.cat(flat))
-            return self.mesh.reduce_scatter(grad, grad, self.mesh.shard)
+            return Handle()
         whole = self.outgoing[: layout.padded]
         torch.cat(flat, out=whole[: layout.used])  # casts to fp32
         whole[layout.used :].zero_()
-        if not first:  # what earlier micro-steps left here rides along: the sum needs no buffer of its own
+        if (
+            not first
+        ):  # what earlier micro-steps left here rides along: the sum needs no buffer of its own
             whole.chunk(self.mesh.shards)[self.mesh.shard_index].add_(grad)
         # [shard] reduce-scatter, P fp32, backward, once per layer and micro-step
         return self.mesh.reduce_scatter(grad, whole, self.mesh.shard)
@@ -213,28 +237,37 @@ class ShardedModel:
     def clip_gradient(self, max_norm: float, loss: torch.Tensor):
         """Scale `grad` so that its norm over all shards is at most max_norm (0: any), and zero it if the norm is
         not finite: AdamW's moments would stay NaN for good, also when the parameters have been mended.
-        Returns, on the device, [norm before, mean loss over the shard group]: the loss shares the norm's trip."""
-        both = torch.stack([self.grad.norm() ** 2, loss.to(self.grad.dtype) / self.mesh.shards])
-        # [shard] all-reduce, 2 scalars, once per step
-        self.mesh.all_reduce(both, self.mesh.shard).wait()
-        both[0].sqrt_()
+        Returns `shared`: the loss, its mean over the shard group, and the votes share the norm's trip."""
+        vote = torch.full_like(loss, self.vote())
+        shared = torch.stack([self.grad.norm() ** 2, loss / self.mesh.shards, vote]).to(
+            self.grad.dtype
+        )
+        # [shard] all-reduce, 3 scalars, once per step
+        self.mesh.all_reduce(shared, self.mesh.shard).wait()
+        norm = shared[0].sqrt_()
         if max_norm > 0:
-            self.grad.mul_((max_norm / (both[0] + 1e-6)).clamp(max=1.0))
-        self.grad.masked_fill_(~both[0].isfinite(), 0.0)
-        return both
+            self.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        self.grad.masked_fill_(~norm.isfinite(), 0.0)
+        self.shared = shared
+        return shared
 
     def optimizer_groups(self, weight_decay: float) -> list:
         """AdamW's parameter groups over views of `master`, with `.grad` views of `grad`: matrices decay,
         norm gains do not."""
         decayed, plain = [], []
         for layout, master, grad in zip(self.layouts, self.masters, self.grads):
-            border = min(max(layout.decayed - self.mesh.shard_index * layout.piece, 0), layout.piece)
+            border = min(
+                max(layout.decayed - self.mesh.shard_index * layout.piece, 0), layout.piece
+            )
             for part, group in ((slice(0, border), decayed), (slice(border, None), plain)):
                 if master[part].numel():
                     parameter = nn.Parameter(master[part])
                     parameter.grad = grad[part]
                     group.append(parameter)
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        groups = [
+            {"params": decayed, "weight_decay": weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
         return [group for group in groups if group["params"]]
 
     def state_dict(self) -> dict | None:
@@ -248,5 +281,10 @@ class ShardedModel:
             self.mesh.all_gather(whole, self.mesh.shard).wait()
             if self.mesh.rank == 0:
                 named = layout.cut(whole).items()
-                state.update({f"layers.{l}.{name}": value.to("cpu", torch.float32, copy=True) for name, value in named})
+                state.update(
+                    {
+                        f"layers.{l}.{name}": value.to("cpu", torch.float32, copy=True)
+                        for name, value in named
+                    }
+                )
         return state if self.mesh.rank == 0 else None

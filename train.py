@@ -7,7 +7,15 @@
 The file reads in the order of a run: flags, set-up that can fail, the loop. The loop knows nothing of any
 method but the verbs
 
-    averages_gradients(step)  before_step(step)  after_step(step)  finish()  in_sync  stats()
+    before_step(step)           a sync that is due starts here; EDiT's then happens inside the next forward
+    finished(step)              is the training over?
+    position(step)              how far it is, in steps of all ranks: rules the learning rate and evaluations
+    in_sync                     are all replicas equal now (or will the next forward make them so)?
+    averages_gradients(step)    over the replicas? true for mini-batch and in the warm-up
+    after_step(step)            DiLoCo synchronises here
+    finish()                    the last, possibly shorter, round; leaves all replicas equal
+    stats()                     what there is to tell of a sync since the last call
+    lockstep, outer_vectors     for the record: same steps in all replicas; vectors kept beside the model
 
 Wrong input ends every rank with exit code 2 after one line on rank 0 (torchrun adds a report of its own).
 """
@@ -18,20 +26,23 @@ import math
 import os
 import signal
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import a_edit
 import data
 import diloco
 import edit
 import minibatch
+import simulate
 from data import Parser, UserError
 from mesh import Mesh
 from model import ModelConfig
-from record import Record, print_start
+from record import Clock, Record, print_start
 from sample import continue_text, load_model
 from shard import ShardedModel
 
@@ -39,6 +50,7 @@ METHODS = {
     "minibatch": (minibatch.MiniBatch, minibatch.Config),
     "diloco": (diloco.DiLoCo, diloco.Config),
     "edit": (edit.EDiT, edit.Config),
+    "a_edit": (a_edit.AEDiT, a_edit.Config),
 }
 
 # ---- flags ----
@@ -56,16 +68,20 @@ class Config:
     method: str = option("edit", "synchronisation method", choices=list(METHODS))
     shards: int = option(1, "N, ranks per replica; the other ranks form more replicas", low=1)
     max_steps: int = option(700, "inner steps", low=1)
-    seed: int = option(1337, "of initialisation and data order")
+    seed: int = option(1337, "of initialisation and data order", below=2**40)
     out_dir: str = option("", "where metrics.jsonl and model.pt go (default: out/METHOD)")
-    device: str = option("auto", "cpu, cuda, or cuda where there is one", choices=["auto", "cpu", "cuda"])
+    device: str = option(
+        "auto", "cpu, cuda, or cuda where there is one", choices=["auto", "cpu", "cuda"]
+    )
     dtype: str = option(
         "auto", "of the layers; auto: bf16 where the device has it natively; fp64 takes the masters along",
         choices=["auto", "fp32", "bf16", "fp64"],
     )  # fmt: skip
     compile: bool = option(False, "torch.compile each layer")
     log_interval: int = option(10, "steps between log lines", low=1)
-    eval_interval: int = option(200, "steps between evaluations, which wait for the next sync", low=1)
+    eval_interval: int = option(
+        200, "steps between evaluations, which wait for the next sync", low=1
+    )
     eval_batches: int = option(16, "validation batches of 16 windows, over all ranks", low=1)
     # model
     n_layer: int = option(4, "blocks", low=1)
@@ -87,29 +103,45 @@ class Config:
 
 
 # The first flag of each group of --help.
-GROUPS = {"method": "run", "n_layer": "model", "data": "data", "lr": "inner", "sync_warmup_steps": "outer (methods with local steps)"}
+GROUPS = {
+    "method": "run", "n_layer": "model", "data": "data", "lr": "inner", "slow_replica": "simulation of a slow, uneven cluster",
+    "sync_warmup_steps": "outer (methods with local steps)",
+}  # fmt: skip
 
 
 def parse(argv: list) -> tuple:
-    """Flags -> (Config, the method's Config). Raises UserError, naming the flag, for what cannot be."""
-    fields = {f.name: [(None, f)] for f in dataclasses.fields(Config)}
+    """Flags -> (Config, the method's, simulate's). Flags of other methods are checked and then not used, so that
+    one command line serves to compare methods. Raises UserError, naming the flag, for what cannot be."""
+    fields = {
+        f.name: [(None, f)]
+        for shared in (Config, simulate.Config)
+        for f in dataclasses.fields(shared)
+    }
     for name, (_, method_config) in METHODS.items():
         for f in dataclasses.fields(method_config):
             fields.setdefault(f.name, []).append((name, f))
-    parser = Parser(description="Train with " + ", ".join(METHODS) + ".", usage="train.py [--flag value ...]")
+    parser = Parser(
+        description="Train with " + ", ".join(METHODS) + ".", usage="train.py [--flag value ...]"
+    )
     for name, owners in fields.items():
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
         add_flag(group, name, owners)
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    given = {
+        name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
+    }
     for name, value in given.items():
         check_limits(name, value, fields[name][0][1].metadata)
-    config = Config(**{f.name: given[f.name] for f in dataclasses.fields(Config) if f.name in given})
-    method_config = METHODS[config.method][1]
-    method_fields = {f.name for f in dataclasses.fields(method_config)}
+
+    def fill(config_class):
+        return config_class(
+            **{f.name: given[f.name] for f in dataclasses.fields(config_class) if f.name in given}
+        )
+
+    config = fill(Config)
     config.out_dir = config.out_dir or f"out/{config.method}"
     check_model(config)
-    return config, method_config(**{name: given[name] for name in method_fields & given.keys()})
+    return config, fill(METHODS[config.method][1]), fill(simulate.Config)
 
 
 def add_flag(group, name, owners):
@@ -122,20 +154,30 @@ def add_flag(group, name, owners):
         default = ", ".join(f"{method}: {value}" for method, value in defaults.items())
     help = f.metadata["help"] + (f" (default: {default})" if default != "" else "")
     if isinstance(f.default, bool):
-        group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=help)
+        group.add_argument(
+            f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=help
+        )
     else:
         choices = f.metadata.get("choices")
         metavar = "|".join(choices) if choices else type(f.default).__name__.upper()
-        group.add_argument(f"--{name}", type=type(f.default), choices=choices, metavar=metavar, help=help)
+        group.add_argument(
+            f"--{name}", type=type(f.default), choices=choices, metavar=metavar, help=help
+        )
 
 
 def check_limits(name, value, limits):
     if isinstance(value, (str, bool)):
         return
-    low, above, below = limits.get("low", 0), limits.get("above", -math.inf), limits.get("below", math.inf)
+    low, above, below = (
+        limits.get("low", 0),
+        limits.get("above", -math.inf),
+        limits.get("below", math.inf),
+    )
     if not (low <= value < below and value > above):  # also refuses NaN and infinity
         bound = f"above {above}" if above >= low else f"at least {low}"
-        raise UserError(f"--{name} {value}: must be {bound} and {f'below {below}' if below < math.inf else 'finite'}")
+        raise UserError(
+            f"--{name} {value}: must be {bound} and {f'below {below}' if below < math.inf else 'finite'}"
+        )
 
 
 def check_model(config):
@@ -151,6 +193,14 @@ def resolve_device(config):
         config.device = "cuda" if torch.cuda.is_available() else "cpu"
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if (
+        config.device == "cuda"
+        and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count()
+    ):
+        raise UserError(
+            f"--device cuda: more ranks than the {torch.cuda.device_count()} CUDA devices of this machine; "
+            "lower --nproc_per_node"
+        )
     native = has_native_bf16(config.device)
     if config.dtype == "bf16" and not native:
         raise UserError(f"--dtype bf16: this {config.device} has no native bf16; use --dtype fp32")
@@ -170,19 +220,24 @@ def has_native_bf16(device: str) -> bool:
 
 def set_up(argv: list, rank: int, world_size: int):
     """Everything that wrong input can break, before any process group exists."""
-    config, method_config = parse(argv)
+    config, method_config, simulation = parse(argv)
     if world_size % config.shards:
-        raise UserError(f"--shards {config.shards}: {world_size} ranks do not divide into replicas of {config.shards}")
+        raise UserError(
+            f"--shards {config.shards}: {world_size} ranks do not divide into replicas of {config.shards}"
+        )
     resolve_device(config)
+    simulate.Stragglers(simulation, world_size // config.shards, config.seed)  # looks at its flags
     corpus = data.load(config.data or None)
     data.check_windows(corpus, config.block_size)
     if rank == 0:
         try:
             Path(config.out_dir).mkdir(parents=True, exist_ok=True)
-            open(Path(config.out_dir, "metrics.jsonl"), "a").close()
+            tempfile.TemporaryFile(dir=config.out_dir).close()  # can it be written to?
         except OSError as error:
-            raise UserError(f"--out_dir {config.out_dir}: {error.strerror}; name a folder to write to") from None
-    return config, method_config, corpus
+            raise UserError(
+                f"--out_dir {config.out_dir}: {error.strerror}; name a folder to write to"
+            ) from None
+    return config, method_config, simulation, corpus
 
 
 def agree(store, rank: int, world_size: int, error: str, fingerprint: str):
@@ -194,7 +249,9 @@ def agree(store, rank: int, world_size: int, error: str, fingerprint: str):
         answers = [store.get(f"set-up/{r}").decode().split("\n", 1) for r in range(world_size)]
         error = next((theirs for theirs, _ in answers if theirs), "")
         if not error and len({theirs for _, theirs in answers}) > 1:
-            error = "the ranks differ in their flags or read different corpora: start them all alike"
+            error = (
+                "the ranks differ in their flags or read different corpora: start them all alike"
+            )
         if not error:
             signal.signal(signal.SIGTERM, before)
     if error:
@@ -211,8 +268,8 @@ def main(argv: list):
     if world_size > 1:  # torchrun's key-value store
         store, rank, world_size = next(dist.rendezvous("env://"))
     try:
-        config, method_config, corpus = set_up(argv, rank, world_size)
-        fingerprint = f"{config} {method_config} {corpus.hash}"
+        config, method_config, simulation, corpus = set_up(argv, rank, world_size)
+        fingerprint = f"{config} {method_config} {simulation} {corpus.hash}"
     except UserError as wrong:
         error = str(wrong)
     agree(store, rank, world_size, error, fingerprint)
@@ -224,17 +281,15 @@ def main(argv: list):
     if store:
         backend = "nccl" if config.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    try:
-        train(config, method_config, corpus, Mesh(config.shards, device), store)
-    finally:
-        if store:
-            dist.destroy_process_group()
+    train(config, method_config, simulation, corpus, Mesh(config.shards, device), store)
+    if store:
+        dist.destroy_process_group()
 
 
 # ---- training ----
 
 
-def learning_rate(step: int, config) -> float:
+def learning_rate(step: float, config) -> float:
     """Linear warm-up, then a cosine from lr down to min_lr_ratio * lr at max_steps."""
     if step < config.lr_warmup_steps:
         return config.lr * (step + 1) / config.lr_warmup_steps
@@ -247,7 +302,12 @@ def evaluate(model, mesh, corpus, config) -> float:
     """Mean loss over the validation windows, nats per token; the ranks share the work."""
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, rows
     batches = data.validation_batches(
-        corpus, config.eval_batches, mesh.rank, mesh.world_size, config.batch_size, config.block_size
+        corpus,
+        config.eval_batches,
+        mesh.rank,
+        mesh.world_size,
+        config.batch_size,
+        config.block_size,
     )
     for inputs, targets, rows in batches:
         loss = model.forward(inputs.to(mesh.device), targets.to(mesh.device), train=False)
@@ -259,9 +319,11 @@ def evaluate(model, mesh, corpus, config) -> float:
     return (total[0] / total[1]).item()
 
 
-def train(config, method_config, corpus, mesh, store):
+def train(config, method_config, simulation, corpus, mesh, store):
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[config.dtype]
-    model_config = ModelConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, corpus.vocab_size)
+    model_config = ModelConfig(
+        config.n_layer, config.n_head, config.n_embd, config.block_size, corpus.vocab_size
+    )
     model = ShardedModel(model_config, mesh, dtype, config.seed)
     if config.compile:
         for layer in model.layers:
@@ -269,76 +331,96 @@ def train(config, method_config, corpus, mesh, store):
     optimizer = torch.optim.AdamW(
         model.optimizer_groups(config.weight_decay), betas=(config.beta1, config.beta2), fused=True
     )
-    method = METHODS[config.method][0](model, mesh, method_config)
+    clock = Clock(mesh.device)
+    method = METHODS[config.method][0](model, mesh, method_config, config.max_steps, clock.train_s)
+    stragglers = simulate.Stragglers(simulation, mesh.replicas, config.seed)
+    if simulation.link_mbps or simulation.link_latency_ms:
+        mesh.wire = simulate.Wire(simulation, mesh.shards, mesh.device)
     if mesh.rank == 0:
         print_start(config, model, mesh, method, corpus)
-    record = Record(Path(config.out_dir, "metrics.jsonl"), config, mesh, store)
-    record.start(method_config, model, corpus)
+    record = Record(
+        Path(config.out_dir, "metrics.jsonl"), config, mesh, store, clock, method.lockstep
+    )
+    record.start(method_config, simulation, model, corpus)
 
     def batch(step, micro_step):
         tensors = data.train_batch(
             corpus, config.seed, step, micro_step, mesh.rank, mesh.world_size,
             config.batch_size, config.accum, config.block_size,
         )  # fmt: skip
-        return [tensor.to(mesh.device) for tensor in tensors]
+        if mesh.device.type == "cuda":  # pinned, so that the copy does not hold up the host
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        return [tensor.to(mesh.device, non_blocking=True) for tensor in tensors]
 
-    def run_evaluation(step):
-        with record.clock:  # stopped
+    def run_evaluation():
+        method.finish()  # a sync that has begun ends here, on the training's time
+        record.sync(method)
+        with clock:  # stopped
             loss = evaluate(model, mesh, corpus, config)
-        record.eval(step, loss, corpus.bytes_per_token)
+        record.eval(step, method.position(step), loss, corpus.bytes_per_token)
         return loss
 
-    next_eval = config.eval_interval
-    for step in range(config.max_steps):
+    step, next_eval = 0, config.eval_interval
+    while True:
         method.before_step(step)
-        if step >= next_eval and method.in_sync:
-            run_evaluation(step)
-            next_eval = step - step % config.eval_interval + config.eval_interval
-        lr = learning_rate(step, config)
+        if method.finished(step):
+            break
+        position = method.position(step)
+        if position >= next_eval and method.in_sync:
+            run_evaluation()
+            next_eval = position - position % config.eval_interval + config.eval_interval
+        lr = learning_rate(position, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
         average = method.averages_gradients(step)
         # A mean over all that is summed: micro-steps, the N ranks of a replica and, if asked, the M replicas.
         scale = 1 / (config.accum * mesh.shards * (mesh.replicas if average else 1))
         loss = 0.0
+        stragglers.begin_step(mesh)
         for micro_step in range(config.accum):
             loss += model.forward(*batch(step, micro_step)) / config.accum
             last = micro_step == config.accum - 1
             model.backward(scale, first=micro_step == 0, average_replicas=average and last)
-        norm_and_loss = model.clip_gradient(config.grad_clip, loss)
+        stragglers.end_step(step, mesh)
+        shared = model.clip_gradient(config.grad_clip, loss)
         optimizer.step()
         model.forget_gathered()
         method.after_step(step)
-        record.sync(method.stats())
-        record.step(step + 1, lr, norm_and_loss)
+        record.sync(method)
+        step += 1
+        record.step(step, method.position(step), lr, shared)
 
-    method.finish()
-    record.sync(method.stats())
-    val_loss = run_evaluation(config.max_steps)
-    record.end(config.max_steps, val_loss)
-    save_model(config, model, corpus)
+    val_loss = run_evaluation()  # performs the last sync
+    save_model({**vars(config), **vars(method_config)}, config.out_dir, model, corpus)
+    record.end(step, method.position(step), val_loss)
     if mesh.rank == 0:
         print_sample(config)
 
 
-def save_model(config, model, corpus):
+def save_model(flags: dict, out_dir: str, model, corpus):
     """out_dir/model.pt: the whole model in fp32 and what is needed to use it. Whole or not at all."""
     if model.mesh.replica != 0:
         return  # all replicas are equal now
     state = model.state_dict()
     if model.mesh.rank == 0:
         saved = {"model": state, "model_config": dataclasses.asdict(model.config)}
-        saved |= {"tokenizer": corpus.tokenizer, "config": dataclasses.asdict(config)}
-        path = Path(config.out_dir, "model.pt")
+        saved |= {"tokenizer": corpus.tokenizer, "config": flags}
+        path = Path(out_dir, "model.pt")
         torch.save(saved, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)
         print(f"model   {path}")
 
 
 def print_sample(config):
-    model, encoding = load_model(Path(config.out_dir, "model.pt"))
-    prompt = "def " if encoding.name == "byte" else "The "
-    print("sample  " + continue_text(model, encoding, prompt, count=200).replace("\n", "\n        "))
+    try:
+        model, encoding = load_model(Path(config.out_dir, "model.pt"))
+        prompt = "def " if encoding.name == "byte" else "The "
+        text = continue_text(model, encoding, prompt, count=200)
+    except (
+        UserError
+    ) as error:  # no gpt2 vocabulary offline, a model that diverged: the run itself is fine
+        text = f"none: {error}"
+    print("sample  " + text.replace("\n", "\n        "))
 
 
 if __name__ == "__main__":

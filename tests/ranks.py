@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "tiktoken", "train"])
+# torch._dynamo: what the first optimizer step imports, a second in every rank
+context.set_forkserver_preload(["train", "torch._dynamo"])
 
 
 def _rank_main(rank, world_size, folder, function, args):
@@ -39,7 +40,8 @@ def run_ranks(world_size, function, *args, timeout_s=120):
     """[function(*args) on rank 0, ...]; function must be a module's, its result picklable."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank_main, args=(rank, world_size, folder, function, args)) for rank in range(world_size)
+            context.Process(target=_rank_main, args=(rank, world_size, folder, function, args))
+            for rank in range(world_size)
         ]
         for process in ranks:
             process.start()
@@ -50,18 +52,47 @@ def run_ranks(world_size, function, *args, timeout_s=120):
                 raise TimeoutError(f"{function.__name__}: a rank hangs after {timeout_s} s")
         errors = [path.read_text() for path in sorted(Path(folder).glob("error-*"))]
         assert not errors, "\n".join(errors)
-        return [torch.load(f"{folder}/result-{rank}", weights_only=False) for rank in range(world_size)]
+        return [
+            torch.load(f"{folder}/result-{rank}", weights_only=False) for rank in range(world_size)
+        ]
 
 
 # ---- whole trainings ----
 
-TINY = ["--n_layer", "2", "--n_head", "1", "--n_embd", "6", "--block_size", "8", "--batch_size", "2", "--dtype", "fp64"]
-TINY += ["--log_interval", "1", "--eval_batches", "1", "--lr", "0.01", "--lr_warmup_steps", "3", "--device", "cpu"]
+TINY = [
+    "--n_layer",
+    "2",
+    "--n_head",
+    "1",
+    "--n_embd",
+    "6",
+    "--block_size",
+    "8",
+    "--batch_size",
+    "2",
+    "--dtype",
+    "fp64",
+]
+TINY += [
+    "--log_interval",
+    "1",
+    "--eval_batches",
+    "1",
+    "--lr",
+    "0.01",
+    "--lr_warmup_steps",
+    "3",
+    "--device",
+    "cpu",
+]
 
 
 def flags(**options) -> list:
     """Keyword arguments as command-line flags on top of TINY."""
-    return TINY + [f"--{name}={value}" if value is not False else f"--no-{name}" for name, value in options.items()]
+    switches = {True: "--{}", False: "--no-{}"}
+    return TINY + [
+        switches[v].format(k) if isinstance(v, bool) else f"--{k}={v}" for k, v in options.items()
+    ]
 
 
 def fingerprint(tensor) -> int:
@@ -96,14 +127,14 @@ def _train(argv, corpus_folder, tamper):
     from mesh import Mesh
 
     with tempfile.TemporaryDirectory() as out:
-        config, method_config = train.parse(argv + ["--out_dir", out])
+        config, method_config, simulation = train.parse(argv + ["--out_dir", out])
         train.resolve_device(config)
         mesh = Mesh(config.shards, torch.device("cpu"))
         seen, made = [], {}
         method_class, method_config_class = train.METHODS[config.method]
 
-        def make(model, mesh, method_config):
-            made["model"], made["method"] = model, method_class(model, mesh, method_config)
+        def make(model, mesh, *rest):
+            made["model"], made["method"] = model, method_class(model, mesh, *rest)
             made["seen"] = watch_syncs(made["method"], model)
             if tamper:
                 tamper(made["method"], model, mesh)
@@ -111,12 +142,17 @@ def _train(argv, corpus_folder, tamper):
 
         train.METHODS[config.method] = (make, method_config_class)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            train.train(config, method_config, data.load(corpus_folder), mesh, dist.distributed_c10d._get_default_store())
-        rows = [json.loads(line) for line in open(f"{out}/metrics.jsonl")] if mesh.rank == 0 else None
+            store = dist.distributed_c10d._get_default_store()
+            train.train(config, method_config, simulation, data.load(corpus_folder), mesh, store)
+        rows = (
+            [json.loads(line) for line in open(f"{out}/metrics.jsonl")] if mesh.rank == 0 else None
+        )
         return {
             "rows": rows,
             "printed": printed.getvalue(),
-            "model": torch.load(f"{out}/model.pt", weights_only=True)["model"] if mesh.rank == 0 else None,
+            "model": torch.load(f"{out}/model.pt", weights_only=True)["model"]
+            if mesh.rank == 0
+            else None,
             "seen": made["seen"],
             "master": made["model"].master.clone(),
             "method_state": made["method"].state_dict(),
@@ -134,7 +170,9 @@ class Run:
         self.rows = lambda event: [row for row in first["rows"] if row["event"] == event]
         self.losses = [row["loss"] for row in self.rows("step")]
         self.model, self.printed = first["model"], first["printed"]
-        for rank in ranks:  # after every sync all replicas are bit-identical, in every training of every test
+        for rank in (
+            ranks
+        ):  # after every sync all replicas are bit-identical, in every training of every test
             assert rank["seen"] == ranks[rank["shard_index"]]["seen"]
             assert torch.equal(rank["master"], ranks[rank["shard_index"]]["master"])
 

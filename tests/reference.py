@@ -87,11 +87,16 @@ class OneDetector:
 def edit_average(d, detectors, f):
     """EDiT's dhat of one layer from the replicas' d = [{name: tensor}, ...]; None for a rollback."""
     G = [math.sqrt(sum((value**2).sum().item() for value in di.values())) for di in d]
-    flagged = [f.anomaly_elimination and detector.flags(norm) for detector, norm in zip(detectors, G)]
+    flagged = [
+        f.anomaly_elimination and detector.flags(norm) for detector, norm in zip(detectors, G)
+    ]
     good = [i for i in range(len(d)) if not flagged[i]]
     if not good:
         return None, flagged
-    score = {i: math.exp(-(G[i] - min(G[j] for j in good))) if f.weighted_averaging else 1.0 for i in good}
+    score = {
+        i: math.exp(-(G[i] - min(G[j] for j in good))) if f.weighted_averaging else 1.0
+        for i in good
+    }
     w = {i: score[i] / sum(score.values()) for i in good}
     dbar = {name: sum(w[i] * d[i][name] for i in good) for name in d[0]}
     norm = math.sqrt(sum((value**2).sum().item() for value in dbar.values()))
@@ -105,15 +110,22 @@ def simulate(f, M, N, corpus, tamper=None):
     tamper(step, replicas) may change them after a step."""
     config = ModelConfig(f.n_layer, f.n_head, f.n_embd, f.block_size, corpus.vocab_size)
     replicas = [Replica(config, f.seed) for _ in range(M)]
-    layers = {l: [n for n in replicas[0].x if n.startswith(f"layers.{l}.")] for l in range(f.n_layer + 2)}
-    detectors = {l: [OneDetector(f) for _ in range(M)] for l in layers} if f.method == "edit" else None
+    layers = {
+        l: [n for n in replicas[0].x if n.startswith(f"layers.{l}.")] for l in range(f.n_layer + 2)
+    }
+    detectors = (
+        {l: [OneDetector(f) for _ in range(M)] for l in layers} if f.method == "edit" else None
+    )
     t_warm = f.max_steps if f.method == "minibatch" else f.sync_warmup_steps
     anchor, b, local, losses, dropped = None, None, 0, [], []
 
     def outer_step():
         flagged_here = 0
         for l, names in layers.items():
-            d = [{name: anchor[name] - replica.x[name].data for name in names} for replica in replicas]
+            d = [
+                {name: anchor[name] - replica.x[name].data for name in names}
+                for replica in replicas
+            ]
             if f.method == "edit":
                 dhat, flagged = edit_average(d, detectors[l], f)
                 flagged_here += sum(flagged)
@@ -134,7 +146,15 @@ def simulate(f, M, N, corpus, tamper=None):
         for i, replica in enumerate(replicas):
             batches = [
                 data.train_batch(
-                    corpus, f.seed, step, micro, i * N + n, M * N, f.batch_size, f.accum, f.block_size
+                    corpus,
+                    f.seed,
+                    step,
+                    micro,
+                    i * N + n,
+                    M * N,
+                    f.batch_size,
+                    f.accum,
+                    f.block_size,
                 )
                 for micro in range(f.accum)
                 for n in range(N)

@@ -20,7 +20,9 @@ open(os.environ["CODES"] + os.environ["RANK"], "w").write(str(code))
 
 def launch(*flags):
     """Plain `python train.py`: (exit code, stdout, lines of stderr)."""
-    done = subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(
+        [sys.executable, "train.py", *flags], cwd=ROOT, capture_output=True, text=True, timeout=90
+    )
     return done.returncode, done.stdout, done.stderr.splitlines()
 
 
@@ -29,9 +31,21 @@ def launch_ranks(world_size, folder, *flags, timeout_s=120):
     script = folder / "rank.py"
     script.write_text(RANK_SCRIPT)
     environment = os.environ | {"CODES": f"{folder}/code-"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(world_size),
+    ]
     done = subprocess.run(
-        [*command, script, *flags], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env=environment
+        [*command, script, *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment,
     )
     codes = [int((folder / f"code-{rank}").read_text()) for rank in range(world_size)]
     return codes, done.stdout, done.stderr.splitlines()
@@ -41,7 +55,10 @@ def corrupt_corpus(folder, corpus_folder, damage):
     """A copy of the corpus with something wrong."""
     target = folder / damage
     target.mkdir()
-    tokens, meta = (corpus_folder / "tokens.bin").read_bytes(), json.loads((corpus_folder / "meta.json").read_text())
+    tokens, meta = (
+        (corpus_folder / "tokens.bin").read_bytes(),
+        json.loads((corpus_folder / "meta.json").read_text()),
+    )
     if damage == "half":
         tokens = tokens[: len(tokens) // 2]
     elif damage == "short":  # a text shorter than a window
@@ -108,17 +125,17 @@ def test_damaged_corpus_is_refused_in_one_line(damage, tmp_path, corpus_folder):
 
 def test_bf16_where_it_is_not_native_is_refused(monkeypatch):
     monkeypatch.setattr(train, "has_native_bf16", lambda device: False)
-    config, _ = train.parse(["--dtype", "bf16", "--device", "cpu"])
+    config, *_ = train.parse(["--dtype", "bf16", "--device", "cpu"])
     with pytest.raises(UserError, match="--dtype fp32"):
         train.resolve_device(config)
-    config, _ = train.parse(["--device", "cpu"])
+    config, *_ = train.parse(["--device", "cpu"])
     train.resolve_device(config)
     assert config.dtype == "fp32"  # auto
 
 
 def test_cuda_where_there_is_none_is_refused(monkeypatch):
     monkeypatch.setattr(train.torch.cuda, "is_available", lambda: False)
-    config, _ = train.parse(["--device", "cuda"])
+    config, *_ = train.parse(["--device", "cuda"])
     with pytest.raises(UserError, match="--device cpu"):
         train.resolve_device(config)
 
@@ -160,7 +177,9 @@ def test_equals_sign_and_space_mean_the_same():
 
 
 def test_learning_rate_warms_up_linearly_then_follows_a_cosine():
-    config, _ = train.parse(["--lr", "1", "--lr_warmup_steps", "10", "--max_steps", "110", "--min_lr_ratio", "0.1"])
+    config, *_ = train.parse(
+        ["--lr", "1", "--lr_warmup_steps", "10", "--max_steps", "110", "--min_lr_ratio", "0.1"]
+    )
     lr = [train.learning_rate(step, config) for step in range(110)]
     assert lr[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     assert lr[10] == 1 and lr[60] == pytest.approx(0.55) and lr[109] == pytest.approx(0.1, abs=1e-3)
@@ -171,9 +190,40 @@ def test_run_leaves_a_record_and_a_model_that_samples(dtype, tmp_path, corpus_fo
     if dtype == "bf16" and not train.has_native_bf16("cpu"):
         pytest.skip("no native bf16 on this CPU")
     out = tmp_path / "run"
-    argv = ["--data", str(corpus_folder), "--out_dir", str(out), "--max_steps", "7", "--tau", "2", "--dtype", dtype]
-    argv += ["--sync_warmup_steps", "1", "--log_interval", "3", "--eval_interval", "3", "--eval_batches", "1"]
-    argv += ["--n_layer", "1", "--n_embd", "16", "--n_head", "2", "--block_size", "16", "--device", "cpu"]
+    argv = [
+        "--data",
+        str(corpus_folder),
+        "--out_dir",
+        str(out),
+        "--max_steps",
+        "7",
+        "--tau",
+        "2",
+        "--dtype",
+        dtype,
+    ]
+    argv += [
+        "--sync_warmup_steps",
+        "1",
+        "--log_interval",
+        "3",
+        "--eval_interval",
+        "3",
+        "--eval_batches",
+        "1",
+    ]
+    argv += [
+        "--n_layer",
+        "1",
+        "--n_embd",
+        "16",
+        "--n_head",
+        "2",
+        "--block_size",
+        "16",
+        "--device",
+        "cpu",
+    ]
     code, printed, errors = launch("--method", "edit", *argv)
     assert code == 0 and errors == []  # no warning either
     rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
@@ -181,7 +231,10 @@ def test_run_leaves_a_record_and_a_model_that_samples(dtype, tmp_path, corpus_fo
     assert events[0][0] == "config" and events[-1] == ("end", 7)
     assert [step for event, step in events if event == "step"] == [1, 3, 6, 7]
     assert [step for event, step in events if event == "sync"] == [3, 5, 7]
-    assert [step for event, step in events if event == "eval"] == [3, 7]  # due at 3 and 6, in sync at 3, 5, 7
+    assert [step for event, step in events if event == "eval"] == [
+        3,
+        7,
+    ]  # due at 3 and 6, in sync at 3, 5, 7
     assert all(next(iter(row)) == "event" for row in rows)
     expected = {
         "step": "step tokens loss lr grad_norm step_ms train_s tokens_per_s shard_bytes sync_bytes",
@@ -195,14 +248,36 @@ def test_run_leaves_a_record_and_a_model_that_samples(dtype, tmp_path, corpus_fo
     assert rows[0]["method"] == "edit" and rows[0]["tau"] == 2 and rows[0]["world_size"] == 1
     assert "sync 0003 | tau 2 |" in printed and "sample  def " in printed
     done = subprocess.run(
-        [sys.executable, ROOT / "sample.py", "--model", out / "model.pt", "--tokens", "3"], capture_output=True, timeout=60
+        [sys.executable, ROOT / "sample.py", "--model", out / "model.pt", "--tokens", "3"],
+        capture_output=True,
+        timeout=60,
     )
     assert done.returncode == 0
 
 
 def test_torchrun_trains_edit_on_four_ranks_without_a_warning(tmp_path, corpus_folder):
-    argv = ["--data", str(corpus_folder), "--out_dir", str(tmp_path / "run"), "--max_steps", "6", "--tau", "2"]
-    argv += ["--sync_warmup_steps", "2", "--n_layer", "1", "--block_size", "16", "--eval_batches", "1", "--device", "cpu"]
+    argv = [
+        "--data",
+        str(corpus_folder),
+        "--out_dir",
+        str(tmp_path / "run"),
+        "--max_steps",
+        "6",
+        "--tau",
+        "2",
+    ]
+    argv += [
+        "--sync_warmup_steps",
+        "2",
+        "--n_layer",
+        "1",
+        "--block_size",
+        "16",
+        "--eval_batches",
+        "1",
+        "--device",
+        "cpu",
+    ]
     codes, printed, errors = launch_ranks(4, tmp_path, "--method", "edit", "--shards", "2", *argv)
     assert codes == [0] * 4 and errors == []
     assert printed.count("done |") == 1 and "replica 1" in printed and printed.count("sync 0") == 2

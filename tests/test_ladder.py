@@ -21,7 +21,9 @@ def test_minibatch_fp32_50_steps_is_the_same_on_every_mesh(corpus_folder):
     for shards in (4, 1, 2):
         run = run_training(4, corpus_folder, shards=shards, **options)
         assert run.losses == pytest.approx(alone.losses, abs=1e-4)
-        assert run.rows("eval")[-1]["val_loss"] == pytest.approx(alone.rows("eval")[-1]["val_loss"], abs=1e-4)
+        assert run.rows("eval")[-1]["val_loss"] == pytest.approx(
+            alone.rows("eval")[-1]["val_loss"], abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -49,7 +51,9 @@ def test_edit_with_penalty_does_not_depend_on_shards(corpus_folder):
 
 
 def test_diloco_outer_lr_1_without_momentum_is_parameter_averaging(corpus_folder):
-    options = dict(method="diloco", sync_warmup_steps=0, tau=3, max_steps=3, outer_lr=1.0, outer_momentum=0.0)
+    options = dict(
+        method="diloco", sync_warmup_steps=0, tau=3, max_steps=3, outer_lr=1.0, outer_momentum=0.0
+    )
     run = run_training(2, corpus_folder, tamper=keep_local_parameters, **options)
     mean = sum(rank["method_state"]["local"] for rank in run.ranks) / 2
     torch.testing.assert_close(run.ranks[0]["master"], mean, rtol=1e-12, atol=1e-14)
@@ -67,10 +71,22 @@ def keep_local_parameters(method, model, mesh):
 
 def test_sgd_tau_1_and_plain_averaging_equals_minibatch(corpus_folder):
     """x_i - lr g_i, averaged, is x - lr mean(g): with SGD inside, without clipping."""
-    sgd = dict(sync_warmup_steps=0, tau=1, outer_lr=1.0, outer_momentum=0.0, max_steps=6, grad_clip=0, shards=2)
-    minibatch = run_training(4, corpus_folder, tamper=inner_sgd, method="minibatch", max_steps=6, grad_clip=0, shards=2)
+    sgd = dict(
+        sync_warmup_steps=0,
+        tau=1,
+        outer_lr=1.0,
+        outer_momentum=0.0,
+        max_steps=6,
+        grad_clip=0,
+        shards=2,
+    )
+    minibatch = run_training(
+        4, corpus_folder, tamper=inner_sgd, method="minibatch", max_steps=6, grad_clip=0, shards=2
+    )
     for method in (dict(method="diloco"), dict(method="edit") | PLAIN):
-        assert_same(run_training(4, corpus_folder, tamper=inner_sgd, **method, **sgd), minibatch, 1e-10)
+        assert_same(
+            run_training(4, corpus_folder, tamper=inner_sgd, **method, **sgd), minibatch, 1e-10
+        )
 
 
 def inner_sgd(method, model, mesh):
@@ -82,9 +98,7 @@ def inner_sgd(method, model, mesh):
             for parameter in group["params"]:
                 parameter.data.add_(parameter.grad, alpha=-group["lr"])
 
-    torch.optim.AdamW.step = step
-    # the optimizer that train.py made already has its own bound step
-    torch.optim.Optimizer.step = step
+    torch.optim.AdamW.step = step  # in this rank's process only
 
 
 def test_edit_with_one_replica_is_nesterov_lookahead(corpus_folder):

@@ -52,7 +52,9 @@ def test_collectives_compute_and_count_what_they_promise(shards):
             if size == 1:
                 assert not any(key.startswith(name) for key in calls)  # alone: silent
         two_a, two_b = results["two"]
-        assert two_a == [float(r) for r in row for _ in range(2)] and two_b == [10 * x for x in two_a]
+        assert two_a == [float(r) for r in row for _ in range(2)] and two_b == [
+            10 * x for x in two_a
+        ]
 
 
 def test_uneven_grid_is_refused():

@@ -30,7 +30,9 @@ def test_block_equals_its_formula_written_out(model):
     for head in range(H):
         turned = []
         for z in (q[:, head], k[:, head]):
-            pair = torch.complex(z[:, : D // 2], z[:, D // 2 :]) * torch.polar(torch.ones_like(angle), angle)
+            pair = torch.complex(z[:, : D // 2], z[:, D // 2 :]) * torch.polar(
+                torch.ones_like(angle), angle
+            )
             turned.append(torch.cat((pair.real, pair.imag), dim=-1))
         for t in range(T):
             scores = torch.stack([turned[0][t] @ turned[1][s] for s in range(t + 1)]) / math.sqrt(D)
@@ -65,7 +67,11 @@ def test_loss_is_mean_cross_entropy_and_starts_near_uniform(model):
 
 
 def test_initialisation_is_a_function_of_seed_and_layer():
-    a, b, c = Llama(CONFIG, 1).state_dict(), Llama(CONFIG, 1).state_dict(), Llama(CONFIG, 2).state_dict()
+    a, b, c = (
+        Llama(CONFIG, 1).state_dict(),
+        Llama(CONFIG, 1).state_dict(),
+        Llama(CONFIG, 2).state_dict(),
+    )
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not torch.equal(a["layers.1.qkv.weight"], c["layers.1.qkv.weight"])
     assert not torch.equal(a["layers.1.qkv.weight"], a["layers.2.qkv.weight"])

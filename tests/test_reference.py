@@ -22,7 +22,7 @@ METHODS = {
 
 
 def all_flags(**options):
-    config, method_config = train.parse(flags(**options))
+    config, method_config, _ = train.parse(flags(**options))
     return types.SimpleNamespace(**vars(config), **vars(method_config))
 
 
@@ -62,7 +62,12 @@ def test_accumulation_equals_reference_and_does_not_count_as_steps(method, corpu
 
 
 @pytest.mark.parametrize(
-    "ablation", [{"anomaly_elimination": False}, {"weighted_averaging": False}, {"pseudo_grad_clipping": False}]
+    "ablation",
+    [
+        {"anomaly_elimination": False},
+        {"weighted_averaging": False},
+        {"pseudo_grad_clipping": False},
+    ],
 )
 def test_edit_ablation_equals_reference(ablation, corpus, corpus_folder):
     options = METHODS["edit"] | {"shards": 2} | ablation
@@ -82,9 +87,13 @@ def test_evaluation_does_not_change_the_trajectory_and_waits_for_a_sync(method, 
 
 
 def test_first_outer_step_of_diloco_moves_lr_times_one_plus_momentum(corpus_folder):
-    options = dict(method="diloco", sync_warmup_steps=0, tau=1, max_steps=1, outer_lr=0.5, outer_momentum=0.9)
+    options = dict(
+        method="diloco", sync_warmup_steps=0, tau=1, max_steps=1, outer_lr=0.5, outer_momentum=0.9
+    )
     start = run_training(1, corpus_folder, **options | {"lr": 0.0}).model
-    local = run_training(1, corpus_folder, **options | {"outer_lr": 1.0, "outer_momentum": 0.0}).model
+    local = run_training(
+        1, corpus_folder, **options | {"outer_lr": 1.0, "outer_momentum": 0.0}
+    ).model
     moved = run_training(1, corpus_folder, **options).model
     for name in start:
         expected = start[name] - 0.5 * 1.9 * (start[name] - local[name])
