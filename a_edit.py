@@ -1,9 +1,9 @@
 """A-EDiT: EDiT whose rounds end by the clock, so that fast replicas do not wait for slow ones.
 
-The problem. EDiT synchronises after a number of steps: a replica that is twice as fast as another spends half
-of its time waiting. A-EDiT synchronises after a time: everyone trains for tau_time_s seconds, takes as many
-steps as it can, and then takes part in the same sync as EDiT's. Nobody waits longer than one step of
-the slowest.
+The problem. EDiT synchronises after a number of steps: a replica that is twice as fast as another
+spends half of its time waiting. A-EDiT synchronises after a time: everyone trains for tau_time_s
+seconds, takes as many steps as it can, and then takes part in the same sync as EDiT's. Nobody waits
+longer than one step of the slowest.
 
     sync_warmup_steps steps of mini-batch; then anchor = x, round_began = now
     repeat, replica i:
@@ -16,22 +16,24 @@ the slowest.
 
     sync k:  position <- position + 1/M sum_i steps_i          # global steps' worth of training, all know it
 
-`position` takes the place of the step number wherever replicas have to agree: the learning rate, when to
-evaluate, and the end, which is the first sync with position >= max_steps, for all. Between syncs a replica
-extrapolates, position + (its own steps) * rate with rate = (mean of steps_j / steps_i) of the last round,
-and when that reaches max_steps it votes for an early sync, so that the budget is not overshot by a round.
+`position` takes the place of the step number wherever replicas have to agree: the learning rate,
+when to evaluate, and the end, which is the first sync with position >= max_steps, for all. Between
+syncs a replica extrapolates, position + (its own steps) * rate with rate = (mean of steps_j /
+steps_i) of the last round, and when that reaches max_steps it votes for an early sync, so that the
+budget is not overshot by a round.
 
     paper     variable       unit
     tau_time  tau_time_s     seconds
     -         steps          (M,) inner steps of each replica in the last round
     -         position       global steps' worth (tokens = position * tokens of one step of all ranks)
 
-Deviations from the authors' code: (1) a monotonic clock, differences only; an fp32 tensor of wall-clock seconds
-has a resolution of 128 s. (2) The clock restarts at the end of the sync, not before it: otherwise a replica's
-waiting is taken from its next round and the rounds of a fast replica shrink to nothing. (3) Learning rate and
-end follow the tokens of all replicas. (4) Optional, --step_weighting: weights are multiplied by steps_i and
-normalised again. (5) On CUDA the vote is read one step late, when it has long arrived, so that the host runs
-ahead; and the host waits for the device once per sync, to see when it is over.
+Deviations from the authors' code: (1) a monotonic clock, differences only; an fp32 tensor of
+wall-clock seconds has a resolution of 128 s. (2) The clock restarts at the end of the sync, not
+before it: otherwise a replica's waiting is taken from its next round and the rounds of a fast
+replica shrink to nothing. (3) Learning rate and end follow the tokens of all replicas. (4)
+Optional, --step_weighting: weights are multiplied by steps_i and normalised again. (5) On CUDA the
+vote is read one step late, when it has long arrived, so that the host runs ahead; and the host
+waits for the device once per sync, to see when it is over.
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.

@@ -1,11 +1,12 @@
-"""This repository's sharded step against torch's own FSDP2 (`fully_shard`), on the same model and batch.
+"""This repository's sharded step against torch's own FSDP2 (`fully_shard`), on the same model and
+batch.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 bench.py --shards 2          # ZeRO-3
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 bench.py --shards 2          # 2x2 (HSDP)
 
-Both train model.py's layers with mini-batch steps (no sync of a local method), the same dtype, fused AdamW
-and gradient clipping. They are timed in turn, A B A B ..., a few steps at a time, in one run, because a
-machine's speed drifts; the ratio is the median of the pairwise ratios.
+Both train model.py's layers with mini-batch steps (no sync of a local method), the same dtype,
+fused AdamW and gradient clipping. They are timed in turn, A B A B ..., a few steps at a time, in
+one run, because a machine's speed drifts; the ratio is the median of the pairwise ratios.
 """
 
 import os

@@ -1,7 +1,7 @@
 """DiLoCo: tau local steps, then one blocking outer step on the average of what the replicas did.
 
-The problem. Averaging gradients sends the whole model over the slow links in every step. DiLoCo lets each
-replica train alone for tau steps and exchanges once: 1/tau of the traffic.
+The problem. Averaging gradients sends the whole model over the slow links in every step. DiLoCo
+lets each replica train alone for tau steps and exchanges once: 1/tau of the traffic.
 
     warm-up: sync_warmup_steps steps of mini-batch, so that all replicas are equal; then
     anchor = x
@@ -19,13 +19,13 @@ replica train alone for tau steps and exchanges once: 1/tau of the traffic.
     d_i, d     model.master    (sum P/N,)   in the storage of x_i, which is about to be overwritten
     b          momentum buffer (sum P/N,)   inside torch.optim.SGD
 
-The inner AdamW's moments stay with their replica, across rounds, and are never averaged. Weight decay and
-gradient clipping belong to the inner step. With --outer_lr 1 --outer_momentum 0 this is Post Local SGD:
-x_i <- mean_j x_j.
+The inner AdamW's moments stay with their replica, across rounds, and are never averaged. Weight
+decay and gradient clipping belong to the inner step. With --outer_lr 1 --outer_momentum 0 this is
+Post Local SGD: x_i <- mean_j x_j.
 
-Deviations from the paper: (1) the warm-up is mini-batch, as in Post Local SGD and EDiT; the paper starts
-from a model that was pretrained on one worker. (2) A training that does not end on a multiple of tau ends
-with one shorter round, so that no step is lost.
+Deviations from the paper: (1) the warm-up is mini-batch, as in Post Local SGD and EDiT; the paper
+starts from a model that was pretrained on one worker. (2) A training that does not end on a
+multiple of tau ends with one shorter round, so that no step is lost.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 4 (M-1) for the norms in the log.
 Run: torchrun --nproc_per_node 4 train.py --method diloco --shards 2
@@ -68,9 +68,7 @@ class DiLoCo:
             nesterov=nesterov,
             fused=True,
         )
-        self.steps = self.local_steps = self.round = (
-            0  # inner steps in all and since the last sync; syncs
-        )
+        self.steps = self.local_steps = self.round = 0  # inner steps in all, since a sync; syncs
         self.last_sync = None  # what stats() will say of it
 
     @property
@@ -160,10 +158,7 @@ class DiLoCo:
         return counters | {"anchor": self.anchor, "outer": self.outer.state_dict()}
 
     def load_state_dict(self, state: dict):
-        self.steps, self.round, self.local_steps = (
-            state["steps"],
-            state["round"],
-            state["local_steps"],
-        )
+        self.steps, self.round = state["steps"], state["round"]
+        self.local_steps = state["local_steps"]
         self.anchor.copy_(state["anchor"])
         self.outer.load_state_dict(state["outer"])

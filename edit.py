@@ -1,10 +1,10 @@
 """EDiT: local SGD on sharded parameters, synchronised layer by layer inside the forward pass.
 
-The problem. DiLoCo's outer step blocks: every replica stands still while the whole model crosses the slow
-links. And it trusts every replica alike, also one whose loss has just blown up. EDiT (1) synchronises
-layer l just before the forward needs it, so that the traffic of later layers overlaps with the
-computation of earlier ones, and (2) puts the *pseudo-gradient penalty* between the replicas and the
-model: drop anomalies, weigh by norm, clip, or roll back.
+The problem. DiLoCo's outer step blocks: every replica stands still while the whole model crosses
+the slow links. And it trusts every replica alike, also one whose loss has just blown up. EDiT (1)
+synchronises layer l just before the forward needs it, so that the traffic of later layers overlaps
+with the computation of earlier ones, and (2) puts the *pseudo-gradient penalty* between the
+replicas and the model: drop anomalies, weigh by norm, clip, or roll back.
 
     sync_warmup_steps steps of mini-batch; then anchor = x, and after every tau inner steps, at the start of
     the next forward (M replicas; every layer l):
@@ -23,8 +23,8 @@ model: drop anomalies, weigh by norm, clip, or roll back.
             x_i    <- anchor
             all-gather, compute (shard.py)
 
-All norms can be taken at once, with the same result as layer by layer, because parameters do not change
-between the moment a sync is due and a layer's turn.
+All norms can be taken at once, with the same result as layer by layer, because parameters do not
+change between the moment a sync is due and a layer's turn.
 
     paper          variable              shape        where
     theta_i, d_i   model.masters[l]      (P/N,)       every rank its shard
@@ -38,22 +38,23 @@ between the moment a sync is due and a layer's turn.
     delta          anomaly_threshold     standard deviations
     alpha          anomaly_ema           share of a new sample
 
-Deviations from the paper and its authors' code: (1) one fused exchange of norms and flags, and no host
-read; the code takes 5 collectives and 2 to 4 host reads per layer, and one of the reads waits for the
-slow all-reduce, which undoes the overlap. (2) A norm that is not finite is flagged, from the first round on. (3) Flagged
-norms never enter the statistics, so one outlier does not blind the detector; the price is that a replica
-whose norms rise at once and for good stays flagged (the log shows it: raise anomaly_threshold). (4) During the first
-anomaly_warmup_rounds samples the statistics are the plain mean and standard deviation: an exponential average
-started at zero is badly biased. (5) sigma is taken to be at least SIGMA_FLOOR * mu, so that nearly equal
-norms do not flag noise. (6) The last round may be shorter, so that no step is lost. (7) No layer is
-prefetched in the forward that synchronises: its parameters are not final before its turn. (8) An inner
-gradient that is not finite is not applied (shard.py), so that a sick replica keeps a usable AdamW and is
-healthy again after the sync that left it out.
+Deviations from the paper and its authors' code: (1) one fused exchange of norms and flags, and no
+host read; the code takes 5 collectives and 2 to 4 host reads per layer, and one of the reads waits
+for the slow all-reduce, which undoes the overlap. (2) A norm that is not finite is flagged, from
+the first round on. (3) Flagged norms never enter the statistics, so one outlier does not blind the
+detector; the price is that a replica whose norms rise at once and for good stays flagged (the log
+shows it: raise anomaly_threshold). (4) During the first anomaly_warmup_rounds samples the
+statistics are the plain mean and standard deviation: an exponential average started at zero is
+badly biased. (5) sigma is taken to be at least SIGMA_FLOOR * mu, so that nearly equal norms do not
+flag noise. (6) The last round may be shorter, so that no step is lost. (7) No layer is prefetched
+in the forward that synchronises: its parameters are not final before its turn. (8) An inner
+gradient that is not finite is not applied (shard.py), so that a sick replica keeps a usable AdamW
+and is healthy again after the sync that left it out.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, as DiLoCo, and 8 (M-1) L for the exchange. Exposed
-time per round: max(first layer's all-reduce, all layers' all-reduce - forward).
-Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
-Source: EDiT, arXiv 2412.07210 (section 3 and figure 1), and its authors' code, atorch local_sgd.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, as DiLoCo, and 8 (M-1) L for the exchange.
+Exposed time per round: max(first layer's all-reduce, all layers' all-reduce - forward). Run:
+torchrun --nproc_per_node 4 train.py --method edit --shards 2 Source: EDiT, arXiv 2412.07210
+(section 3 and figure 1), and its authors' code, atorch local_sgd.
 """
 
 from dataclasses import dataclass, field
@@ -178,9 +179,7 @@ class EDiT:
             len(model.layers), mesh.device, model.master.dtype,
             config.anomaly_threshold, config.anomaly_ema, config.anomaly_warmup_rounds,
         )  # fmt: skip
-        self.steps = self.local_steps = self.round = (
-            0  # inner steps in all and since the last sync; syncs
-        )
+        self.steps = self.local_steps = self.round = 0  # inner steps in all, since a sync; syncs
         self.last_sync = None  # what stats() will say of it
         self.steps_of_round = None  # (M,) list, where replicas differ (A-EDiT)
 
@@ -190,7 +189,7 @@ class EDiT:
 
     @property
     def in_sync(self) -> bool:
-        """Also true once a sync has started: the next forward completes it, an evaluation's or a step's."""
+        """Also true once a sync has started: the next forward, or finish(), completes it."""
         return self.local_steps == 0 or self.armed
 
     def averages_gradients(self, step: int) -> bool:
@@ -317,11 +316,8 @@ class EDiT:
         return counters | {"anchor": self.anchor, "momentum": self.momentum, "detector": detector}
 
     def load_state_dict(self, state: dict):
-        self.steps, self.round, self.local_steps = (
-            state["steps"],
-            state["round"],
-            state["local_steps"],
-        )
+        self.steps, self.round = state["steps"], state["round"]
+        self.local_steps = state["local_steps"]
         self.anchor.copy_(state["anchor"])
         self.momentum.copy_(state["momentum"])
         for name, value in state["detector"].items():

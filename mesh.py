@@ -1,4 +1,5 @@
-"""Who talks to whom: the replicas x shards grid, its two kinds of group, every collective, the byte ledger.
+"""Who talks to whom: the replicas x shards grid, its two kinds of group, every collective, the byte
+ledger.
 
     world_size = M replicas * N shards; four ranks with --shards 2:
 
@@ -18,17 +19,18 @@
     sync     all-reduce      a layer's shard             gradients (mini-batch) or pseudo-gradients (local SGD)
     sync     all-gather      a vector of norms           EDiT's penalty, DiLoCo's log
 
-No other file calls torch.distributed's collectives, so nothing escapes the ledger: `sent[group]` is what
-this rank has sent, in bytes, as a bandwidth-optimal algorithm would: all-gather and reduce-scatter
-(n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload. `calls["group operation"]` counts them.
+No other file calls torch.distributed's collectives, so nothing escapes the ledger: `sent[group]` is
+what this rank has sent, in bytes, as a bandwidth-optimal algorithm would: all-gather and
+reduce-scatter (n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload. `calls["group
+operation"]` counts them.
 
-Every operation returns a handle at once; `wait()` orders what follows after it (NCCL: the stream waits,
-gloo: the host does). Ranks of a group must issue its operations in the same order. A group of one rank
-has nothing to say: the operation costs nothing and is not counted.
+Every operation returns a handle at once; `wait()` orders what follows after it (NCCL: the stream
+waits, gloo: the host does). Ranks of a group must issue its operations in the same order. A group
+of one rank has nothing to say: the operation costs nothing and is not counted.
 
-gloo's own all-gather and reduce-scatter pass everything around a ring with a copy at every hop. Here
-each rank exchanges the pieces with each other rank directly, into their final place: on two ranks of one
-machine this took 0.4x to 0.7x the time (all-gather) and 0.3x to 0.6x (reduce-scatter).
+gloo's own all-gather and reduce-scatter pass everything around a ring with a copy at every hop.
+Here each rank exchanges the pieces with each other rank directly, into their final place: on two
+ranks of one machine this took 0.4x to 0.7x the time (all-gather) and 0.3x to 0.6x (reduce-scatter).
 """
 
 import time

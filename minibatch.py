@@ -4,9 +4,9 @@
         g   = mean over all M * N ranks of the gradient     # [shard] reduce-scatter, [sync] all-reduce
         x  <- AdamW(x, clip(g))                             # identical on all replicas
 
-This is synchronous data parallelism on sharded parameters (HSDP). The whole method is one answer, "yes,
-average the gradients over the replicas": the all-reduce itself stands in shard.py, where it can overlap
-with the backward. The local methods give the same answer during their warm-up.
+This is synchronous data parallelism on sharded parameters (HSDP). The whole method is one answer,
+"yes, average the gradients over the replicas": the all-reduce itself stands in shard.py, where it
+can overlap with the backward. The local methods give the same answer during their warm-up.
 
 Slow-link bytes per rank and step: 2 (M-1)/M * 4 P/N. Run: python train.py --method minibatch
 """

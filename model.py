@@ -7,8 +7,8 @@ network is nothing more than
     x = tokens
     for layer in layers: x = layer(x)          # the last one, the head, ends in logits or the loss
 
-`Llama` below runs that loop on ordinary whole parameters (tests, sampling); `shard.py` runs the same
-loop on gathered ones. Nothing in this file knows about distribution.
+`Llama` below runs that loop on ordinary whole parameters (tests, sampling); `shard.py` runs the
+same loop on gathered ones. Nothing in this file knows about distribution.
 
     symbol   meaning                                  shape of the tensors that carry it
     B T C    batch, time (positions), channels        activations (B, T, C)

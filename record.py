@@ -1,17 +1,21 @@
 """The record of a run: what it prints and what stands in out_dir/metrics.jsonl.
 
-Rank 0 writes one JSON object a row and flushes it; the first key is `event`. A `step` counts the inner
-steps that are done.
+Rank 0 writes one JSON object a row and flushes it; the first key is `event`. A `step` counts the
+inner steps that are done.
 
     config  every resolved flag, world_size, mesh, n_params, corpus_hash, torch, device_name
     step    step, tokens, loss, lr, grad_norm, step_ms, train_s, tokens_per_s, shard_bytes, sync_bytes
-    sync    round, step, tau, pseudo_grad_norm, weight, dropped, clip, stall_ms, sync_bytes
+    sync    round, step, tau, steps, pseudo_grad_norm, weight, dropped, clip, stall_ms, wait_others_ms,
+            wait_link_ms, sync_bytes
     eval    step, tokens, train_s, val_loss, bits_per_byte
     end     step, val_loss, train_s, tokens_per_s, peak_memory_bytes, exit
 
-`loss` is the mean over all ranks. Between syncs replicas run freely, and a collective for the log would
-chain them together in every logged step. So each replica leaves its loss in torchrun's key-value store, and
-rank 0 writes the row as soon as all have: no collective, nobody waits.
+`steps` lists each replica's inner steps in the round. Of the stall, wait_others_ms is the host's waiting
+for the other replicas and wait_link_ms that for a simulated link (simulate.py); the rest is arithmetic.
+
+`loss` is the mean over all ranks. Between syncs replicas run freely, and a collective for the log
+would chain them together in every logged step. So each replica leaves its loss in torchrun's
+key-value store, and rank 0 writes the row as soon as all have: no collective, nobody waits.
 """
 
 import dataclasses
@@ -161,7 +165,8 @@ class Record:
             f"sync {row['round']:04d} | tau {tau} | "
             f"pseudo-grad {sum(norms) / len(norms):.3f} [{min(norms):.3f} .. {max(norms):.3f}] | "
             f"weights [{min(weights):.2f} .. {max(weights):.2f}] | dropped {sum(row['dropped'])} | "
-            f"clip {row['clip']:.2f} | {megabytes(row['sync_bytes'])} | stall {row['stall_ms']:.0f} ms",
+            f"clip {row['clip']:.2f} | {megabytes(row['sync_bytes'])} | stall {row['stall_ms']:.0f} ms "
+            f"(waiting for others {row['wait_others_ms']:.0f}, link {row['wait_link_ms']:.0f})",
             flush=True,
         )
 

@@ -1,8 +1,8 @@
 """Text from a trained model: python sample.py --model out/edit/model.pt --prompt "def "
 
-`model.pt`, written by train.py, is a dictionary of plain values and tensors, loaded without executing
-anything in it: `model` (state dict of model.Llama, fp32), `model_config` (fields of ModelConfig),
-`tokenizer` (its name), `config` (the run's flags).
+`model.pt`, written by train.py, is a dictionary of plain values and tensors, loaded without
+executing anything in it: `model` (state dict of model.Llama, fp32), `model_config` (fields of
+ModelConfig), `tokenizer` (its name), `config` (the run's flags).
 """
 
 import sys

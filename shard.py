@@ -1,39 +1,40 @@
 """ZeRO-3 by hand: a layer's parameters are one flat vector, and each rank keeps 1/N of it.
 
-The problem. Parameters, gradients and AdamW moments take 16 bytes per parameter, on every rank, if each
-holds the whole model. With N shards a rank keeps 1/N of all of them, and a layer is whole only while it
-computes:
+The problem. Parameters, gradients and AdamW moments take 16 bytes per parameter, on every rank, if
+each holds the whole model. With N shards a rank keeps 1/N of all of them, and a layer is whole only
+while it computes:
 
     forward   for each layer l:            all-gather l -> compute -> free
     backward  for each layer l, reversed:  all-gather l -> compute -> reduce-scatter its gradient -> free
     then      clip by global norm, AdamW on the shard (elementwise, so a shard needs no neighbour)
 
-Method. No autograd hook, no wrapper: the model is a list of layers, and both passes are plain loops over
-it. The forward keeps each layer's input and output (the "tape"); the backward walks the tape from its
-end and asks autograd for one layer's gradients at a time.
+Method. No autograd hook, no wrapper: the model is a list of layers, and both passes are plain loops
+over it. The forward keeps each layer's input and output (the "tape"); the backward walks the tape
+from its end and asks autograd for one layer's gradients at a time.
 
 A layer's flat vector, P elements (padded to a multiple of 8 N), matrices before norm gains:
 
     [ qkv | out | gate_up | down | norms | pad ]     rank n keeps elements [n P/N, (n+1) P/N)
 
-`master`, `grad` (and whatever a method adds: anchor, momentum) are single flat vectors per rank that hold
-the shards of all layers one behind the other; `views(vector)` cuts them back into layers. Optimizer,
-gradient norm and DiLoCo's exchange are therefore one pass over one vector.
+`master`, `grad` (and whatever a method adds: anchor, momentum) are single flat vectors per rank
+that hold the shards of all layers one behind the other; `views(vector)` cuts them back into layers.
+Optimizer, gradient norm and DiLoCo's exchange are therefore one pass over one vector.
 
-Whole layers live in two buffers for good: even layers in one, odd layers in the other, so at most two are
-ever whole, the one computing and the one being prefetched. A layer's parameters are views of its buffer,
-created once. "Free" is letting the next-but-one layer overwrite it. The tensors that autograd saves for
-the backward are the same views: they see the right values again when the backward has gathered the layer
-a second time into the same place. `held` knows which layer a buffer has, so the two layers that the
-forward gathered last are not gathered again when the backward starts with them, and the embedding's
-backward needs no parameters at all: a step gathers 2 L - 3 layers, not 2 L.
+Whole layers live in two buffers for good: even layers in one, odd layers in the other, so at most
+two are ever whole, the one computing and the one being prefetched. A layer's parameters are views
+of its buffer, created once. "Free" is letting the next-but-one layer overwrite it. The tensors that
+autograd saves for the backward are the same views: they see the right values again when the
+backward has gathered the layer a second time into the same place. `held` knows which layer a buffer
+has, so the two layers that the forward gathered last are not gathered again when the backward
+starts with them, and the embedding's backward needs no parameters at all: a step gathers 2 L - 3
+layers, not 2 L.
 
 With N = 1 in fp32 the parameters are views of `master` itself: no buffer, no copy, no collective.
 
-Overlap. While layer l computes, the next one's all-gather is in flight, and in the backward also the
-previous one's reduce-scatter. When gradients are averaged over replicas too (mini-batch, warm-up), the
-all-reduce of layer l+1's shard is issued as soon as its reduce-scatter has arrived, one layer later, and
-waited for at the end of the backward.
+Overlap. While layer l computes, the next one's all-gather is in flight, and in the backward also
+the previous one's reduce-scatter. When gradients are averaged over replicas too (mini-batch,
+warm-up), the all-reduce of layer l+1's shard is issued as soon as its reduce-scatter has arrived,
+one layer later, and waited for at the end of the backward.
 
     name      shape         dtype                 what
     master    (sum P/N,)    fp32                  parameters, this rank's shard

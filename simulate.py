@@ -1,18 +1,20 @@
-"""A slow, uneven cluster on one machine: stragglers and slow links, so that anyone can see why these methods exist.
+"""A slow, uneven cluster on one machine: stragglers and slow links, so that anyone can see why
+these methods exist.
 
-Stragglers. `--slow_replica R:F`: replica R takes F times as long for every step. `--random_lag P:SECONDS`: in
-each step, with probability P, one replica, drawn from the seed, pauses for so long.
+Stragglers. `--slow_replica R:F`: replica R takes F times as long for every step. `--random_lag
+P:SECONDS`: in each step, with probability P, one replica, drawn from the seed, pauses for so long.
 
-The slow link. `--link_mbps`, `--link_latency_ms`: every replica reaches the others through one wire of that
-rate, shared by its N ranks. A collective of a sync group really happens, at the speed of this machine,
-but its handle's wait() returns no earlier than the wire would allow:
+The slow link. `--link_mbps`, `--link_latency_ms`: every replica reaches the others through one wire
+of that rate, shared by its N ranks. A collective of a sync group really happens, at the speed of
+this machine, but its handle's wait() returns no earlier than the wire would allow:
 
     begin_k  = max(all its ranks have arrived, free)     # free: when the wire has sent what was queued before
-    free     = begin_k + bytes_k / (rate / N)            # bytes as the ledger of mesh.py counts them
+    free     = begin_k + bytes_k * FRAMING / (rate / N)  # bytes as the ledger of mesh.py counts them
     finish_k = free + latency * hops_k                   # M-1 hops for an all-gather, 2 (M-1) for an all-reduce
 
-Nothing blocks in between, so what a method overlaps stays overlapped. All of it is off by default and then
-costs nothing; it works for every method, on gloo and on NCCL (where a simulated wait blocks the host).
+Nothing blocks in between, so what a method overlaps stays overlapped. All of it is off by default
+and then costs nothing; it works for every method, on gloo and on NCCL (where a simulated wait
+blocks the host).
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 train.py --method a_edit --slow_replica 1:2.0
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 train.py --method minibatch --link_mbps 100
@@ -27,6 +29,9 @@ import numpy as np
 import torch
 
 from data import UserError
+
+
+FRAMING = 1538 / 1448  # TCP over Ethernet: 1448 bytes of payload take 1538 on the wire
 
 
 @dataclass
@@ -127,7 +132,7 @@ class Wire:
     def carry(self, works: list, sent_bytes: float, hops: int) -> Parcel:
         """Queue what `works` (collectives in flight) send behind what is on the wire already."""
         parcel = Parcel(
-            works, sent_bytes / self.bytes_per_s, hops * self.latency_s, self.device.type == "cuda"
+            works, sent_bytes * FRAMING / self.bytes_per_s, hops * self.latency_s, self.device.type == "cuda"
         )
         self.parcels.put(parcel)
         return parcel

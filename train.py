@@ -4,20 +4,21 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 train.py --method edit --shards 2
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 train.py --shards 8
 
-The file reads in the order of a run: flags, set-up that can fail, the loop. The loop knows nothing of any
-method but the verbs
+The file reads in the order of a run: flags, set-up that can fail, the loop. The loop knows nothing
+of any method but the verbs
 
-    before_step(step)           a sync that is due starts here; EDiT's then happens inside the next forward
+    before_step(step)           a sync that is due starts here; EDiT's completes inside the next forward
     finished(step)              is the training over?
     position(step)              how far it is, in steps of all ranks: rules the learning rate and evaluations
     in_sync                     are all replicas equal now (or will the next forward make them so)?
     averages_gradients(step)    over the replicas? true for mini-batch and in the warm-up
     after_step(step)            DiLoCo synchronises here
-    finish()                    the last, possibly shorter, round; leaves all replicas equal
+    finish()                    complete a sync that has started, end a round early: all replicas equal
     stats()                     what there is to tell of a sync since the last call
     lockstep, outer_vectors     for the record: same steps in all replicas; vectors kept beside the model
 
-Wrong input ends every rank with exit code 2 after one line on rank 0 (torchrun adds a report of its own).
+Wrong input ends every rank with exit code 2 after one line on rank 0 (torchrun adds a report of its
+own).
 """
 
 import argparse
@@ -269,7 +270,8 @@ def main(argv: list):
         store, rank, world_size = next(dist.rendezvous("env://"))
     try:
         config, method_config, simulation, corpus = set_up(argv, rank, world_size)
-        fingerprint = f"{config} {method_config} {simulation} {corpus.hash}"
+        alike = dataclasses.replace(config, out_dir="", data="")  # paths may differ between nodes
+        fingerprint = f"{alike} {method_config} {simulation} {corpus.hash}"
     except UserError as wrong:
         error = str(wrong)
     agree(store, rank, world_size, error, fingerprint)
@@ -302,13 +304,8 @@ def evaluate(model, mesh, corpus, config) -> float:
     """Mean loss over the validation windows, nats per token; the ranks share the work."""
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, rows
     batches = data.validation_batches(
-        corpus,
-        config.eval_batches,
-        mesh.rank,
-        mesh.world_size,
-        config.batch_size,
-        config.block_size,
-    )
+        corpus, config.eval_batches, mesh.rank, mesh.world_size, config.batch_size, config.block_size
+    )  # fmt: skip
     for inputs, targets, rows in batches:
         loss = model.forward(inputs.to(mesh.device), targets.to(mesh.device), train=False)
         total += torch.tensor([loss.item() * rows, rows], dtype=torch.float64)
@@ -416,9 +413,7 @@ def print_sample(config):
         model, encoding = load_model(Path(config.out_dir, "model.pt"))
         prompt = "def " if encoding.name == "byte" else "The "
         text = continue_text(model, encoding, prompt, count=200)
-    except (
-        UserError
-    ) as error:  # no gpt2 vocabulary offline, a model that diverged: the run itself is fine
+    except UserError as error:  # no vocabulary offline, or a diverged model: the run itself is fine
         text = f"none: {error}"
     print("sample  " + text.replace("\n", "\n        "))
 

@@ -1,7 +1,7 @@
 """Run code on several gloo ranks, and whole trainings through train.py's own loop.
 
-Ranks are forked from a server process that has imported torch once, so a run of four costs a fraction of a
-second instead of four imports.
+Ranks are forked from a server process that has imported torch once, so a run of four costs a
+fraction of a second instead of four imports.
 """
 
 import contextlib

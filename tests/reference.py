@@ -1,7 +1,8 @@
-"""Mini-batch, DiLoCo and EDiT from their equations, as plainly as possible: one process, fp64, M whole models.
+"""Mini-batch, DiLoCo and EDiT from their equations, as plainly as possible: one process, fp64, M
+whole models.
 
-Written from the papers, not from this repository's methods. It shares with them only what is not the
-method: the network (model.Llama, whole and unsharded) and which windows a rank reads.
+Written from the papers, not from this repository's methods. It shares with them only what is not
+the method: the network (model.Llama, whole and unsharded) and which windows a rank reads.
 """
 
 import math

@@ -1,4 +1,5 @@
-"""A-EDiT under virtual clocks: deterministic rounds for replicas of any speed, agreement, and the end."""
+"""A-EDiT under virtual clocks: deterministic rounds for replicas of any speed, agreement, and the
+end."""
 
 import pytest
 import torch

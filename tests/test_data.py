@@ -1,4 +1,5 @@
-"""Corpora and batches: pure functions of their arguments, whole files or none, one line per mistake."""
+"""Corpora and batches: pure functions of their arguments, whole files or none, one line per
+mistake."""
 
 import json
 import sys

@@ -1,4 +1,5 @@
-"""The penalty: its equations against numbers worked out by hand, sick replicas, rollback, and what a sync sends."""
+"""The penalty: its equations against numbers worked out by hand, sick replicas, rollback, and what
+a sync sends."""
 
 import math
 import types
@@ -375,3 +376,30 @@ def count_allocations(method, model, mesh):
 
     around_sync(method, watched)
     method.state_dict = lambda: seen
+
+
+def test_all_layers_are_on_their_way_before_the_first_is_waited_for(corpus_folder):
+    """... and each is waited for only when the forward has computed the layers before it."""
+    run = run_training(2, corpus_folder, tamper=watch_order, **ROUNDS | {"max_steps": 6})
+    for rank in run.ranks:
+        sync = rank["method_state"]["events"]
+        expected = ["send"] * L
+        for l in range(L):
+            expected += [f"wait {l}", f"compute {l}"]
+        assert sync[: len(expected)] == expected
+
+
+def watch_order(method, model, mesh):
+    all_reduce, events = mesh.all_reduce, []
+
+    def watched_all_reduce(x, group):
+        handle = all_reduce(x, group)
+        if group is mesh.sync and any(x is master for master in model.masters):
+            events.append("send")
+            wait, l = handle.wait, next(l for l, master in enumerate(model.masters) if x is master)
+            handle.wait = lambda: (events.append(f"wait {l}"), wait())
+        return handle
+
+    for l, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda *_, l=l: events.append(f"compute {l}") if "send" in events else None)
+    mesh.all_reduce, method.state_dict = watched_all_reduce, lambda: {"events": events}

@@ -1,4 +1,5 @@
-"""The README is true: its tree, its commands, its equation map, the length of the shell lines under make."""
+"""The README is true: its tree, its commands, its equation map, the length of the shell lines under
+make."""
 
 import re
 import shlex
@@ -49,7 +50,7 @@ def test_every_command_names_real_files_and_flags():
 def test_make_runs_the_lines_that_the_readme_shows():
     makefile = (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
     trainings = [command for command in COMMANDS if "torchrun --standalone" in command]
-    assert len(trainings) == 1 and trainings[0] in makefile
+    assert trainings[0] in makefile  # the first one, under make train
     assert "python -m pytest" in COMMANDS and "python -m pytest" in makefile
     assert "make train" in COMMANDS and "make test" in COMMANDS
 
@@ -92,3 +93,19 @@ def test_every_collective_carries_a_tag():
                     path.name,
                     line,
                 )
+
+
+def test_commands_for_own_text_run_as_written(tmp_path):
+    """data.py, train.py and sample.py as the README has them, on a small book and for a few steps."""
+    (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 400)
+    (tmp_path / "more.jsonl").write_text('{"text": "the rain fell in torrents"}\n')
+    short = "--max_steps 3 --n_layer 1 --block_size 16 --eval_batches 1 --out_dir out/edit".split()
+    run = []
+    for script in ("data.py --input", "train.py --data", "sample.py"):
+        command = next(command for command in COMMANDS if script in command and "torchrun" not in command)
+        words = [sys.executable, *shlex.split(command)[1:]] + (short if "train.py" in script else [])
+        words[1] = str(ROOT / words[1])
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+        assert (done.returncode, done.stderr) == (0, ""), command
+        run.append(done.stdout)
+    assert "tokens (byte)" in run[0] and "done |" in run[1] and run[2].startswith("def ")

@@ -172,3 +172,49 @@ def evaluation_leaves_no_trace(shards):
 def test_evaluation_forward_keeps_no_activations():
     for losses, tape in run_ranks(2, evaluation_leaves_no_trace, 2):
         assert losses[0] == losses[1] and tape == LAYERS
+
+
+def order_of_events(shards):
+    """What a rank does in one step, in order: ("gather", l), ("compute", l), ("reduce", l), ("arrived", l)."""
+    mesh, events = Mesh(shards, torch.device("cpu")), []
+    model = ShardedModel(CONFIG, mesh, torch.float32)
+    start_reduce, settle = model._start_reduce, model._settle
+    for l, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda *_, l=l: events.append(("compute", l)))
+
+    def watched_start(l):
+        before = mesh.calls["shard all-gather"]
+        type(model).start_gather(model, l)
+        if mesh.calls["shard all-gather"] > before:
+            events.append(("gather", l))
+
+    def watched_reduce(l, *rest):
+        events.append(("reduce", l))
+        return start_reduce(l, *rest)
+
+    def watched_settle(l, *rest):
+        events.append(("arrived", l))
+        return settle(l, *rest)
+
+    model.start_gather, model._start_reduce, model._settle = watched_start, watched_reduce, watched_settle
+    inputs, targets = batches(1)[0]
+    model.forward(inputs, targets)
+    forward, events[:] = list(events), []
+    model.backward(1.0)
+    return forward, list(events)
+
+
+def test_next_layer_is_gathered_before_this_one_computes_and_reduces_overlap():
+    last = LAYERS - 1
+    for forward, backward in run_ranks(2, order_of_events, 2):
+        expected = [("gather", 0)]
+        for l in range(LAYERS):
+            expected += [("gather", l + 1)] * (l < last) + [("compute", l)]
+        assert forward == expected
+        # backward: the previous layer is asked for before this one's gradient is sent, and a layer's
+        # reduce-scatter is waited for only when the next gradient is ready
+        expected = []
+        for l in reversed(range(LAYERS)):
+            expected += [("gather", l - 1)] * (0 < l - 1 < last - 1)
+            expected += [("arrived", l + 1)] * (l < last) + [("reduce", l)]
+        assert backward == expected + [("arrived", 0)]

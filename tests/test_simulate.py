@@ -8,7 +8,7 @@ import torch
 import train
 from data import UserError
 from ranks import TINY, run_training
-from simulate import Config, Stragglers, Wire
+from simulate import FRAMING, Config, Stragglers, Wire
 
 CPU = torch.device("cpu")
 OUTER = dict(tau=3, sync_warmup_steps=2, max_steps=9, dtype="fp32")
@@ -35,20 +35,20 @@ def finish_times(wire, *parcels):
 def test_parcels_queue_behind_one_another_at_the_links_rate():
     wire = Wire(Config(link_mbps=8.0), sharers=2, device=CPU)  # 1 MB/s, half of it this rank's
     a, b, c = finish_times(wire, ([Done()], 5_000, 1), ([Done()], 10_000, 1), ([Done()], 0, 1))
-    assert a >= 0.010
-    assert b - a == pytest.approx(0.020, abs=1e-6) and c - b == pytest.approx(0.0, abs=1e-6)
+    assert a >= 0.010 * FRAMING
+    assert b - a == pytest.approx(0.020 * FRAMING, abs=1e-6) and c - b == pytest.approx(0.0, abs=1e-6)
 
 
 def test_latency_counts_per_hop_and_does_not_occupy_the_wire():
     wire = Wire(Config(link_mbps=8.0, link_latency_ms=10.0), sharers=1, device=CPU)
     a, b = finish_times(wire, ([Done()], 1_000, 1), ([Done()], 1_000, 6))
-    assert a >= 0.011 and b - a == pytest.approx(0.001 + 0.050, abs=1e-6)
+    assert a >= 0.011 and b - a == pytest.approx(0.001 * FRAMING + 0.050, abs=1e-6)
 
 
 def test_transfer_begins_when_the_last_rank_has_arrived():
     wire = Wire(Config(link_mbps=8.0), sharers=1, device=CPU)
     late, behind = finish_times(wire, ([Done(after_s=0.05)], 10_000, 1), ([Done()], 10_000, 1))
-    assert late >= 0.06 and behind - late == pytest.approx(0.01, abs=1e-6)
+    assert late >= 0.06 and behind - late == pytest.approx(0.01 * FRAMING, abs=1e-6)
 
 
 def test_sender_is_free_while_the_parcel_travels():
