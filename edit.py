@@ -52,9 +52,9 @@ gradient that is not finite is not applied (shard.py), so that a sick replica ke
 and is healthy again after the sync that left it out.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, as DiLoCo, and 8 (M-1) L for the exchange.
-Exposed time per round: max(first layer's all-reduce, all layers' all-reduce - forward). Run:
-torchrun --nproc_per_node 4 train.py --method edit --shards 2 Source: EDiT, arXiv 2412.07210
-(section 3 and figure 1), and its authors' code, atorch local_sgd.
+Exposed time per round: max(first layer's all-reduce, all layers' all-reduce - forward).
+Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
+Source: EDiT, arXiv 2412.07210, and its authors' code, atorch local_sgd.
 """
 
 from dataclasses import dataclass, field

@@ -8,7 +8,8 @@ This is synchronous data parallelism on sharded parameters (HSDP). The whole met
 "yes, average the gradients over the replicas": the all-reduce itself stands in shard.py, where it
 can overlap with the backward. The local methods give the same answer during their warm-up.
 
-Slow-link bytes per rank and step: 2 (M-1)/M * 4 P/N. Run: python train.py --method minibatch
+Slow-link bytes per rank and step: 2 (M-1)/M * 4 P/N.
+Run: python train.py --method minibatch
 """
 
 from dataclasses import dataclass

@@ -13,8 +13,8 @@ this machine, but its handle's wait() returns no earlier than the wire would all
     finish_k = free + latency * hops_k                   # M-1 hops for an all-gather, 2 (M-1) for an all-reduce
 
 Nothing blocks in between, so what a method overlaps stays overlapped. All of it is off by default
-and then costs nothing; it works for every method, on gloo and on NCCL (where a simulated wait
-blocks the host).
+and then costs nothing; it is written for every method, on gloo and on NCCL (where a simulated wait
+blocks the host; not run there yet).
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 train.py --method a_edit --slow_replica 1:2.0
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 train.py --method minibatch --link_mbps 100
