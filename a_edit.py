@@ -39,22 +39,18 @@ Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from edit import EDiT, SyncConfig
+from flags import option
 
 
 @dataclass
 class Config(SyncConfig):
-    tau_time_s: float = field(
-        default=2.0, metadata={"help": "seconds of training per round (code: 600)", "above": 0}
-    )
-    step_weighting: bool = field(
-        default=False, metadata={"help": "multiply weights by the replica's steps in the round"}
-    )
+    tau_time_s: float = option(2.0, "seconds of training per round (code: 600)", above=0)
+    step_weighting: bool = option(False, "multiply weights by the replica's steps in the round")
 
 
 def weigh_by_steps(weights, steps):
@@ -72,9 +68,7 @@ class AEDiT(EDiT):
         super().__init__(model, mesh, config, max_steps, clock)
         self.position_at_sync = float(config.sync_warmup_steps)
         self.rate = 1.0  # global steps per own step
-        self.round_began = None
-        self.votes = deque(maxlen=2)  # of the last steps of this round, on their way to the host
-        self.read_late = 1 if mesh.device.type == "cuda" else 0  # steps
+        self.round_began = 0.0
         model.vote = self.vote
 
     # ---- the trigger ----
@@ -92,13 +86,11 @@ class AEDiT(EDiT):
         budget_is_up = self.position_at_sync + (self.local_steps + 1) * self.rate >= self.max_steps
         return float(time_is_up or budget_is_up)
 
-    def after_step(self, step: int):
-        super().after_step(step)
-        if self.local_steps:
-            self.votes.append(Arriving(self.model.shared[2]))
-
     def sync_is_due(self) -> bool:
-        return len(self.votes) > self.read_late and self.votes[-1 - self.read_late].read() > 0
+        if self.local_steps <= self.model.read_late:  # no vote of this round has arrived yet
+            return False
+        _, _, votes, _ = self.model.news()
+        return votes > 0
 
     # ---- what differs in the sync ----
 
@@ -111,12 +103,15 @@ class AEDiT(EDiT):
 
     def start(self):
         super().start()
-        self.votes.clear()
         # host read, once per sync; the all-reduces are on their way already
-        self.steps_of_round = [round(steps) for steps in self.all_counts[:, 0].tolist()]
-        mean = sum(self.steps_of_round) / self.mesh.replicas
+        self.move_on(self.all_counts[:, 0].tolist(), self.mesh.replica)
+
+    def move_on(self, steps: list, i: int):
+        """The round has taken steps[j] inner steps of each replica j; this one's are steps[i]."""
+        self.steps_of_round = [round(count) for count in steps]
+        mean = sum(self.steps_of_round) / len(steps)
         self.position_at_sync += mean
-        self.rate = mean / self.local_steps
+        self.rate = mean / self.steps_of_round[i]
 
     def end(self):
         super().end()
@@ -134,29 +129,22 @@ class AEDiT(EDiT):
     def finished(self, step: int) -> bool:
         return self.in_sync and self.position(step) >= self.max_steps
 
+    def common_position(self, step: int):
+        if step <= self.config.sync_warmup_steps:
+            return step
+        return self.position_at_sync if self.sync_is_due() else None
+
+    # ---- checkpoints ----
+
+    def sync_saved(self, replicas: int, load):
+        super().sync_saved(replicas, load)
+        self.move_on(self.all_counts[:, 0].tolist(), self.mesh.replica % replicas)
+
     def state_dict(self) -> dict:
-        return super().state_dict() | {"position_at_sync": self.position_at_sync, "rate": self.rate}
+        own = {"position_at_sync": self.position_at_sync, "rate": self.rate}
+        return super().state_dict() | own | {"round_s": self.clock() - self.round_began}
 
     def load_state_dict(self, state: dict):
-        state = dict(state)
-        self.position_at_sync, self.rate = state.pop("position_at_sync"), state.pop("rate")
         super().load_state_dict(state)
-
-
-class Arriving:
-    """One scalar on its way from the device to the host without holding up either."""
-
-    def __init__(self, scalar: torch.Tensor):
-        self.event = None
-        if scalar.device.type == "cuda":
-            self.host = torch.empty((), dtype=scalar.dtype, pin_memory=True)
-            self.host.copy_(scalar, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-        else:
-            self.host = scalar
-
-    def read(self) -> float:
-        if self.event:
-            self.event.synchronize()
-        return self.host.item()
+        self.position_at_sync, self.rate = state["position_at_sync"], state["rate"]
+        self.round_began = self.clock() - state["round_s"]

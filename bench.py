@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from data import Parser, UserError
+from flags import Parser, UserError
 from mesh import Mesh
 from model import Llama, ModelConfig
 from shard import ShardedModel

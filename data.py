@@ -26,7 +26,6 @@ Input is UTF-8: a .jsonl file has one document a line, in its field `text`; any 
 document. Each document ends with the tokenizer's end-of-text token.
 """
 
-import argparse
 import hashlib
 import json
 import mmap
@@ -41,22 +40,10 @@ import numpy as np
 import tiktoken
 import torch
 
+from flags import Parser, UserError
+
 VALIDATION_FRACTION = 0.05
 VALIDATION_ROWS = 16  # windows per validation batch, whatever the training batch is
-
-
-class UserError(Exception):
-    """Wrong input. Its text is the one line that the user sees; the process then exits with code 2."""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse that raises UserError instead of printing its usage, and does not guess at shortened flags."""
-
-    def __init__(self, **options):
-        super().__init__(allow_abbrev=False, **options)
-
-    def error(self, message):
-        raise UserError(f"{message} (--help lists the flags)")
 
 
 def tokenizer(name: str) -> tiktoken.Encoding:

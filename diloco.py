@@ -32,30 +32,25 @@ Run: torchrun --nproc_per_node 4 train.py --method diloco --shards 2
 Source: DiLoCo, arXiv 2311.08105 (algorithm 1); Post Local SGD, arXiv 1808.07217.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from flags import option
 from mesh import Stall
 
 
 @dataclass
 class Config:
-    sync_warmup_steps: int = field(
-        default=200, metadata={"help": "first steps with averaged gradients"}
-    )
-    tau: int = field(
-        default=16, metadata={"help": "inner steps per round (the paper's H = 500)", "low": 1}
-    )
-    outer_lr: float = field(default=0.7, metadata={"help": "outer learning rate"})
-    outer_momentum: float = field(
-        default=0.9, metadata={"help": "outer Nesterov momentum", "below": 1}
-    )
+    sync_warmup_steps: int = option(200, "first steps with averaged gradients")
+    tau: int = option(16, "inner steps per round (the paper's H = 500)", low=1)
+    outer_lr: float = option(0.7, "outer learning rate")
+    outer_momentum: float = option(0.9, "outer Nesterov momentum", below=1)
 
 
 class DiLoCo:
     lockstep = True  # all replicas take the same number of steps
-    outer_vectors = 2  # anchor and momentum, each as large as model.master
+    mends_replicas = False  # a sick one spoils the mean
 
     def __init__(self, model, mesh, config: Config, max_steps: int, clock):
         self.model, self.mesh, self.config, self.max_steps = model, mesh, config, max_steps
@@ -68,12 +63,21 @@ class DiLoCo:
             nesterov=nesterov,
             fused=True,
         )
+        self.outer_vectors = {"anchor": self.anchor}
+        if nesterov:  # there from the start, as a checkpoint has to know where it is
+            self.outer_vectors["momentum"] = torch.zeros_like(self.anchor)
+            self.outer.state[self.anchor]["momentum_buffer"] = self.outer_vectors["momentum"]
         self.steps = self.local_steps = self.round = 0  # inner steps in all, since a sync; syncs
         self.last_sync = None  # what stats() will say of it
 
     @property
     def in_sync(self) -> bool:
         return self.local_steps == 0
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Has the local phase begun? Until then replicas are equal, and anchor and momentum unused."""
+        return self.steps > self.config.sync_warmup_steps
 
     def averages_gradients(self, step: int) -> bool:
         return step < self.config.sync_warmup_steps
@@ -92,6 +96,9 @@ class DiLoCo:
     def position(self, step: int) -> float:
         return step
 
+    def common_position(self, step: int):
+        return step
+
     def finished(self, step: int) -> bool:
         return step >= self.max_steps
 
@@ -100,13 +107,16 @@ class DiLoCo:
             self.sync()
 
     def sync(self):
+        self.end_round(self.outer_step)
+
+    def end_round(self, outer_step):
         sent, waited, stall = (
             self.mesh.sent["sync"],
             dict(self.mesh.waited_s),
             Stall(self.mesh.device),
         )
         with stall:
-            norms = self.outer_step(self.model.master)
+            norms = outer_step(self.model.master)
         self.model.forget_gathered()
         self.round += 1
         self.last_sync = {"round": self.round, "step": self.steps, "tau": self.local_steps}
@@ -123,12 +133,15 @@ class DiLoCo:
         d.div_(self.mesh.replicas)
         # [sync] all-reduce, sum P/N fp32, once per round
         self.mesh.all_reduce(d, self.mesh.sync).wait()
+        self.nesterov(d)
+        x.copy_(self.anchor)
+        return norms
+
+    def nesterov(self, d):
         # b <- mu b + d;  a <- a - lr (d + mu b)
         self.anchor.grad = d
         self.outer.step()
         self.anchor.grad = None
-        x.copy_(self.anchor)
-        return norms
 
     def exchange_norms(self, d):
         """||d_i|| of every replica, (M,): for the log only."""
@@ -143,7 +156,7 @@ class DiLoCo:
         if self.last_sync is None:
             return None
         row, self.last_sync = self.last_sync, None
-        M = self.mesh.replicas
+        M = len(self.norms)
         return row | {
             "pseudo_grad_norm": self.norms.tolist(),
             "weight": [1 / M] * M,
@@ -153,12 +166,33 @@ class DiLoCo:
             "steps": [row["tau"]] * M,
         }
 
+    # ---- checkpoints ----
+
+    def sync_saved(self, replicas: int, load):
+        """End the round that `replicas` saved replicas had begun, on ranks that are now another number: the same
+        outer step, with the replicas one after the other. load(i) brings replica i's parameters into
+        model.master. Leaves all ranks in sync, with the new anchor in model.master."""
+
+        def outer_step(x):
+            mean, squares = torch.zeros_like(x), []
+            for i in range(replicas):
+                load(i)
+                d = torch.sub(self.anchor, x, out=x)
+                squares.append(d.norm().square())
+                mean.add_(d.div_(replicas))
+            squares = torch.stack(squares)
+            # [shard] all-reduce, M scalars, once
+            self.mesh.all_reduce(squares, self.mesh.shard).wait()
+            self.nesterov(mean)
+            x.copy_(self.anchor)
+            return squares.sqrt()
+
+        self.end_round(outer_step)
+
     def state_dict(self) -> dict:
-        counters = {"steps": self.steps, "round": self.round, "local_steps": self.local_steps}
-        return counters | {"anchor": self.anchor, "outer": self.outer.state_dict()}
+        """What a replica has of its own beside the vectors, in plain numbers."""
+        return {"steps": self.steps, "round": self.round, "local_steps": self.local_steps}
 
     def load_state_dict(self, state: dict):
         self.steps, self.round = state["steps"], state["round"]
         self.local_steps = state["local_steps"]
-        self.anchor.copy_(state["anchor"])
-        self.outer.load_state_dict(state["outer"])

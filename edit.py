@@ -57,11 +57,12 @@ Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
 Source: EDiT, arXiv 2412.07210, and its authors' code, atorch local_sgd.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from mesh import Stall
+from flags import option
+from mesh import Handle, Stall
 
 SIGMA_FLOOR = 0.05  # of the mean: nothing within threshold * 5% of the mean counts as an anomaly
 
@@ -70,38 +71,21 @@ SIGMA_FLOOR = 0.05  # of the mean: nothing within threshold * 5% of the mean cou
 class SyncConfig:
     """What EDiT shares with A-EDiT: everything but the trigger."""
 
-    sync_warmup_steps: int = field(
-        default=200, metadata={"help": "first steps with averaged gradients (paper: 1024)"}
-    )
-    outer_lr: float = field(default=0.7, metadata={"help": "outer learning rate (paper: 0.8)"})
-    outer_momentum: float = field(
-        default=0.8, metadata={"help": "outer Nesterov momentum (paper: 0.85)", "below": 1}
-    )
-    anomaly_threshold: float = field(
-        default=3.0, metadata={"help": "delta, standard deviations above the mean norm"}
-    )
-    anomaly_ema: float = field(
-        default=0.02, metadata={"help": "alpha, a new norm's share in the statistics", "below": 1}
-    )
-    anomaly_warmup_rounds: int = field(
-        default=10, metadata={"help": "norms seen before any finite one is flagged"}
-    )
-    pseudo_grad_clip: float = field(
-        default=10.0,
-        metadata={"help": "phi, largest norm of a layer's pseudo-gradient", "above": 0},
-    )
-    anomaly_elimination: bool = field(default=True, metadata={"help": "leave flagged replicas out"})
-    weighted_averaging: bool = field(
-        default=True, metadata={"help": "weigh replicas by exp(-norm), else equally"}
-    )
-    pseudo_grad_clipping: bool = field(
-        default=True, metadata={"help": "clip each layer's pseudo-gradient"}
-    )
+    sync_warmup_steps: int = option(200, "first steps with averaged gradients (paper: 1024)")
+    outer_lr: float = option(0.7, "outer learning rate (paper: 0.8)")
+    outer_momentum: float = option(0.8, "outer Nesterov momentum (paper: 0.85)", below=1)
+    anomaly_threshold: float = option(3.0, "delta, standard deviations above the mean norm")
+    anomaly_ema: float = option(0.02, "alpha, a new norm's share in the statistics", below=1)
+    anomaly_warmup_rounds: int = option(10, "norms seen before any finite one is flagged")
+    pseudo_grad_clip: float = option(10.0, "phi, largest norm of a layer's pseudo-gradient", above=0)
+    anomaly_elimination: bool = option(True, "leave flagged replicas out")
+    weighted_averaging: bool = option(True, "weigh replicas by exp(-norm), else equally")
+    pseudo_grad_clipping: bool = option(True, "clip each layer's pseudo-gradient")
 
 
 @dataclass
 class Config(SyncConfig):
-    tau: int = field(default=16, metadata={"help": "inner steps per round (paper: 128)", "low": 1})
+    tau: int = option(16, "inner steps per round (paper: 128)", low=1)
 
 
 # ---- the equations: tensors in, tensors out ----
@@ -138,6 +122,13 @@ class Detector:
         self.mean = torch.where(taken, mean, self.mean)
         self.count = self.count + taken
 
+    def state_dict(self) -> dict:
+        return {name: getattr(self, name).tolist() for name in ("count", "mean", "variance")}
+
+    def load_state_dict(self, state: dict):
+        for name, values in state.items():
+            setattr(self, name, self.mean.new_tensor(values))
+
 
 def replica_weights(norms, flagged, weighted=True):
     """Weights (M, L) that sum to 1 over the unflagged replicas; all 0 where every replica is flagged."""
@@ -167,13 +158,14 @@ def outer_nesterov(anchor, momentum, dhat, lr, mu, alive):
 
 class EDiT:
     lockstep = True  # all replicas take the same number of steps
-    outer_vectors = 2  # anchor and momentum, each as large as model.master
+    mends_replicas = True  # a sick one is left out of the sync and starts again from the anchor
 
     def __init__(self, model, mesh, config, max_steps: int, clock):
         self.model, self.mesh, self.config = model, mesh, config
         self.max_steps, self.clock = max_steps, clock
         self.anchor = torch.empty_like(model.master)
         self.momentum = torch.zeros_like(model.master)
+        self.outer_vectors = {"anchor": self.anchor, "momentum": self.momentum}
         self.anchors, self.momenta = model.views(self.anchor), model.views(self.momentum)
         self.detector = Detector(
             len(model.layers), mesh.device, model.master.dtype,
@@ -191,6 +183,11 @@ class EDiT:
     def in_sync(self) -> bool:
         """Also true once a sync has started: the next forward, or finish(), completes it."""
         return self.local_steps == 0 or self.armed
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Has the local phase begun? Until then replicas are equal, and anchor and momentum unused."""
+        return self.steps > self.config.sync_warmup_steps
 
     def averages_gradients(self, step: int) -> bool:
         return step < self.config.sync_warmup_steps
@@ -210,6 +207,9 @@ class EDiT:
             self.local_steps += 1
 
     def position(self, step: int) -> float:
+        return step
+
+    def common_position(self, step: int):
         return step
 
     def finished(self, step: int) -> bool:
@@ -232,13 +232,11 @@ class EDiT:
         with self.stall:
             # d_i = a - x_i, in place
             torch.sub(self.anchor, self.model.master, out=self.model.master)
-            self.norms, self.flagged, self.all_counts = self.exchange(self.measure())
-            self.weights = self.weigh(self.norms, self.flagged, self.all_counts)
-            self.alive = (~self.flagged).any(dim=0).to(self.weights.dtype)  # (L,)
-            i = self.mesh.replica
+            row = self.inspect(self.measure())
+            # [sync] all-gather, 2 L scalars per replica, once per round
+            self.judge(self.mesh.gather_rows(row, self.mesh.sync))
             for l, d in enumerate(self.model.masters):
-                # a flagged d is zeroed by writing zeros: 0 * NaN is NaN
-                d.mul_(self.weights[i, l]).masked_fill_(self.flagged[i, l], 0.0)
+                self.weigh_down(d, self.mesh.replica, l)
                 # [sync] all-reduce, P/N fp32, once per round and layer
                 self.arriving.append(self.mesh.all_reduce(d, self.mesh.sync))
         self.model.forget_gathered()
@@ -251,20 +249,28 @@ class EDiT:
         self.mesh.all_reduce(squares, self.mesh.shard).wait()
         return squares.sqrt()
 
-    def exchange(self, G):
-        """Norms and flags of all replicas, (M, L) each, and their counts, (M, 0) here."""
+    def inspect(self, G):
+        """What the other replicas have to know of this one: its norms, its flags, its counts, (2 L + counts,)."""
         flagged = self.detector.flag(G) if self.config.anomaly_elimination else torch.zeros_like(G)
-        row = torch.cat([G, flagged.to(G.dtype), self.counts(G)])
-        # [sync] all-gather, 2 L scalars per replica, once per round
-        rows = self.mesh.gather_rows(row, self.mesh.sync)
-        norms, flags, counts = rows.split([len(G), len(G), len(row) - 2 * len(G)], dim=1)
-        return norms, flags > 0, counts
+        return torch.cat([G, flagged.to(G.dtype), self.counts(G)])
 
     def counts(self, G):
         return G[:0]  # A-EDiT has something to add
 
+    def judge(self, rows):
+        """From the rows of all replicas: norms, flags, weights (M, L), and which layers have anybody left (L,)."""
+        L = len(self.model.layers)
+        self.norms, flags, self.all_counts = rows.split([L, L, rows.shape[1] - 2 * L], dim=1)
+        self.flagged = flags > 0
+        self.weights = self.weigh(self.norms, self.flagged, self.all_counts)
+        self.alive = (~self.flagged).any(dim=0).to(self.weights.dtype)
+
     def weigh(self, norms, flagged, counts):
         return replica_weights(norms, flagged, self.config.weighted_averaging)
+
+    def weigh_down(self, d, i: int, l: int):
+        """d <- w_i d, replica i's share in layer l's dbar; zeros if flagged, by writing them: 0 * NaN is NaN."""
+        d.mul_(self.weights[i, l]).masked_fill_(self.flagged[i, l], 0.0)
 
     def complete(self, l: int):
         """The forward's call just before it gathers layer l, l = 0, 1, ..., L-1: x_l becomes the new anchor."""
@@ -307,18 +313,42 @@ class EDiT:
             "dropped": self.flagged.sum(dim=1).tolist(),
             "clip": torch.stack(self.clips).mean().item(),
             "stall_ms": self.stall.ms(),
-            "steps": self.steps_of_round or [row["tau"]] * self.mesh.replicas,
+            "steps": self.steps_of_round or [row["tau"]] * len(self.norms),
         }
 
+    # ---- checkpoints ----
+
+    def sync_saved(self, replicas: int, load):
+        """End the round that `replicas` saved replicas had begun, on ranks that are now another number: the same
+        sync with the replicas one after the other. load(i) brings replica i's parameters into model.master
+        and its state into this object. Leaves all ranks in sync, with the new anchor in model.master."""
+        self.stall, self.waited_before = Stall(self.mesh.device), dict(self.mesh.waited_s)
+        self.sent_before, self.clips = self.mesh.sent["sync"], []
+        x, dbar, rows, states = self.model.master, torch.zeros_like(self.anchor), [], []
+        for i in range(replicas):
+            load(i)
+            torch.sub(self.anchor, x, out=x)
+            rows.append(self.inspect(self.measure()))
+            states.append(self.state_dict())  # its detector has learned
+        self.judge(torch.stack(rows))
+        for i in range(replicas):
+            load(i)
+            torch.sub(self.anchor, x, out=x)
+            for l, d in enumerate(self.model.masters):
+                self.weigh_down(d, i, l)
+            dbar += x
+        x.copy_(dbar)
+        self.load_state_dict(states[self.mesh.replica % replicas])
+        self.arriving = [Handle()] * len(self.model.layers)
+        for l in range(len(self.model.layers)):
+            self.complete(l)
+
     def state_dict(self) -> dict:
+        """What a replica has of its own beside the vectors, in plain numbers."""
         counters = {"steps": self.steps, "round": self.round, "local_steps": self.local_steps}
-        detector = {name: getattr(self.detector, name) for name in ("count", "mean", "variance")}
-        return counters | {"anchor": self.anchor, "momentum": self.momentum, "detector": detector}
+        return counters | {"detector": self.detector.state_dict()}
 
     def load_state_dict(self, state: dict):
         self.steps, self.round = state["steps"], state["round"]
         self.local_steps = state["local_steps"]
-        self.anchor.copy_(state["anchor"])
-        self.momentum.copy_(state["momentum"])
-        for name, value in state["detector"].items():
-            getattr(self.detector, name).copy_(value)
+        self.detector.load_state_dict(state["detector"])

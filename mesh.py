@@ -24,6 +24,9 @@ what this rank has sent, in bytes, as a bandwidth-optimal algorithm would: all-g
 reduce-scatter (n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload. `calls["group
 operation"]` counts them.
 
+A rank that has died, or says nothing for `timeout_s`, makes the operations of the others raise LostRank
+(gloo; NCCL's watchdog ends the process after the same time).
+
 Every operation returns a handle at once; `wait()` orders what follows after it (NCCL: the stream
 waits, gloo: the host does). Ranks of a group must issue its operations in the same order. A group
 of one rank has nothing to say: the operation costs nothing and is not counted.
@@ -36,6 +39,7 @@ as long as gloo's own for 0.2 million), and 0.4x to 0.5x for a reduce-scatter.
 
 import time
 from collections import Counter
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -44,6 +48,19 @@ import torch.distributed as dist
 # torch 2.13 renamed these and warns at the old names, which is all that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class LostRank(Exception):
+    """Another rank has died or is silent. Its text is what torch says of it, in one line."""
+
+
+@contextmanager
+def contact():
+    """torch reports lost neighbours as RuntimeError: here they get a name of their own."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRank(str(error).strip().split("\n")[0]) from error
 
 
 class Handle:
@@ -55,8 +72,9 @@ class Handle:
 
     def wait(self):
         began = time.perf_counter()
-        for work in self.works:
-            work.wait()
+        with contact():
+            for work in self.works:
+                work.wait()
         if self.waited_s and self.works:
             link_s = sum(getattr(work, "link_s", 0.0) for work in self.works)
             self.waited_s["link"] += link_s
@@ -104,7 +122,7 @@ class Group:
 class Mesh:
     """The grid as seen by one rank. `shard` and `sync` are this rank's two groups."""
 
-    def __init__(self, shards: int, device: torch.device, timeout_s: float = 1800):
+    def __init__(self, shards: int, device: torch.device, timeout_s: float = 600):
         started = (
             dist.is_initialized()
         )  # plain `python train.py` is a world of one without process groups
@@ -117,8 +135,9 @@ class Mesh:
         self.device, self.shards, self.replicas = device, shards, self.world_size // shards
         self.replica, self.shard_index = divmod(self.rank, shards)
         grid = torch.arange(self.world_size).view(self.replicas, self.shards)
-        self.shard = self._group("shard", grid, self.replica, timeout_s)
-        self.sync = self._group("sync", grid.T, self.shard_index, timeout_s)
+        self.timeout, self.host = timedelta(seconds=timeout_s), None
+        self.shard = self._group("shard", grid, self.replica)
+        self.sync = self._group("sync", grid.T, self.shard_index)
         self.exchange_directly = started and dist.get_backend() == "gloo"
         self.sent = {"shard": 0.0, "sync": 0.0}  # bytes
         self.calls = Counter()
@@ -127,15 +146,21 @@ class Mesh:
         # other replicas (and the real link, if that is slow). NCCL's waits are the stream's: see Stall.
         self.waited_s = {"others": 0.0, "link": 0.0}
 
-    def _group(self, name, grid, row, timeout_s):
+    def _group(self, name, grid, row):
         process_groups = []
         for ranks in grid.tolist():  # every rank takes part in creating every group
             alone = len(ranks) == 1
             process_groups.append(
-                None if alone else dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+                None if alone else dist.new_group(ranks, timeout=self.timeout)
             )
         ranks = grid[row].tolist()
         return Group(name, ranks, ranks.index(self.rank), process_groups[row])
+
+    def host_group(self):
+        """A gloo group of all ranks, for what has to be agreed on outside the device (None: the default group)."""
+        if self.world_size > 1 and dist.get_backend() != "gloo" and self.host is None:
+            self.host = dist.new_group(backend="gloo", timeout=self.timeout)
+        return self.host
 
     def _launch(self, works, group, operation, payload_bytes, share, then=None):
         """Count an operation of which this rank sends share * (n-1)/n * payload_bytes; a handle for `works`."""
@@ -154,10 +179,11 @@ class Mesh:
             return Handle()
         pieces = whole.chunk(group.size)
         own = pieces[group.index]
-        if self.exchange_directly:
-            works = self._exchange([own] * group.size, pieces, group, tag=1)
-        else:
-            works = [_all_gather(whole, own, group=group.process_group, async_op=True)]
+        with contact():
+            if self.exchange_directly:
+                works = self._exchange([own] * group.size, pieces, group, tag=1)
+            else:
+                works = [_all_gather(whole, own, group=group.process_group, async_op=True)]
         return self._launch(works, group, "all-gather", whole.nbytes, 1)
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, group: Group) -> Handle:
@@ -177,7 +203,8 @@ class Mesh:
             for piece in arriving[2:]:
                 part.add_(piece)
 
-        works = self._exchange(mine, arriving, group, tag=2)
+        with contact():
+            works = self._exchange(mine, arriving, group, tag=2)
         return self._launch(works, group, "reduce-scatter", whole.nbytes, 1, then=add)
 
     def _exchange(self, outgoing, incoming, group, tag):
@@ -197,7 +224,8 @@ class Mesh:
         """x <- its sum over the group, in place; bit-identical on all its ranks."""
         if group.size == 1:
             return Handle()
-        works = [dist.all_reduce(x, group=group.process_group, async_op=True)]
+        with contact():
+            works = [dist.all_reduce(x, group=group.process_group, async_op=True)]
         return self._launch(works, group, "all-reduce", x.nbytes, 2)
 
     def gather_rows(self, row: torch.Tensor, group: Group) -> torch.Tensor:

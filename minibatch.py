@@ -21,9 +21,9 @@ class Config:
 
 
 class MiniBatch:
-    in_sync = True
-    lockstep = True
-    outer_vectors = 0
+    in_sync = lockstep = True
+    replicas_differ = mends_replicas = False
+    outer_vectors = {}
 
     def __init__(self, model, mesh, config: Config, max_steps: int, clock):
         self.max_steps = max_steps
@@ -40,6 +40,8 @@ class MiniBatch:
     def position(self, step: int) -> float:
         return step
 
+    common_position = position
+
     def finished(self, step: int) -> bool:
         return step >= self.max_steps
 
@@ -50,7 +52,7 @@ class MiniBatch:
         return None
 
     def state_dict(self) -> dict:
-        return {}
+        return {"local_steps": 0}
 
     def load_state_dict(self, state: dict):
         pass

@@ -4,6 +4,8 @@ Rank 0 writes one JSON object a row and flushes it; the first key is `event`. A 
 inner steps that are done.
 
     config  every resolved flag, world_size, mesh, n_params, corpus_hash, torch, device_name
+    resume  the same and step: where a run goes on from a checkpoint. What was written after that is cut off, so that
+            every step stands in the file once
     step    step, tokens, loss, lr, grad_norm, step_ms, train_s, tokens_per_s, shard_bytes, sync_bytes
     sync    round, step, tau, steps, pseudo_grad_norm, weight, dropped, clip, stall_ms, wait_others_ms,
             wait_link_ms, sync_bytes
@@ -21,6 +23,7 @@ key-value store, and rank 0 writes the row as soon as all have: no collective, n
 import dataclasses
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -28,17 +31,18 @@ from collections import deque
 
 import torch
 
+from flags import UserError
+
 
 class Clock:
     """Seconds of training. `with clock:` stops it, for what is not training (evaluation, saving)."""
 
     def __init__(self, device: torch.device):
-        self.device, self.started, self.paused_s, self.stopped_at = (
-            device,
-            time.perf_counter(),
-            0.0,
-            None,
-        )
+        self.device, self.paused_s, self.stopped_at = device, 0.0, None
+        self.start_at(0.0)
+
+    def start_at(self, train_s: float):
+        self.started, self.paused_s = time.perf_counter() - train_s, 0.0
 
     def __enter__(self):
         self._finish_queued_work()
@@ -61,27 +65,43 @@ class Record:
     """Rank 0 prints and writes; the other replicas contribute their losses through the store."""
 
     def __init__(self, path, config, mesh, store, clock, lockstep: bool):
-        self.config, self.mesh, self.store = config, mesh, store
+        self.path, self.config, self.mesh, self.store = path, config, mesh, store
         self.tokens_per_step = (
             mesh.world_size * config.accum * config.batch_size * config.block_size
         )
-        self.file = open(path, "w") if mesh.rank == 0 else None
+        self.file = None
         self.lockstep = lockstep
         self.pending = deque()  # step rows that wait for other replicas' losses
         self.clock = clock
         self.last_step, self.last_position, self.last_s = 0, 0, 0.0
+        self.first_position, self.first_tokens = 0, 0  # where this process began
 
     def write(self, event: str, **row):
         if self.file:
-            self.file.write(
-                json.dumps({"event": event} | {k: finite(v) for k, v in row.items()}) + "\n"
-            )
-            self.file.flush()
+            line = json.dumps({"event": event} | {k: finite(v) for k, v in row.items()}) + "\n"
+            try:
+                self.file.write(line)
+                self.file.flush()
+            except OSError as error:
+                raise UserError(f"{self.path} could not be written: {error.strerror}") from None
 
-    def start(self, method_config, simulation, model, corpus):
+    def start(self, method_config, simulation, model, corpus, saved: dict | None, same_file: bool):
+        """Open the file. saved: the state.json of the checkpoint that the run goes on from; same_file: its record is
+        the file's beginning."""
         mesh = self.mesh
+        if mesh.rank == 0:
+            self.file = open(self.path, "a" if same_file else "w")
+            if same_file and self.file.tell() > saved["metrics_bytes"]:
+                self.file.truncate(saved["metrics_bytes"])
+                self.file.seek(0, os.SEEK_END)
+        if saved:
+            self.first_position, self.first_tokens = saved["position"], saved["tokens"]
+            self.last_step, self.last_position = saved["replicas"][0]["step"], saved["position"]
+            self.last_s = saved["train_s"]
+            mesh.sent.update(saved["sent"])
         self.write(
-            "config",
+            "resume" if saved else "config",
+            **({"step": self.last_step} if saved else {}),
             **dataclasses.asdict(self.config),
             **dataclasses.asdict(method_config),
             **dataclasses.asdict(simulation),
@@ -93,17 +113,46 @@ class Record:
             device_name=torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
         )
 
+    def resumed(self, path, saved: dict, method):
+        was, now = saved["mesh"], self.mesh
+        line = f"resume  {path}: step {self.last_step}, {was['replicas']} replicas x {was['shards']} shards"
+        if (was["replicas"], was["shards"]) != (now.replicas, now.shards):
+            line += f" -> {now.replicas} x {now.shards}"
+        if self.file:
+            print(line, flush=True)
+        self.sync(method)  # the one that changing the number of replicas may have taken
+
+    def saved(self, path):
+        if self.file:
+            print(f"saved   {path}", flush=True)
+
     def tokens(self, position: float) -> int:
         """Tokens that all ranks together have trained on."""
-        return round(position * self.tokens_per_step)
+        return self.first_tokens + round((position - self.first_position) * self.tokens_per_step)
 
-    def step(self, step: int, position: float, lr: float, shared: torch.Tensor):
+    def state(self, position: float) -> dict:
+        """What a checkpoint has to know to go on with this record; all rows so far are written. The other replicas
+        have left their losses already."""
+        metrics_bytes = 0
+        if self.file:
+            self.flush_steps(wait=True)
+            os.fsync(self.file.fileno())
+            metrics_bytes = self.file.tell()
+        return {
+            "position": position,
+            "tokens": self.tokens(position),
+            "train_s": self.clock.train_s(),
+            "sent": dict(self.mesh.sent),
+            "metrics_bytes": metrics_bytes,
+        }
+
+    def step(self, step: int, position: float, lr: float, shared):
         """This replica has done `step` steps, all replicas together what is worth `position` of all ranks'.
-        shared: [gradient norm, loss, ...] on the device, equal in a shard group. All ranks call it."""
+        shared: [gradient norm, loss, ...], on its way to the host, equal in a shard group. All ranks call it."""
         due = step % self.config.log_interval == 0 or step in (1, self.config.max_steps)
         if not due or self.mesh.shard_index != 0:
             return
-        grad_norm, loss = shared[:2].tolist()  # host read: waits for the step
+        grad_norm, loss = shared.read()[:2]  # host read: waits for the step
         if self.mesh.rank != 0:
             self.store.set(f"loss/{self._shelf(step)}/{self.mesh.replica}", repr(loss))
             return
@@ -173,6 +222,7 @@ class Record:
     def eval(self, step: int, position: float, val_loss: float, bytes_per_token: float):
         bits = val_loss / math.log(2) / bytes_per_token
         train_s, tokens = self.clock.train_s(), self.tokens(position)
+        self.flush_steps(wait=True)  # all replicas have come to the evaluation, and left their losses before
         self.write(
             "eval", step=step, tokens=tokens, train_s=train_s, val_loss=val_loss, bits_per_byte=bits
         )
@@ -243,7 +293,7 @@ def print_start(config, model, mesh, method, corpus):
         "parameters": 1,
         "gradient": 1,
         "AdamW": 2,
-        "anchor + momentum": method.outer_vectors,
+        "anchor + momentum": len(method.outer_vectors),
     }
     memory = {kind: count * model.master.nbytes for kind, count in vectors.items() if count}
     memory["whole layers"] = sum(buffer.nbytes for buffer in model.buffers())

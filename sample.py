@@ -9,7 +9,8 @@ import sys
 
 import torch
 
-from data import Parser, UserError, tokenizer
+from data import tokenizer
+from flags import Parser, UserError
 from model import Llama, ModelConfig
 
 

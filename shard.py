@@ -12,13 +12,14 @@ Method. No autograd hook, no wrapper: the model is a list of layers, and both pa
 over it. The forward keeps each layer's input and output (the "tape"); the backward walks the tape
 from its end and asks autograd for one layer's gradients at a time.
 
-A layer's flat vector, P elements (padded to a multiple of 8 N), matrices before norm gains:
+A layer's flat vector, P elements (padded to a multiple of N), matrices before norm gains:
 
     [ qkv | out | gate_up | down | norms | pad ]     rank n keeps elements [n P/N, (n+1) P/N)
 
-`master`, `grad` (and whatever a method adds: anchor, momentum) are single flat vectors per rank
-that hold the shards of all layers one behind the other; `views(vector)` cuts them back into layers.
-Optimizer, gradient norm and DiLoCo's exchange are therefore one pass over one vector.
+`master`, `grad`, AdamW's moments (and whatever a method adds: anchor, momentum) are single flat
+vectors per rank that hold the shards of all layers one behind the other; `views(vector)` cuts them
+back into layers. Optimizer, gradient norm and DiLoCo's exchange are therefore one pass over one
+vector, and a checkpoint is a handful of them.
 
 Whole layers live in two buffers for good: even layers in one, odd layers in the other, so at most
 two are ever whole, the one computing and the one being prefetched. A layer's parameters are views
@@ -39,6 +40,7 @@ one layer later, and waited for at the end of the backward.
     name      shape         dtype                 what
     master    (sum P/N,)    fp32                  parameters, this rank's shard
     grad      (sum P/N,)    fp32                  their gradient, accumulated over micro-steps
+    exp_avg, exp_avg_sq     fp32                  AdamW's moments, laid out alike
     whole[2]  (max P,)      compute (bf16, fp32)  two gathered layers
     outgoing  (max P,)      fp32                  one layer's gradient on its way
 
@@ -46,6 +48,8 @@ Gradients are summed in fp32 even when the layers compute in bf16.
 
 Source: ZeRO, arXiv 1910.02054.
 """
+
+from collections import deque
 
 import torch
 from torch import nn
@@ -63,8 +67,7 @@ class Layout:
         self.shapes = {name: parameter.shape for name, parameter in self.parameters}
         self.used = sum(shape.numel() for shape in self.shapes.values())
         self.decayed = sum(shape.numel() for shape in self.shapes.values() if len(shape) > 1)
-        # P/N; rounded up, so that every rank's piece of a layer begins on a 16-byte boundary
-        self.piece = -(-self.used // (8 * shards)) * 8 if shards > 1 else self.used
+        self.piece = -(-self.used // shards)  # P/N, rounded up, as torch.chunk and DTensor do
         self.padded = self.piece * shards  # P
 
     def cut(self, flat: torch.Tensor) -> dict:
@@ -100,8 +103,10 @@ class ShardedModel:
         self.sync_layer = (
             None  # EDiT, while a sync is under way: called with l before layer l is gathered
         )
-        self.vote = lambda: 0.0  # A-EDiT's clock; its sum over the shard group ends up in shared[2]
-        self.shared = None  # [gradient norm, mean loss, votes] of the last step, on the device
+        # What a rank may tell its shard group at the end of each step, summed up there: A-EDiT's clock, a signal
+        self.vote = self.asked_to_stop = lambda: 0.0
+        self.shared = deque(maxlen=2)  # [gradient norm, mean loss, votes, stops] of the last two steps
+        self.read_late = 1 if mesh.device.type == "cuda" else 0  # steps, see news()
 
     def _own_piece(self, layout):
         """Copy this rank's share of a freshly initialised layer, in the master's dtype, and free the layer."""
@@ -238,19 +243,38 @@ class ShardedModel:
     def clip_gradient(self, max_norm: float, loss: torch.Tensor):
         """Scale `grad` so that its norm over all shards is at most max_norm (0: any), and zero it if the norm is
         not finite: AdamW's moments would stay NaN for good, also when the parameters have been mended.
-        Returns `shared`: the loss, its mean over the shard group, and the votes share the norm's trip."""
-        vote = torch.full_like(loss, self.vote())
-        shared = torch.stack([self.grad.norm() ** 2, loss / self.mesh.shards, vote]).to(
-            self.grad.dtype
-        )
-        # [shard] all-reduce, 3 scalars, once per step
+        The loss and what else the ranks of a replica have to tell each other share the norm's trip."""
+        told = [torch.full_like(loss, said) for said in (self.vote(), self.asked_to_stop())]
+        shared = torch.stack([self.grad.norm() ** 2, loss / self.mesh.shards, *told])
+        shared = shared.to(self.grad.dtype)
+        # [shard] all-reduce, 4 scalars, once per step
         self.mesh.all_reduce(shared, self.mesh.shard).wait()
         norm = shared[0].sqrt_()
         if max_norm > 0:
             self.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         self.grad.masked_fill_(~norm.isfinite(), 0.0)
-        self.shared = shared
-        return shared
+        self.shared.append(Arriving(shared))
+
+    def news(self) -> list:
+        """[gradient norm, mean loss, votes, stops] without waiting for the device: of the last step on the
+        CPU, of the one before on CUDA, which has long arrived. The same on all ranks of a replica."""
+        return self.shared[-1 - self.read_late if len(self.shared) > self.read_late else -1].read()
+
+    def adamw(self, weight_decay: float, **options) -> torch.optim.AdamW:
+        """The inner optimizer, on this rank's shards. Its moments are flat vectors, too, of which the
+        optimizer's state holds views."""
+        optimizer = torch.optim.AdamW(self.optimizer_groups(weight_decay), fused=True, **options)
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                first = parameter.storage_offset()
+                place = slice(first, first + parameter.numel())
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), device=self.mesh.device),
+                    "exp_avg": self.exp_avg[place],
+                    "exp_avg_sq": self.exp_avg_sq[place],
+                }
+        return optimizer
 
     def optimizer_groups(self, weight_decay: float) -> list:
         """AdamW's parameter groups over views of `master`, with `.grad` views of `grad`: matrices decay,
@@ -289,3 +313,20 @@ class ShardedModel:
                     }
                 )
         return state if self.mesh.rank == 0 else None
+
+
+class Arriving:
+    """A few scalars on their way from the device to the host, without holding up either."""
+
+    def __init__(self, scalars: torch.Tensor):
+        self.event, self.host = None, scalars
+        if scalars.device.type == "cuda":
+            self.host = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
+            self.host.copy_(scalars, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def read(self) -> list:
+        if self.event:
+            self.event.synchronize()
+        return self.host.tolist()

@@ -23,12 +23,12 @@ blocks the host; not run there yet).
 import queue
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from data import UserError
+from flags import UserError, option
 
 
 FRAMING = 1538 / 1448  # TCP over Ethernet: 1448 bytes of payload take 1538 on the wire
@@ -36,14 +36,10 @@ FRAMING = 1538 / 1448  # TCP over Ethernet: 1448 bytes of payload take 1538 on t
 
 @dataclass
 class Config:
-    slow_replica: str = field(default="", metadata={"help": "R:F, replica R is F times slower"})
-    random_lag: str = field(
-        default="", metadata={"help": "P:SECONDS, with probability P a step of one replica pauses"}
-    )
-    link_mbps: float = field(
-        default=0.0, metadata={"help": "Mbit/s of each replica's link to the others; 0: no limit"}
-    )
-    link_latency_ms: float = field(default=0.0, metadata={"help": "of that link, per hop"})
+    slow_replica: str = option("", "R:F, replica R is F times slower")
+    random_lag: str = option("", "P:SECONDS, with probability P a step of one replica pauses")
+    link_mbps: float = option(0.0, "Mbit/s of each replica's link to the others; 0: no limit")
+    link_latency_ms: float = option(0.0, "of that link, per hop")
 
 
 def pair(flag: str, text: str, low: tuple, high: tuple) -> tuple:

@@ -21,31 +21,35 @@ Wrong input ends every rank with exit code 2 after one line on rank 0 (torchrun 
 own).
 """
 
-import argparse
 import dataclasses
+import itertools
 import math
 import os
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import a_edit
+import checkpoint
 import data
 import diloco
 import edit
+import flags
 import minibatch
 import simulate
-from data import Parser, UserError
-from mesh import Mesh
+import together
+from flags import UserError, option
+from mesh import LostRank, Mesh, contact
 from model import ModelConfig
 from record import Clock, Record, print_start
 from sample import continue_text, load_model
-from shard import ShardedModel
+from shard import Arriving, ShardedModel
 
 METHODS = {
     "minibatch": (minibatch.MiniBatch, minibatch.Config),
@@ -55,10 +59,6 @@ METHODS = {
 }
 
 # ---- flags ----
-
-
-def option(default, help, **limits):
-    return field(default=default, metadata={"help": help} | limits)
 
 
 @dataclass
@@ -84,6 +84,13 @@ class Config:
         200, "steps between evaluations, which wait for the next sync", low=1
     )
     eval_batches: int = option(16, "validation batches of 16 windows, over all ranks", low=1)
+    timeout_s: float = option(600.0, "how long a rank waits for a silent one before it gives up", above=0)
+    # checkpoints
+    checkpoint_interval: int = option(0, "steps between checkpoints in out_dir; 0: none")
+    keep: int = option(2, "checkpoints to keep", low=1)
+    save_on_exit: bool = option(False, "write a checkpoint before stopping at SIGTERM or Ctrl-C")
+    resume: str = option("", "checkpoint, or folder with checkpoints, to go on from; auto: the last in out_dir, if any")
+    allow_change: str = option("", "names of flags that may differ from the checkpoint's: lr,batch_size,...")
     # model
     n_layer: int = option(4, "blocks", low=1)
     n_head: int = option(4, "attention heads", low=1)
@@ -105,80 +112,28 @@ class Config:
 
 # The first flag of each group of --help.
 GROUPS = {
-    "method": "run", "n_layer": "model", "data": "data", "lr": "inner", "slow_replica": "simulation of a slow, uneven cluster",
+    "method": "run", "checkpoint_interval": "checkpoints", "n_layer": "model", "data": "data", "lr": "inner", "slow_replica": "simulation of a slow, uneven cluster",
     "sync_warmup_steps": "outer (methods with local steps)",
 }  # fmt: skip
 
 
-def parse(argv: list) -> tuple:
+def parse(argv: list, saved: dict = {}) -> tuple:
     """Flags -> (Config, the method's, simulate's). Flags of other methods are checked and then not used, so that
-    one command line serves to compare methods. Raises UserError, naming the flag, for what cannot be."""
-    fields = {
-        f.name: [(None, f)]
-        for shared in (Config, simulate.Config)
-        for f in dataclasses.fields(shared)
-    }
-    for name, (_, method_config) in METHODS.items():
-        for f in dataclasses.fields(method_config):
-            fields.setdefault(f.name, []).append((name, f))
-    parser = Parser(
-        description="Train with " + ", ".join(METHODS) + ".", usage="train.py [--flag value ...]"
-    )
-    for name, owners in fields.items():
-        if name in GROUPS:
-            group = parser.add_argument_group(GROUPS[name])
-        add_flag(group, name, owners)
-    given = {
-        name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
-    }
-    for name, value in given.items():
-        check_limits(name, value, fields[name][0][1].metadata)
-
-    def fill(config_class):
-        return config_class(
-            **{f.name: given[f.name] for f in dataclasses.fields(config_class) if f.name in given}
-        )
-
-    config = fill(Config)
-    config.out_dir = config.out_dir or f"out/{config.method}"
+    one command line serves to compare methods. saved: a checkpoint's flags, for those not given. Raises
+    UserError, naming the flag, for what cannot be."""
+    owners = {None: [Config, simulate.Config]} | {name: [config] for name, (_, config) in METHODS.items()}
+    texts = dict(description="Train with " + ", ".join(METHODS) + ".", usage="train.py [--flag value ...]")
+    given = flags.parse(argv, owners, GROUPS, **texts)
+    if given.get("method", saved.get("method")) != saved.get("method"):  # each has defaults of its own
+        saved = {name: value for name, value in saved.items() if name in vars(Config)}
+    given = {name: value for name, value in saved.items() if name not in NEVER_TAKEN_OVER} | given
+    config = flags.fill(Config, given)
+    if config.resume in ("", "auto"):
+        config.out_dir = config.out_dir or f"out/{config.method}"
+    else:
+        config.out_dir = config.out_dir or str(checkpoint.run_folder(config.resume))
     check_model(config)
-    return config, fill(METHODS[config.method][1]), fill(simulate.Config)
-
-
-def add_flag(group, name, owners):
-    """One flag; several methods may own it, each with a default of its own."""
-    f = owners[0][1]
-    defaults = {method: field.default for method, field in owners}
-    if len(set(defaults.values())) == 1:
-        default = f.default
-    else:
-        default = ", ".join(f"{method}: {value}" for method, value in defaults.items())
-    help = f.metadata["help"] + (f" (default: {default})" if default != "" else "")
-    if isinstance(f.default, bool):
-        group.add_argument(
-            f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=help
-        )
-    else:
-        choices = f.metadata.get("choices")
-        metavar = "|".join(choices) if choices else type(f.default).__name__.upper()
-        group.add_argument(
-            f"--{name}", type=type(f.default), choices=choices, metavar=metavar, help=help
-        )
-
-
-def check_limits(name, value, limits):
-    if isinstance(value, (str, bool)):
-        return
-    low, above, below = (
-        limits.get("low", 0),
-        limits.get("above", -math.inf),
-        limits.get("below", math.inf),
-    )
-    if not (low <= value < below and value > above):  # also refuses NaN and infinity
-        bound = f"above {above}" if above >= low else f"at least {low}"
-        raise UserError(
-            f"--{name} {value}: must be {bound} and {f'below {below}' if below < math.inf else 'finite'}"
-        )
+    return config, flags.fill(METHODS[config.method][1], given), flags.fill(simulate.Config, given)
 
 
 def check_model(config):
@@ -216,12 +171,75 @@ def has_native_bf16(device: str) -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
+# ---- resuming ----
+
+# Flags of this machine or this start; all others are taken from the checkpoint where they are not given.
+NEVER_TAKEN_OVER = {"out_dir", "device", "resume", "allow_change"}
+# What may differ from the checkpoint at will: it changes no more than the order of sums. The corpus is compared by its hash.
+FREE = NEVER_TAKEN_OVER | {
+    "shards", "compile", "log_interval", "eval_interval", "eval_batches", "timeout_s", "data",
+    "checkpoint_interval", "keep", "save_on_exit", *(f.name for f in dataclasses.fields(simulate.Config)),
+}  # fmt: skip
+FIXED = {"n_layer", "n_head", "n_embd"}  # another model
+
+
+def check_resume(saved: dict, config, method_config, corpus, path):
+    """Raise UserError if a flag that changes the trajectory differs from the checkpoint's and was not allowed to."""
+    allowed, now = set(config.allow_change.split(",")), vars(config) | vars(method_config)
+    if unknown := allowed - now.keys() - {""}:
+        raise UserError(f"--allow_change {config.allow_change}: there is no flag {min(unknown)}")
+    if saved["model_config"]["vocab_size"] != corpus.vocab_size:
+        raise UserError(
+            f"checkpoint {path} has a vocabulary of {saved['model_config']['vocab_size']}, "
+            f"the corpus of {corpus.vocab_size}: give the --data that it was trained on"
+        )
+    if saved["corpus_hash"] != corpus.hash and "data" not in allowed:
+        raise UserError(
+            f"checkpoint {path} was trained on another corpus ({saved['corpus_hash']}, this is {corpus.hash}): "
+            "give it with --data, or --allow_change data"
+        )
+    for name, value in now.items():
+        before = saved["flags"].get(name, value)
+        if before == value or name in FREE or name in allowed - FIXED:
+            continue
+        way_out = "" if name in FIXED else f", or --allow_change {name} if you mean it"
+        raise UserError(f"--{name} {value}: checkpoint {path} was made with {before}; leave it out{way_out}")
+    if config.method != saved["flags"]["method"] and saved["outer"]:
+        raise UserError(
+            f"--method {config.method}: checkpoint {path} is from the middle of {saved['flags']['method']}'s "
+            "local phase; methods can be changed up to the end of the warm-up"
+        )
+    warmup = getattr(method_config, "sync_warmup_steps", math.inf)
+    if bool(saved["outer"]) != (max(replica["step"] for replica in saved["replicas"]) > warmup):
+        raise UserError(
+            f"--sync_warmup_steps {warmup}: checkpoint {path} is {'past' if saved['outer'] else 'still in'} its "
+            "warm-up, which cannot be moved to the other side of it"
+        )
+
+
 # ---- set-up ----
 
 
-def set_up(argv: list, rank: int, world_size: int):
+@dataclass
+class Setup:
+    """What set_up has made of the command line."""
+
+    config: Config
+    method_config: object
+    simulation: simulate.Config
+    corpus: data.Corpus
+    path: Path | None = None  # the checkpoint to go on from
+    saved: dict | None = None  # its state.json
+
+
+def set_up(argv: list, rank: int, world_size: int, restarted: bool = False) -> Setup:
     """Everything that wrong input can break, before any process group exists."""
     config, method_config, simulation = parse(argv)
+    path, saved = checkpoint.choose(config.resume, config.out_dir, restarted), None
+    if path:
+        saved = checkpoint.read(path)
+        with checkpoint.whole(path):
+            config, method_config, simulation = parse(argv, saved["flags"])
     if world_size % config.shards:
         raise UserError(
             f"--shards {config.shards}: {world_size} ranks do not divide into replicas of {config.shards}"
@@ -230,6 +248,10 @@ def set_up(argv: list, rank: int, world_size: int):
     simulate.Stragglers(simulation, world_size // config.shards, config.seed)  # looks at its flags
     corpus = data.load(config.data or None)
     data.check_windows(corpus, config.block_size)
+    if saved:
+        with checkpoint.whole(path):
+            check_resume(saved, config, method_config, corpus, path)
+            checkpoint.verify(path, saved, rank, world_size)
     if rank == 0:
         try:
             Path(config.out_dir).mkdir(parents=True, exist_ok=True)
@@ -238,53 +260,52 @@ def set_up(argv: list, rank: int, world_size: int):
             raise UserError(
                 f"--out_dir {config.out_dir}: {error.strerror}; name a folder to write to"
             ) from None
-    return config, method_config, simulation, corpus
-
-
-def agree(store, rank: int, world_size: int, error: str, fingerprint: str):
-    """All ranks leave together if one has an error: rank 0 prints the first, every rank exits with code 2."""
-    if store:
-        # torchrun ends the other ranks at the first exit it sees; here each is about to exit by itself
-        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        store.set(f"set-up/{rank}", f"{error}\n{fingerprint}")
-        answers = [store.get(f"set-up/{r}").decode().split("\n", 1) for r in range(world_size)]
-        error = next((theirs for theirs, _ in answers if theirs), "")
-        if not error and len({theirs for _, theirs in answers}) > 1:
-            error = (
-                "the ranks differ in their flags or read different corpora: start them all alike"
-            )
-        if not error:
-            signal.signal(signal.SIGTERM, before)
-    if error:
-        if rank == 0:
-            print(f"train.py: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        checkpoint.clean_up(config.out_dir)
+    return Setup(config, method_config, simulation, corpus, path, saved)
 
 
 def main(argv: list):
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if rank != 0:
         sys.stdout = open(os.devnull, "w")  # nothing is printed N times
-    store, error, fingerprint = None, "", ""
+    store, setup, error, fingerprint = dist.HashStore(), None, "", ""
     if world_size > 1:  # torchrun's key-value store
         store, rank, world_size = next(dist.rendezvous("env://"))
+    store, restarted = together.meet(store, rank, world_size)
     try:
-        config, method_config, simulation, corpus = set_up(argv, rank, world_size)
-        alike = dataclasses.replace(config, out_dir="", data="")  # paths may differ between nodes
-        fingerprint = f"{alike} {method_config} {simulation} {corpus.hash}"
+        setup = set_up(argv, rank, world_size, restarted)
+        alike = dataclasses.replace(setup.config, out_dir="", data="", resume="")  # paths may differ between nodes
+        start = (setup.path.name, setup.saved) if setup.saved else None
+        fingerprint = f"{alike} {setup.method_config} {setup.simulation} {setup.corpus.hash} {start}"
     except UserError as wrong:
         error = str(wrong)
-    agree(store, rank, world_size, error, fingerprint)
+    together.agree(store, rank, world_size, error, fingerprint)
 
+    config = setup.config
+    leaving = together.Leaving(store, config.save_on_exit)
+    store.set_timeout(timedelta(seconds=config.timeout_s))
     device = torch.device(config.device)
     if config.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    if store:
-        backend = "nccl" if config.device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    train(config, method_config, simulation, corpus, Mesh(config.shards, device), store)
-    if store:
+    try:
+        with contact():
+            if world_size > 1:
+                dist.init_process_group(
+                    "nccl" if config.device == "cuda" else "gloo", store=store, rank=rank,
+                    world_size=world_size, timeout=timedelta(seconds=config.timeout_s),
+                )  # fmt: skip
+            mesh = Mesh(config.shards, device, config.timeout_s)
+        train(setup, mesh, store, leaving)
+    except UserError as wrong:
+        leaving.end(2, f"error: {wrong}")
+    except LostRank as lost:
+        last = checkpoint.complete(config.out_dir)
+        leaving.end(
+            1, f"error: lost contact with another rank ({lost}); "
+            + (f"--resume auto goes on from {last[-1]}" if last else "--checkpoint_interval would have kept checkpoints"),
+        )  # fmt: skip
+    if world_size > 1:
         dist.destroy_process_group()
 
 
@@ -316,7 +337,9 @@ def evaluate(model, mesh, corpus, config) -> float:
     return (total[0] / total[1]).item()
 
 
-def train(config, method_config, simulation, corpus, mesh, store):
+def train(setup: Setup, mesh, store, leaving):
+    config, method_config, simulation = setup.config, setup.method_config, setup.simulation
+    corpus, saved = setup.corpus, setup.saved
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[config.dtype]
     model_config = ModelConfig(
         config.n_layer, config.n_head, config.n_embd, config.block_size, corpus.vocab_size
@@ -325,9 +348,8 @@ def train(config, method_config, simulation, corpus, mesh, store):
     if config.compile:
         for layer in model.layers:
             layer.compile()
-    optimizer = torch.optim.AdamW(
-        model.optimizer_groups(config.weight_decay), betas=(config.beta1, config.beta2), fused=True
-    )
+    optimizer = model.adamw(config.weight_decay, betas=(config.beta1, config.beta2))
+    model.asked_to_stop = leaving.asked
     clock = Clock(mesh.device)
     method = METHODS[config.method][0](model, mesh, method_config, config.max_steps, clock.train_s)
     stragglers = simulate.Stragglers(simulation, mesh.replicas, config.seed)
@@ -338,7 +360,19 @@ def train(config, method_config, simulation, corpus, mesh, store):
     record = Record(
         Path(config.out_dir, "metrics.jsonl"), config, mesh, store, clock, method.lockstep
     )
-    record.start(method_config, simulation, model, corpus)
+    step = evaluated_at = saved_at = 0  # evaluated_at, saved_at: positions
+    if saved:
+        clock.start_at(saved["train_s"])
+        same_method = config.method == saved["flags"]["method"]
+        own = checkpoint.load(setup.path, saved, model, method, same_method)
+        step, evaluated_at, saved_at = own["step"], saved["evaluated_at"], saved["position"]
+        for state in optimizer.state.values():
+            state["step"].fill_(step)
+        model.shared.extend(Arriving(torch.tensor(news)) for news in own["news"])
+    same_file = saved is not None and setup.path.parent.resolve() == Path(config.out_dir).resolve()
+    record.start(method_config, simulation, model, corpus, saved, same_file)
+    if saved:
+        record.resumed(setup.path, saved, method)
 
     def batch(step, micro_step):
         tensors = data.train_batch(
@@ -357,15 +391,43 @@ def train(config, method_config, simulation, corpus, mesh, store):
         record.eval(step, method.position(step), loss, corpus.bytes_per_token)
         return loss
 
-    step, next_eval = 0, config.eval_interval
+    serial = itertools.count()
+
+    def save(common):
+        with clock:  # stopped
+            position = method.position(step) if common is None else common
+            run = record.state(position) | {
+                "flags": vars(config) | vars(method_config) | vars(simulation),
+                "mesh": {"replicas": mesh.replicas, "shards": mesh.shards},
+                "model_config": dataclasses.asdict(model.config),
+                "tokenizer": corpus.tokenizer, "corpus_hash": corpus.hash,
+                "evaluated_at": evaluated_at, "torch": torch.__version__,
+            }  # fmt: skip
+            replica = {"step": step, "method": method.state_dict(), "news": [n.read() for n in model.shared]}
+            path = checkpoint.save(
+                config.out_dir, next(serial), run, replica, model, method, store, config.keep
+            )
+        record.saved(path)
+        return path, position
+
+    asked = False  # to stop, by a signal
     while True:
+        common = method.common_position(step)
+        stopping = leaving.stops_here(asked, together=common is not None)
+        if stopping or is_due(common, saved_at, config.checkpoint_interval, config.max_steps):
+            check_finite(step, model.shared[-1].read(), method)
+            path, saved_at = save(common)
+        if stopping:
+            name = signal.Signals(leaving.signal).name
+            leaving.end(128 + leaving.signal, f"stopped by {name} after step {step}; --resume auto goes on from {path}")
+
         method.before_step(step)
         if method.finished(step):
             break
         position = method.position(step)
-        if position >= next_eval and method.in_sync:
+        if is_due(position, evaluated_at, config.eval_interval) and method.in_sync:
             run_evaluation()
-            next_eval = position - position % config.eval_interval + config.eval_interval
+            evaluated_at = position
         lr = learning_rate(position, config)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -379,33 +441,42 @@ def train(config, method_config, simulation, corpus, mesh, store):
             last = micro_step == config.accum - 1
             model.backward(scale, first=micro_step == 0, average_replicas=average and last)
         stragglers.end_step(step, mesh)
-        shared = model.clip_gradient(config.grad_clip, loss)
+        model.clip_gradient(config.grad_clip, loss)
         optimizer.step()
         model.forget_gathered()
         method.after_step(step)
         record.sync(method)
         step += 1
-        record.step(step, method.position(step), lr, shared)
+        record.step(step, method.position(step), lr, model.shared[-1])
+        check_finite(step, model.news(), method)
+        asked = model.news()[3] > 0
 
     val_loss = run_evaluation()  # performs the last sync
-    save_model({**vars(config), **vars(method_config)}, config.out_dir, model, corpus)
+    if mesh.replica == 0:  # all replicas are equal now
+        model_path = Path(config.out_dir, "model.pt")
+        checkpoint.export(model_path, model, corpus.tokenizer, vars(config) | vars(method_config))
     record.end(step, method.position(step), val_loss)
     if mesh.rank == 0:
+        print(f"model   {model_path}")
         print_sample(config)
 
 
-def save_model(flags: dict, out_dir: str, model, corpus):
-    """out_dir/model.pt: the whole model in fp32 and what is needed to use it. Whole or not at all."""
-    if model.mesh.replica != 0:
-        return  # all replicas are equal now
-    state = model.state_dict()
-    if model.mesh.rank == 0:
-        saved = {"model": state, "model_config": dataclasses.asdict(model.config)}
-        saved |= {"tokenizer": corpus.tokenizer, "config": flags}
-        path = Path(out_dir, "model.pt")
-        torch.save(saved, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
-        print(f"model   {path}")
+def is_due(position, last, interval: int, end: float = math.inf) -> bool:
+    """Has the training come to the next multiple of interval (0: none) after `last`, or to its end?"""
+    if not interval or position is None or position == last:
+        return False
+    return position >= min(last - last % interval + interval, end)
+
+
+def check_finite(step: int, news: list, method):
+    """Where replicas share their gradients, or a plain mean of their parameters, nothing mends a sick one."""
+    norm, loss = news[:2]
+    if math.isfinite(norm + loss) or (method.mends_replicas and method.replicas_differ):
+        return
+    raise UserError(
+        f"diverged at step {step}: loss {loss:.4g}, gradient norm {norm:.4g}; nothing was saved of it; lower --lr, "
+        "or raise --lr_warmup_steps"
+    )
 
 
 def print_sample(config):

@@ -8,8 +8,12 @@ import contextlib
 import io
 import json
 import multiprocessing
+import os
+import signal
+import socket
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -19,7 +23,9 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 context = multiprocessing.get_context("forkserver")
 # torch._dynamo: what the first optimizer step imports, a second in every rank
-context.set_forkserver_preload(["train", "torch._dynamo"])
+context.set_forkserver_preload(
+    ["train", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"]
+)
 
 
 def _rank_main(rank, world_size, folder, function, args):
@@ -57,34 +63,66 @@ def run_ranks(world_size, function, *args, timeout_s=120):
         ]
 
 
+def _command(argv, rank, world_size, port, folder):
+    """What `python train.py argv` does under a launcher, in a process that has its imports already."""
+    import train
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(f"{folder}/{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    torch.set_num_threads(1)
+    train.main(argv)
+
+
+class Launch:
+    """`train.py argv` on real processes without torchrun's agent: nobody stops them but themselves and the test."""
+
+    def __init__(self, world_size, folder, *argv):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.ranks = [
+            context.Process(target=_command, args=(list(argv), rank, world_size, port, str(folder)))
+            for rank in range(world_size)
+        ]
+        for process in self.ranks:
+            process.start()
+
+    def signal(self, number, *ranks):
+        for rank in ranks or range(len(self.ranks)):
+            if self.ranks[rank].is_alive():
+                os.kill(self.ranks[rank].pid, number)
+
+    def wait(self, timeout_s=60) -> list:
+        """The exit codes; -9 for a rank that had to be killed because it hung."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self.signal(signal.SIGKILL)
+        return [process.join() or process.exitcode for process in self.ranks]
+
+    def lines(self, name) -> list:
+        """All lines that the ranks wrote to "out" or "err"."""
+        paths = [self.folder / f"{name}-{rank}" for rank in range(len(self.ranks))]
+        return [line for path in paths if path.exists() for line in path.read_text().splitlines()]
+
+    def wait_for(self, text, timeout_s=60):
+        """Until rank 0 has printed a line with this text."""
+        deadline = time.monotonic() + timeout_s
+        while not any(text in line for line in self.lines("out")):
+            assert time.monotonic() < deadline, (text, self.lines("out"), self.lines("err"))
+            time.sleep(0.005)
+
+
 # ---- whole trainings ----
 
-TINY = [
-    "--n_layer",
-    "2",
-    "--n_head",
-    "1",
-    "--n_embd",
-    "6",
-    "--block_size",
-    "8",
-    "--batch_size",
-    "2",
-    "--dtype",
-    "fp64",
-]
-TINY += [
-    "--log_interval",
-    "1",
-    "--eval_batches",
-    "1",
-    "--lr",
-    "0.01",
-    "--lr_warmup_steps",
-    "3",
-    "--device",
-    "cpu",
-]
+TINY = "--n_layer 2 --n_head 1 --n_embd 6 --block_size 8 --batch_size 2 --dtype fp64 --log_interval 1".split()
+TINY += "--eval_batches 1 --lr 0.01 --lr_warmup_steps 3 --device cpu".split()
 
 
 def flags(**options) -> list:
@@ -121,16 +159,18 @@ def watch_syncs(method, model):
     return seen
 
 
-def _train(argv, corpus_folder, tamper):
-    import data
+def _train(argv, corpus_folder, tamper, out_dir):
+    import together
     import train
     from mesh import Mesh
 
     with tempfile.TemporaryDirectory() as out:
-        config, method_config, simulation = train.parse(argv + ["--out_dir", out])
-        train.resolve_device(config)
+        out = out_dir or out
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        setup = train.set_up([*argv, "--data", corpus_folder, "--out_dir", out], rank, world_size)
+        config = setup.config
         mesh = Mesh(config.shards, torch.device("cpu"))
-        seen, made = [], {}
+        made = {}
         method_class, method_config_class = train.METHODS[config.method]
 
         def make(model, mesh, *rest):
@@ -143,7 +183,7 @@ def _train(argv, corpus_folder, tamper):
         train.METHODS[config.method] = (make, method_config_class)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             store = dist.distributed_c10d._get_default_store()
-            train.train(config, method_config, simulation, data.load(corpus_folder), mesh, store)
+            train.train(setup, mesh, store, together.Leaving(store, config.save_on_exit))
         rows = (
             [json.loads(line) for line in open(f"{out}/metrics.jsonl")] if mesh.rank == 0 else None
         )
@@ -155,6 +195,7 @@ def _train(argv, corpus_folder, tamper):
             else None,
             "seen": made["seen"],
             "master": made["model"].master.clone(),
+            "exp_avg": made["model"].exp_avg.clone(),
             "method_state": made["method"].state_dict(),
             "calls": dict(mesh.calls),
             "sent": dict(mesh.sent),
@@ -177,6 +218,7 @@ class Run:
             assert torch.equal(rank["master"], ranks[rank["shard_index"]]["master"])
 
 
-def run_training(world_size, corpus_folder, tamper=None, **options) -> Run:
+def run_training(world_size, corpus_folder, tamper=None, out_dir=None, **options) -> Run:
     """Train on `world_size` ranks. tamper(method, model, mesh), on every rank, may change the method first."""
-    return Run(run_ranks(world_size, _train, flags(**options), str(corpus_folder), tamper))
+    out_dir = str(out_dir) if out_dir else None
+    return Run(run_ranks(world_size, _train, flags(**options), str(corpus_folder), tamper, out_dir))

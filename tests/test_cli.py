@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import train
-from data import UserError
+from flags import UserError
 from ranks import ROOT, TINY
 
 # Stands between torchrun and train.py: passes on signals and the exit code, and writes the code down.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import data
-from data import UserError
+from flags import UserError
 
 
 def batch(corpus, step=0, micro=0, rank=0, world=1, size=2, accum=1, T=8, seed=1):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train
-from data import UserError
+from flags import UserError
 from ranks import TINY, run_training
 from simulate import FRAMING, Config, Stragglers, Wire
 
