@@ -16,8 +16,8 @@ a DTensor over the shard group, so that any number of shards can read it.
 
 Saving changes nothing: it happens between two steps, reads the vectors, and uses no collective of
 the method; torch's library agrees on its plan over a gloo group. The folder is written as
-checkpoint-....tmp and gets its name when all ranks have reported their files, through torchrun's
-store, and all is on the disk. So whatever happens, `latest` finds the last complete one.
+checkpoint-....tmp and gets its name when all ranks have reported their files and all is on the
+disk. So whatever happens, `latest` finds the last complete one.
 
 Loading: every rank reads its pieces, no collective.
 
@@ -148,30 +148,23 @@ def no_process_group_is_fine():
 # ---- saving ----
 
 
-def save(folder, serial: int, run: dict, replica: dict, model, method, store, keep: int) -> Path:
-    """Write folder/checkpoint-{rank 0's step}, keep the last `keep` of them. serial: how many this process has
-    written; run: what all ranks know alike; replica: this replica's own state. All ranks call it between two
-    steps, and return when it is complete. Raises UserError, on all ranks, if it cannot be written; what was
-    there before stays as it was."""
-    mesh, shelf = model.mesh, f"checkpoint/{serial}"
-    with contact():
-        if mesh.rank == 0:  # replicas of A-EDiT have taken different numbers of steps
-            store.set(f"{shelf}/name", f"checkpoint-{replica['step']:08d}")
-        final = Path(folder, store.get(f"{shelf}/name").decode())
+def save(folder, run: dict, replica: dict, model, method, keep: int) -> Path:
+    """Write folder/checkpoint-{rank 0's step}, keep the last `keep` of them. run: what all ranks know alike;
+    replica: this replica's own state. All ranks call it between two steps, and return when it is complete.
+    Raises UserError, on all ranks, if it cannot be written; what was there before stays as it was."""
+    mesh = model.mesh
+    step = mesh.exchange(replica["step"])[0]  # replicas of A-EDiT have taken different numbers of steps
+    final = Path(folder, f"checkpoint-{step:08d}")
     unfinished = final.with_suffix(".tmp")
     error = write_vectors(unfinished, what_this_rank_writes(model, method), mesh)
     report = {"error": error, "replica": replica, "files": {}}
     if not error:
         own = [*unfinished.glob(f"__{mesh.rank}_*"), *([unfinished / ".metadata"] if mesh.rank == 0 else [])]
         report["files"] = {path.name: [path.stat().st_size, checksum(path)] for path in own}
-    with contact():  # the store is a host of its own and can be lost, too
-        store.set(f"{shelf}/{mesh.rank}", json.dumps(report))
-        if mesh.rank == 0:
-            reports = [json.loads(store.get(f"{shelf}/{rank}")) for rank in range(mesh.world_size)]
-            error = finish_folder(unfinished, final, run, reports, method, mesh, keep)
-            [store.delete_key(f"{shelf}/{rank}") for rank in range(mesh.world_size)]
-            store.set(f"{shelf}/done", error)
-        error = store.get(f"{shelf}/done").decode()
+    reports = mesh.exchange(report)
+    if mesh.rank == 0:
+        error = finish_folder(unfinished, final, run, reports, method, mesh, keep)
+    error = mesh.exchange(error)[0]
     if error:
         raise UserError(error)
     return final

@@ -156,6 +156,15 @@ class Mesh:
         ranks = grid[row].tolist()
         return Group(name, ranks, ranks.index(self.rank), process_groups[row])
 
+    def exchange(self, thing) -> list:
+        """What every rank passes, in rank order, through the host: for the rare things that are not tensors."""
+        if self.world_size == 1:
+            return [thing]
+        things = [None] * self.world_size
+        with contact():
+            dist.all_gather_object(things, thing, group=self.host_group())
+        return things
+
     def host_group(self):
         """A gloo group of all ranks, for what has to be agreed on outside the device (None: the default group)."""
         if self.world_size > 1 and dist.get_backend() != "gloo" and self.host is None:

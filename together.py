@@ -119,12 +119,13 @@ class Leaving:
         self.signal = self.signal or int(answer.split()[1]) or signal.SIGTERM
         return True
 
-    def end(self, code: int, line: str):
-        """Leave at once; the first rank to do so prints the line. No destructor gets to wait for lost ranks."""
+    def end(self, code: int, line: str, lost: bool = False):
+        """Leave at once; the first rank to do so prints the line, and so does whoever has lost the others and the
+        store with them. No destructor gets to wait for lost ranks."""
         try:
             first = self.store.compare_set("last words", "", str(os.getpid())) == str(os.getpid()).encode()
-        except RuntimeError:  # the store is lost, too
-            first = True
+        except RuntimeError:
+            first = lost
         if first:
             print(f"train.py: {line}", file=sys.stderr)
         sys.stdout.flush()

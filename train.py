@@ -22,7 +22,6 @@ own).
 """
 
 import dataclasses
-import itertools
 import math
 import os
 import signal
@@ -304,6 +303,7 @@ def main(argv: list):
         leaving.end(
             1, f"error: lost contact with another rank ({lost}); "
             + (f"--resume auto goes on from {last[-1]}" if last else "--checkpoint_interval would have kept checkpoints"),
+            lost=True,
         )  # fmt: skip
     if world_size > 1:
         dist.destroy_process_group()
@@ -391,8 +391,6 @@ def train(setup: Setup, mesh, store, leaving):
         record.eval(step, method.position(step), loss, corpus.bytes_per_token)
         return loss
 
-    serial = itertools.count()
-
     def save(common):
         with clock:  # stopped
             position = method.position(step) if common is None else common
@@ -404,9 +402,7 @@ def train(setup: Setup, mesh, store, leaving):
                 "evaluated_at": evaluated_at, "torch": torch.__version__,
             }  # fmt: skip
             replica = {"step": step, "method": method.state_dict(), "news": [n.read() for n in model.shared]}
-            path = checkpoint.save(
-                config.out_dir, next(serial), run, replica, model, method, store, config.keep
-            )
+            path = checkpoint.save(config.out_dir, run, replica, model, method, config.keep)
         record.saved(path)
         return path, position
 

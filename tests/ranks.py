@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -69,6 +68,7 @@ def _command(argv, rank, world_size, port, folder):
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it is there already, and stays
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(f"{folder}/{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
@@ -78,17 +78,22 @@ def _command(argv, rank, world_size, port, folder):
 
 
 class Launch:
-    """`train.py argv` on real processes without torchrun's agent: nobody stops them but themselves and the test."""
+    """`train.py argv` on real processes. Of torchrun's agent there is only the store, one for all launches as if they
+    were restarts: nobody stops the ranks but themselves and the test."""
 
-    def __init__(self, world_size, folder, *argv):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+    store = None
+
+    def __init__(self, world_size, folder, *argv, special={}):
+        """special: rank -> (function, *more), called like _command and with more in its place."""
+        if Launch.store is None:
+            Launch.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = Launch.store.port
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.ranks = [
-            context.Process(target=_command, args=(list(argv), rank, world_size, port, str(folder)))
+            context.Process(target=target, args=(list(argv), rank, world_size, port, str(folder), *more))
             for rank in range(world_size)
+            for target, *more in [special.get(rank, (_command,))]
         ]
         for process in self.ranks:
             process.start()

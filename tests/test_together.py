@@ -1,0 +1,199 @@
+"""Real processes, really killed and stopped: they leave in bounded time with one line, and go on later as if
+nothing had been."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+import checkpoint
+from ranks import TINY, Launch
+
+RUN = [*TINY, "--dtype", "fp32", "--method", "edit", "--shards", "2", "--tau", "4", "--sync_warmup_steps", "3"]
+
+
+def command(folder, corpus_folder, *argv, steps=40):
+    words = ["--data", corpus_folder, "--out_dir", folder, "--max_steps", steps, *argv]
+    return [*RUN, *map(str, words)]
+
+
+def record(folder):
+    return [json.loads(line) for line in open(folder / "metrics.jsonl")]
+
+
+def essence(folder):
+    """What two runs that are the same have in common: the losses by step, and the model."""
+    losses = [(row["step"], row["loss"]) for row in record(folder) if row["event"] == "step"]
+    return losses, torch.load(folder / "model.pt", weights_only=True)["model"]
+
+
+def assert_same(folder, other):
+    (losses, model), (expected, expected_model) = essence(folder), essence(other)
+    assert losses == expected  # every step once, none missing
+    assert all(torch.equal(model[name], value) for name, value in expected_model.items())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, corpus_folder):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    launch = Launch(4, folder / "log", *command(folder / "run", corpus_folder))
+    assert launch.wait() == [0] * 4 and launch.lines("err") == []
+    return folder / "run"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_with_save_on_exit_stops_all_at_one_step_and_the_rest_follows(number, tmp_path, corpus_folder, undisturbed):
+    argv = command(tmp_path / "run", corpus_folder, "--save_on_exit", "--resume", "auto")
+    launch = Launch(4, tmp_path / "log", *argv)
+    launch.wait_for("step 00017/")
+    launch.signal(number, *([2] if number == signal.SIGINT else []))  # one rank alone is enough
+    assert set(launch.wait()) <= {128 + number, 128 + signal.SIGTERM}
+    (line,) = launch.lines("err")
+    (path,) = checkpoint.complete(tmp_path / "run")
+    assert "stopped by SIG" in line and str(path) in line and "--resume auto" in line
+    assert not (tmp_path / "run" / "model.pt").exists()
+    again = Launch(4, tmp_path / "log", *argv)
+    assert again.wait() == [0] * 4
+    assert_same(tmp_path / "run", undisturbed)
+
+
+def test_signal_in_a_edit_stops_replicas_in_the_same_round(tmp_path, corpus_folder):
+    """No two replicas are at the same step: each saves where it is, and nobody waits for a sync that never comes."""
+    argv = command(tmp_path / "run", corpus_folder, "--method", "a_edit", "--tau_time_s", "0.2", "--save_on_exit", steps=400)
+    launch = Launch(4, tmp_path / "log", *argv, "--slow_replica", "1:3")
+    launch.wait_for("sync 0002")
+    launch.signal(signal.SIGTERM)
+    assert launch.wait() == [143] * 4
+    (path,) = checkpoint.complete(tmp_path / "run")
+    fast, slow = checkpoint.read(path)["replicas"]
+    assert fast["step"] > slow["step"] and fast["method"]["round"] == slow["method"]["round"]
+    argv = command(tmp_path / "run", corpus_folder, "--resume", "auto", "--max_steps", "40", "--allow_change", "max_steps")
+    again = Launch(4, tmp_path / "log", *[word for word in argv if word not in ("--method", "edit")])
+    assert again.wait() == [0] * 4, again.lines("err")
+
+
+def test_signal_without_save_on_exit_ends_at_once_with_one_line(tmp_path, corpus_folder):
+    launch = Launch(2, tmp_path / "log", *command(tmp_path / "run", corpus_folder, steps=100000))
+    launch.wait_for("step 00003/")
+    launch.signal(signal.SIGINT)
+    assert launch.wait(10) == [130] * 2
+    assert [line for line in launch.lines("err")] == ["train.py: stopped by SIGINT"]
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_killed_rank_ends_the_others_at_once_with_a_line(victim, tmp_path, corpus_folder):
+    argv = command(tmp_path / "run", corpus_folder, "--checkpoint_interval", "10", steps=100000)
+    launch = Launch(4, tmp_path / "log", *argv)
+    launch.wait_for("step 00013/")
+    launch.signal(signal.SIGKILL, victim)
+    began = time.monotonic()
+    codes = launch.wait(20)
+    assert time.monotonic() - began < 10
+    assert codes == [-9 if rank == victim else 1 for rank in range(4)]
+    lines = launch.lines("err")
+    assert all("lost contact with another rank" in line and "--resume auto goes on from" in line for line in lines), lines
+    assert len(lines) == 1
+
+
+def test_silent_rank_is_given_up_after_the_timeout(tmp_path, corpus_folder):
+    argv = command(tmp_path / "run", corpus_folder, "--timeout_s", "2", steps=100000)
+    launch = Launch(4, tmp_path / "log", *argv)
+    launch.wait_for("step 00005/")
+    launch.signal(signal.SIGSTOP, 3)  # a machine that hangs, not a process that is gone
+    codes = launch.wait(7)  # rank 3 is then killed, still asleep
+    assert codes == [1, 1, 1, -9]
+    assert sum("lost contact" in line for line in launch.lines("err")) == 1, launch.lines("err")
+
+
+# ---- crashes ----
+
+
+CRASHES = {
+    "before the vectors are written": ("write_vectors", 2, 2),
+    "before the files are reported": ("checksum", 1, 2),
+    "before the description": ("write_whole", 0, 2),
+    "before the new name": ("sync_folder", 0, 3),
+    "after the new name": ("sync_folder", 0, 4),
+    "while the oldest is removed": ("remove", 0, 1),
+}
+
+
+def run_and_die(argv, rank, world_size, port, folder, name, count):
+    """ranks._command with a function of checkpoint.py that kills its process when it is called for the count-th time."""
+    import ranks
+
+    function, calls = getattr(checkpoint, name), []
+
+    def deadly(*args, **options):
+        calls.append(None)
+        if len(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **options)
+
+    setattr(checkpoint, name, deadly)
+    ranks._command(argv, rank, world_size, port, folder)
+
+
+@pytest.mark.parametrize("name, victim, count", CRASHES.values(), ids=CRASHES)
+def test_crash_while_saving_leaves_the_last_complete_checkpoint(name, victim, count, tmp_path, corpus_folder, undisturbed):
+    argv = command(tmp_path / "run", corpus_folder, "--checkpoint_interval", "7", "--keep", "1", "--resume", "auto")
+    launch = Launch(4, tmp_path / "log", *argv, special={victim: (run_and_die, name, count)})
+    codes = launch.wait()
+    assert codes[victim] == -9 and 0 not in codes
+    for path in checkpoint.complete(tmp_path / "run"):
+        checkpoint.verify(path, checkpoint.read(path))
+    assert checkpoint.complete(tmp_path / "run")
+    again = Launch(4, tmp_path / "log", *argv)
+    assert again.wait() == [0] * 4, again.lines("err")
+    assert_same(tmp_path / "run", undisturbed)
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+KILLS = int(os.environ.get("KILLS", 2))  # more make a soak of it: KILLS=20 python -m pytest tests/test_together.py
+STEPS = 30 * KILLS
+
+
+def survive(folder, meshes, *argv):
+    """Run argv on one mesh after another, killing a random rank at a random moment, KILLS times; then let it finish.
+    meshes: pairs of (world size, flags). Returns how many processes were killed while they trained."""
+    dice, struck = random.Random(KILLS), 0
+    while True:
+        world_size, mesh = dice.choice(meshes)
+        launch = Launch(world_size, folder, *argv, *mesh)
+        killed = False
+        if struck < KILLS:
+            time.sleep(dice.uniform(0.3, 0.8))
+            if all(rank.is_alive() for rank in launch.ranks):
+                launch.signal(signal.SIGKILL, dice.randrange(world_size))
+                killed, struck = True, struck + 1
+        codes = launch.wait(4 if killed else 60)  # those who wait for a rank to start would be stopped by torchrun
+        if codes == [0] * world_size:
+            return struck
+        assert -9 in codes and set(codes) <= {-9, 1}, (codes, launch.lines("err"))
+
+
+def test_random_kills_cost_no_step_and_change_no_bit(tmp_path, corpus_folder):
+    argv = [*RUN, "--max_steps", str(STEPS), "--data", str(corpus_folder)]
+    whole = Launch(4, tmp_path / "log", *argv, "--out_dir", str(tmp_path / "whole"))
+    assert whole.wait() == [0] * 4
+    saving = ["--out_dir", str(tmp_path / "run"), "--checkpoint_interval", "5", "--resume", "auto"]
+    assert survive(tmp_path / "log", [(4, [])], *argv, *saving) > 0
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_random_kills_and_other_shards_continue_the_trajectory(tmp_path, corpus_folder):
+    """Now on one, two or four shards after each kill, with the same global batch; fp64, the order of sums differs."""
+    argv = [*RUN, "--dtype", "fp64", "--max_steps", str(STEPS), "--data", str(corpus_folder)]
+    argv += ["--batch_size", "2", "--allow_change", "batch_size"]
+    meshes = [(2 * n, ["--shards", str(n), "--batch_size", str(4 // n)]) for n in (1, 2)]
+    whole = Launch(4, tmp_path / "log", *argv, "--out_dir", str(tmp_path / "whole"))
+    assert whole.wait() == [0] * 4
+    saving = ["--out_dir", str(tmp_path / "run"), "--checkpoint_interval", "5", "--resume", "auto"]
+    assert survive(tmp_path / "log", meshes, *argv, *saving) > 0
+    (losses, _), (expected, _) = essence(tmp_path / "run"), essence(tmp_path / "whole")
+    assert [step for step, _ in losses] == [step for step, _ in expected]
+    assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in expected], rel=1e-9)
