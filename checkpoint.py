@@ -347,11 +347,11 @@ def reader(path):
     """torch's reader of a checkpoint folder, without its unpickling of whatever the file says."""
     import torch.distributed.checkpoint as dcp
 
+    with open(path / ".metadata", "rb") as file:
+        metadata = Unpickler(file).load()
+
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *args, **options):
-            with open(path / ".metadata", "rb") as file:
-                metadata = Unpickler(file).load()
-            metadata.storage_meta.load_id = self.load_id
             return metadata
 
     return Reader(path)

@@ -120,6 +120,15 @@ def parse(argv: list, saved: dict = {}) -> tuple:
     """Flags -> (Config, the method's, simulate's). Flags of other methods are checked and then not used, so that
     one command line serves to compare methods. saved: a checkpoint's flags, for those not given. Raises
     UserError, naming the flag, for what cannot be."""
+    config, *others = read_flags(argv, saved)
+    if config.n_embd % config.n_head or config.n_embd // config.n_head % 2:
+        raise UserError(
+            f"--n_embd {config.n_embd} --n_head {config.n_head}: channels per head must be a whole, even number"
+        )
+    return config, *others
+
+
+def read_flags(argv: list, saved: dict) -> tuple:
     owners = {None: [Config, simulate.Config]} | {name: [config] for name, (_, config) in METHODS.items()}
     texts = dict(description="Train with " + ", ".join(METHODS) + ".", usage="train.py [--flag value ...]")
     given = flags.parse(argv, owners, GROUPS, **texts)
@@ -131,15 +140,7 @@ def parse(argv: list, saved: dict = {}) -> tuple:
         config.out_dir = config.out_dir or f"out/{config.method}"
     else:
         config.out_dir = config.out_dir or str(checkpoint.run_folder(config.resume))
-    check_model(config)
     return config, flags.fill(METHODS[config.method][1], given), flags.fill(simulate.Config, given)
-
-
-def check_model(config):
-    if config.n_embd % config.n_head or config.n_embd // config.n_head % 2:
-        raise UserError(
-            f"--n_embd {config.n_embd} --n_head {config.n_head}: channels per head must be a whole, even number"
-        )
 
 
 def resolve_device(config):
@@ -197,17 +198,19 @@ def check_resume(saved: dict, config, method_config, corpus, path):
             f"checkpoint {path} was trained on another corpus ({saved['corpus_hash']}, this is {corpus.hash}): "
             "give it with --data, or --allow_change data"
         )
+    if config.method != saved["flags"]["method"]:
+        if saved["outer"]:
+            raise UserError(
+                f"--method {config.method}: checkpoint {path} is from {saved['flags']['method']}'s local phase; "
+                "methods can be changed up to the end of the warm-up"
+            )
+        now = vars(config)  # the other flags have other meanings
     for name, value in now.items():
         before = saved["flags"].get(name, value)
         if before == value or name in FREE or name in allowed - FIXED:
             continue
         way_out = "" if name in FIXED else f", or --allow_change {name} if you mean it"
         raise UserError(f"--{name} {value}: checkpoint {path} was made with {before}; leave it out{way_out}")
-    if config.method != saved["flags"]["method"] and saved["outer"]:
-        raise UserError(
-            f"--method {config.method}: checkpoint {path} is from the middle of {saved['flags']['method']}'s "
-            "local phase; methods can be changed up to the end of the warm-up"
-        )
     warmup = getattr(method_config, "sync_warmup_steps", math.inf)
     if bool(saved["outer"]) != (max(replica["step"] for replica in saved["replicas"]) > warmup):
         raise UserError(
@@ -233,12 +236,12 @@ class Setup:
 
 def set_up(argv: list, rank: int, world_size: int, restarted: bool = False) -> Setup:
     """Everything that wrong input can break, before any process group exists."""
-    config, method_config, simulation = parse(argv)
+    config, *_ = read_flags(argv, saved={})
     path, saved = checkpoint.choose(config.resume, config.out_dir, restarted), None
     if path:
         saved = checkpoint.read(path)
-        with checkpoint.whole(path):
-            config, method_config, simulation = parse(argv, saved["flags"])
+    with checkpoint.whole(path):
+        config, method_config, simulation = parse(argv, saved["flags"] if saved else {})
     if world_size % config.shards:
         raise UserError(
             f"--shards {config.shards}: {world_size} ranks do not divide into replicas of {config.shards}"

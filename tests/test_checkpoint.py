@@ -261,3 +261,160 @@ def run_script(*words):
 
     command = [sys.executable, *map(str, words)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+
+
+# ---- bad input ----
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory, corpus_folder):
+    """Two replicas of EDiT, checkpoints 6 and 9, both in the middle of a round."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    options = CONSTANT_LR | dict(method="edit", max_steps=9, tau=8)
+    run_training(2, corpus_folder, **options, out_dir=folder, checkpoint_interval=3, keep=2)
+    return folder
+
+
+def edit_state(path, change):
+    """Change state.json and give it the right checksum again: damage that only its meaning can show."""
+    state = json.loads((path / "state.json").read_text())
+    state.pop("crc32")
+    change(state)
+    state["crc32"] = checkpoint.own_checksum(state)
+    (path / "state.json").write_text(json.dumps(state))
+
+
+def replace_file(path, name, content):
+    """Put other content into a file, and its size and checksum into state.json."""
+    (path / name).write_bytes(content)
+    edit_state(path, lambda s: s["files"].update({name: [len(content), checkpoint.checksum(path / name)]}))
+
+
+def change_bytes(path, name, change):
+    (path / name).write_bytes(change((path / name).read_bytes()))
+
+
+def flip(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+
+
+class Executed:
+    """A pickle that runs a command when it is loaded, if it is allowed to."""
+
+    def __init__(self, proof):
+        self.proof = proof
+
+    def __reduce__(self):
+        import os
+
+        return os.system, (f"touch {self.proof}",)
+
+
+DATA = "__0_0.distcp"
+DAMAGE = {  # what is wrong with the last checkpoint -> how to get there, what the line must say
+    "no description": (lambda p: (p / "state.json").unlink(), "delete it, and --resume auto goes on from checkpoint-00000006"),
+    "half a description": (lambda p: change_bytes(p, "state.json", lambda c: c[: len(c) // 2]), "damaged"),
+    "a digit changed": (lambda p: change_bytes(p, "state.json", lambda c: c.replace(b'"step": 9', b'"step": 8')), "checksum"),
+    "a list for a description": (lambda p: (p / "state.json").write_text("[]"), "damaged"),
+    "noise for a description": (lambda p: (p / "state.json").write_bytes(bytes(range(256))), "damaged"),
+    "a thousand brackets": (lambda p: (p / "state.json").write_text("[" * 100000), "damaged"),
+    "a newer format": (lambda p: edit_state(p, lambda s: s.update(format=2)), "format 2, this program reads 1"),
+    "no flags": (lambda p: edit_state(p, lambda s: s.pop("flags")), "damaged (KeyError"),
+    "words for numbers": (lambda p: edit_state(p, lambda s: s["flags"].update(lr="fast")), "--lr"),
+    "no vocabulary": (lambda p: edit_state(p, lambda s: s.update(model_config={})), "damaged"),
+    "no plan": (lambda p: (p / ".metadata").unlink(), ".metadata: No such file"),
+    "half a plan": (lambda p: change_bytes(p, ".metadata", lambda c: c[:100]), "100 bytes instead of"),
+    "no vectors": (lambda p: (p / DATA).unlink(), f"{DATA}: No such file"),
+    "half the vectors": (lambda p: change_bytes(p, DATA, lambda c: c[: len(c) // 2]), "bytes instead of"),
+    "longer vectors": (lambda p: change_bytes(p, DATA, lambda c: c + b"0"), "bytes instead of"),
+    "one bit flipped": (lambda p: change_bytes(p, DATA, flip), f"the checksum of {DATA} is wrong"),
+    "a folder for a file": (lambda p: ((p / DATA).unlink(), (p / DATA).mkdir()), "damaged"),
+    "a file for the checkpoint": (lambda p: (shutil.rmtree(p), p.write_text("")), "state.json"),
+}  # fmt: skip
+
+
+def refused(capsys, *argv) -> str:
+    """The one line with which train.py refuses argv, exit code 2."""
+    import train
+
+    with pytest.raises(SystemExit) as left:
+        train.main([str(word) for word in argv])
+    written = capsys.readouterr()
+    (line,) = written.err.splitlines()
+    assert left.value.code == 2 and line.startswith("train.py: error: ") and "Traceback" not in written.out
+    return line
+
+
+@pytest.mark.parametrize("damage, message", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_checkpoint_is_refused_in_one_line(damage, message, saved_run, tmp_path, corpus_folder, capsys):
+    run = shutil.copytree(saved_run, tmp_path / "run")
+    before = stored_bytes(run / "checkpoint-00000006"), (run / "metrics.jsonl").read_bytes()
+    damage(run / "checkpoint-00000009")
+    line = refused(capsys, *flags(method="edit", tau=8, data=corpus_folder, out_dir=run, resume="auto"))
+    assert message in line and "checkpoint-00000009" in line or "--lr" in line
+    assert before == (stored_bytes(run / "checkpoint-00000006"), (run / "metrics.jsonl").read_bytes())
+
+
+OTHER = {  # flags that do not go with the checkpoint -> what the line must name
+    "no such folder": (["--resume", "{run}/nowhere"], "there is no checkpoint"),
+    "a run without checkpoints": (["--resume", "{tmp}"], "there is no checkpoint"),
+    "a file": (["--resume", "{run}/metrics.jsonl"], "there is no checkpoint"),
+    "a fresh start among checkpoints": (["--resume", "", "--out_dir", "{run}"], "--resume auto goes on from it"),
+    "an older one beside a later": (["--resume", "{run}/checkpoint-00000006"], "has checkpoints of an earlier run"),
+    "more layers": (["--n_layer", "3"], "--n_layer 3: checkpoint"),
+    "other heads": (["--n_head", "3"], "made with 1; leave it out"),
+    "wider": (["--n_embd", "8"], "--n_embd 8"),
+    "wider, on purpose": (["--n_embd", "8", "--allow_change", "n_embd"], "made with 6; leave it out"),
+    "another lr": (["--lr", "0.02"], "--lr 0.02: checkpoint"),
+    "another batch": (["--batch_size", "3"], "or --allow_change batch_size if you mean it"),
+    "another length": (["--max_steps", "20"], "made with 9"),
+    "another seed": (["--seed", "2"], "--seed"),
+    "another dtype": (["--dtype", "fp32"], "--dtype"),
+    "another tau": (["--tau", "4"], "--tau 4"),
+    "another method": (["--method", "diloco"], "--method"),
+    "another method, on purpose": (["--method", "diloco", "--allow_change", "method,outer_momentum,tau"], "local phase"),
+    "the warm-up moved": (["--sync_warmup_steps", "100", "--allow_change", "sync_warmup_steps"], "--sync_warmup_steps 100"),
+    "an unknown name": (["--allow_change", "rate"], "there is no flag rate"),
+    "another corpus": (["--data", "{other}"], "another corpus"),
+    "another vocabulary": (["--data", "{vocabulary}"], "vocabulary"),
+    "shards that do not divide": (["--shards", "2"], "--shards 2"),
+    "no checkpoint to keep": (["--keep", "0"], "--keep 0"),
+    "a negative interval": (["--checkpoint_interval", "-1"], "--checkpoint_interval -1"),
+    "no patience": (["--timeout_s", "0"], "--timeout_s 0"),
+    "out_dir is a file": (["--out_dir", "{run}/metrics.jsonl"], "--out_dir"),
+}
+
+
+@pytest.mark.parametrize("argv, message", OTHER.values(), ids=OTHER)
+def test_flags_that_do_not_go_with_the_checkpoint_are_named(argv, message, saved_run, tmp_path, corpus_folder, capsys):
+    import data
+
+    (tmp_path / "text.txt").write_text("another text, long enough for a window of each part " * 40)
+    data.write_corpus(data.text_documents([tmp_path / "text.txt"]), "byte", tmp_path / "other")
+    vocabulary = shutil.copytree(tmp_path / "other", tmp_path / "vocabulary")
+    meta = json.loads((vocabulary / "meta.json").read_text())
+    (vocabulary / "meta.json").write_text(json.dumps(meta | {"vocab_size": 300}))
+    places = dict(run=saved_run, tmp=tmp_path, other=tmp_path / "other", vocabulary=vocabulary)
+    argv = [word.format(**places) for word in argv]
+    start = ["--device", "cpu", "--resume", str(saved_run)]
+    if "--out_dir" in argv and "--resume" not in argv:
+        start += ["--resume", str(saved_run / "checkpoint-00000009")]
+    assert message in refused(capsys, *start, *argv)
+
+
+@pytest.mark.parametrize("name", [".metadata", DATA])
+def test_nothing_in_a_checkpoint_is_executed(name, saved_run, tmp_path, corpus_folder):
+    """A forged file with a right checksum: refused by what it asks for, in one line."""
+    run = shutil.copytree(saved_run, tmp_path / "run")
+    proof = tmp_path / "executed"
+    replace_file(run / "checkpoint-00000009", name, pickle.dumps(Executed(proof)))
+    argv = flags(method="edit", tau=8, data=corpus_folder, out_dir=run, resume="auto", max_steps=9, min_lr_ratio=1.0)
+    argv += ["--sync_warmup_steps", "3", "--eval_interval", "1000"]
+    launch = Launch(2, tmp_path / "log", *argv)
+    assert launch.wait() == [2, 2], launch.lines("err")
+    assert len(launch.lines("err")) == 1, launch.lines("err")
+    (line,) = launch.lines("err")
+    assert "is damaged" in line and not proof.exists()
+    pickle.loads((run / "checkpoint-00000009" / name).read_bytes())
+    assert proof.exists()  # it would have been, and the test can tell
