@@ -54,7 +54,7 @@ class DiLoCo:
 
     def __init__(self, model, mesh, config: Config, max_steps: int, clock):
         self.model, self.mesh, self.config, self.max_steps = model, mesh, config, max_steps
-        self.anchor = torch.empty_like(model.master)
+        self.anchor = torch.zeros_like(model.master)
         nesterov = config.outer_momentum > 0  # torch refuses nesterov without momentum
         self.outer = torch.optim.SGD(
             [self.anchor],

@@ -163,7 +163,7 @@ class EDiT:
     def __init__(self, model, mesh, config, max_steps: int, clock):
         self.model, self.mesh, self.config = model, mesh, config
         self.max_steps, self.clock = max_steps, clock
-        self.anchor = torch.empty_like(model.master)
+        self.anchor = torch.zeros_like(model.master)
         self.momentum = torch.zeros_like(model.master)
         self.outer_vectors = {"anchor": self.anchor, "momentum": self.momentum}
         self.anchors, self.momenta = model.views(self.anchor), model.views(self.momentum)

@@ -122,9 +122,10 @@ class Record:
             print(line, flush=True)
         self.sync(method)  # the one that changing the number of replicas may have taken
 
-    def saved(self, path):
+    def saved(self, path, seconds: float):
         if self.file:
-            print(f"saved   {path}", flush=True)
+            size = sum(file.stat().st_size for file in path.iterdir())
+            print(f"saved   {path}: {megabytes(size)} in {seconds:.2f} s", flush=True)
 
     def tokens(self, position: float) -> int:
         """Tokens that all ranks together have trained on."""
@@ -218,6 +219,9 @@ class Record:
             f"(waiting for others {row['wait_others_ms']:.0f}, link {row['wait_link_ms']:.0f})",
             flush=True,
         )
+        for i, layers in enumerate(row["dropped"]):
+            if layers:
+                print(f"left out replica {i} in {layers} layers of sync {row['round']:04d}: norm {norms[i]:.3g}", flush=True)
 
     def eval(self, step: int, position: float, val_loss: float, bytes_per_token: float):
         bits = val_loss / math.log(2) / bytes_per_token

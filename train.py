@@ -27,6 +27,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -395,6 +396,7 @@ def train(setup: Setup, mesh, store, leaving):
         return loss
 
     def save(common):
+        began = time.perf_counter()
         with clock:  # stopped
             position = method.position(step) if common is None else common
             run = record.state(position) | {
@@ -406,7 +408,7 @@ def train(setup: Setup, mesh, store, leaving):
             }  # fmt: skip
             replica = {"step": step, "method": method.state_dict(), "news": [n.read() for n in model.shared]}
             path = checkpoint.save(config.out_dir, run, replica, model, method, config.keep)
-        record.saved(path)
+        record.saved(path, time.perf_counter() - began)
         return path, position
 
     asked = False  # to stop, by a signal

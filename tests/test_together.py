@@ -5,13 +5,15 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
 import checkpoint
-from ranks import TINY, Launch
+from ranks import ROOT, TINY, Launch
 
 RUN = [*TINY, "--dtype", "fp32", "--method", "edit", "--shards", "2", "--tau", "4", "--sync_warmup_steps", "3"]
 
@@ -197,3 +199,109 @@ def test_random_kills_and_other_shards_continue_the_trajectory(tmp_path, corpus_
     (losses, _), (expected, _) = essence(tmp_path / "run"), essence(tmp_path / "whole")
     assert [step for step, _ in losses] == [step for step, _ in expected]
     assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in expected], rel=1e-9)
+
+
+def test_torchrun_restarts_from_the_last_checkpoint_without_being_told(tmp_path, corpus_folder, undisturbed):
+    """The whole chain, once: torchrun --max-restarts, kill -9 of one rank, no --resume flag."""
+    argv = command(tmp_path / "run", corpus_folder, "--checkpoint_interval", "5", "--random_lag", "1:0.02")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4", "--max-restarts", "1"]
+    agent = subprocess.Popen(
+        [*launcher, "train.py", *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    for line in agent.stdout:
+        if line.startswith("step 00012"):
+            ranks = subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True).stdout.split()
+            os.kill(int(ranks[-1]), signal.SIGKILL)
+            break
+    printed, _ = agent.communicate(timeout=90)
+    assert agent.returncode == 0 and "checkpoint-00000010: step 10" in printed
+    assert_same(tmp_path / "run", undisturbed)
+
+
+# ---- full disks, divergence ----
+
+
+def run_with_small_files(argv, rank, world_size, port, folder, most_bytes):
+    """ranks._command on a disk where a file can have so many bytes: writing more fails as on a full one."""
+    import resource
+
+    import ranks
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+    ranks._command(argv, rank, world_size, port, folder)
+
+
+FULL = {  # the largest file there is room for -> what cannot be written
+    "record": (3_000, ["--log_interval", "1"], "metrics.jsonl could not be written: File too large"),
+    "model": (20_000, [], "model.pt could not be written"),
+    "checkpoint": (40_000, ["--checkpoint_interval", "10"], "no checkpoint could be written to"),
+}
+
+
+@pytest.mark.parametrize("most_bytes, more, message", FULL.values(), ids=FULL)
+def test_full_disk_ends_the_run_with_one_line_and_nothing_half_written(most_bytes, more, message, tmp_path, corpus_folder):
+    argv = command(tmp_path / "run", corpus_folder, "--n_embd", "8", "--log_interval", "20", *more)
+    special = {rank: (run_with_small_files, most_bytes) for rank in range(4)}
+    launch = Launch(4, tmp_path / "log", *argv, special=special)
+    codes = launch.wait(30)
+    assert codes[0] == 2 and set(codes) <= {0, 1, 2}  # the others are done when rank 0 writes the model
+    (line,) = launch.lines("err")
+    assert message in line
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"metrics.jsonl"}
+
+
+def test_failed_save_leaves_the_one_before(tmp_path, corpus_folder, undisturbed):
+    argv = command(tmp_path / "run", corpus_folder, "--checkpoint_interval", "10", "--resume", "auto")
+    obstacle = tmp_path / "run" / "checkpoint-00000020.tmp"
+    special = {0: (run_into, str(obstacle))}
+    launch = Launch(4, tmp_path / "log", *argv, special=special)
+    assert launch.wait() == [2] * 4
+    (line,) = launch.lines("err")
+    assert "no checkpoint could be written" in line
+    assert [path.name for path in checkpoint.complete(tmp_path / "run")] == ["checkpoint-00000010"]
+    obstacle.unlink(missing_ok=True)
+    again = Launch(4, tmp_path / "log", *argv)
+    assert again.wait() == [0] * 4
+    assert_same(tmp_path / "run", undisturbed)
+
+
+def run_into(argv, rank, world_size, port, folder, obstacle):
+    """ranks._command with a file where the second checkpoint's folder has to be."""
+    import ranks
+    import train
+
+    clean_up = checkpoint.clean_up
+
+    def clean_up_and_block(folder):
+        clean_up(folder)
+        open(obstacle, "w").close()
+
+    checkpoint.clean_up = clean_up_and_block
+    ranks._command(argv, rank, world_size, port, folder)
+
+
+def run_sick(argv, rank, world_size, port, folder, sick_rank, step):
+    """ranks._command; the loss of one rank is NaN from a step on."""
+    import ranks
+    import shard
+
+    forward, count = shard.ShardedModel.forward, []
+
+    def sick_forward(self, *args, **options):
+        count.append(None)
+        return forward(self, *args, **options) * (float("nan") if len(count) > step and rank == sick_rank else 1)
+
+    shard.ShardedModel.forward = sick_forward
+    ranks._command(argv, rank, world_size, port, folder)
+
+
+@pytest.mark.parametrize("method", ["minibatch", "diloco"])
+def test_loss_that_is_not_finite_stops_methods_that_cannot_mend_it(method, tmp_path, corpus_folder):
+    argv = command(tmp_path / "run", corpus_folder, "--checkpoint_interval", "1", "--keep", "100", "--method", method)
+    special = {rank: (run_sick, 2, 14) for rank in range(4)}
+    launch = Launch(4, tmp_path / "log", *argv, special=special)
+    codes = launch.wait(20)
+    assert 2 in codes and set(codes) <= {1, 2}
+    (line,) = launch.lines("err")
+    assert "diverged at step 15" in line and "loss nan" in line and "lower --lr" in line
+    assert len(checkpoint.complete(tmp_path / "run")) == 14  # none of the sick step
