@@ -404,7 +404,7 @@ def main():
     parser.add_argument("--out", required=True, metavar="FILE", help="the model.pt to write")
     try:
         args = parser.parse_args()
-        import train  # which knows the methods
+        from config import METHODS  # which imports this file
 
         path = choose(args.checkpoint, "")
         state = read(path)
@@ -413,7 +413,7 @@ def main():
         master = torch.float64 if flags["dtype"] == "fp64" else torch.float32
         model = ShardedModel(ModelConfig(**state["model_config"]), Mesh(1, torch.device("cpu")), master)
         model.adamw(0.0)
-        method_class, config_class = train.METHODS[flags["method"]]
+        method_class, config_class = METHODS[flags["method"]]
         method = method_class(model, model.mesh, fill(config_class, flags), flags["max_steps"], lambda: 0.0)
         load(path, state, model, method)
         method.finish()  # the model is what the training would end with if it stopped here

@@ -168,16 +168,17 @@ def watch_syncs(method, model):
 def _train(argv, corpus_folder, tamper, out_dir):
     import together
     import train
+    from config import METHODS, set_up
     from mesh import Mesh
 
     with tempfile.TemporaryDirectory() as out:
         out = out_dir or out
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        setup = train.set_up([*argv, "--data", corpus_folder, "--out_dir", out], rank, world_size)
+        setup = set_up([*argv, "--data", corpus_folder, "--out_dir", out], rank, world_size)
         config = setup.config
         mesh = Mesh(config.shards, torch.device("cpu"))
         made = {}
-        method_class, method_config_class = train.METHODS[config.method]
+        method_class, method_config_class = METHODS[config.method]
 
         def make(model, mesh, *rest):
             made["model"], made["method"] = model, method_class(model, mesh, *rest)
@@ -186,7 +187,7 @@ def _train(argv, corpus_folder, tamper, out_dir):
                 tamper(made["method"], model, mesh)
             return made["method"]
 
-        train.METHODS[config.method] = (make, method_config_class)
+        METHODS[config.method] = (make, method_config_class)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             store = dist.distributed_c10d._get_default_store()
             train.train(setup, mesh, store, together.Leaving(store, config.save_on_exit))

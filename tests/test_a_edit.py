@@ -111,8 +111,9 @@ def test_learning_rate_follows_the_tokens_of_all_replicas(corpus_folder):
     options = LONG | dict(max_steps=60, log_interval=1, min_lr_ratio=0.0)
     run = run_training(2, corpus_folder, tamper=VirtualClock(1.0, 2.0), **options)
     import train
+    from config import parse
 
-    config, *_ = train.parse(
+    config, *_ = parse(
         ["--max_steps", "60", "--lr", "0.01", "--lr_warmup_steps", "3", "--min_lr_ratio", "0"]
     )
     lr = {row["step"]: row["lr"] for row in run.rows("step")}

@@ -10,9 +10,11 @@ import sys
 
 import pytest
 
+import ranks
 import train
+from config import Config, METHODS, has_native_bf16, parse, resolve_device, set_up
 from flags import UserError
-from ranks import ROOT, TINY
+from ranks import ROOT, TINY, Launch
 
 # Stands between torchrun and train.py: passes on signals and the exit code, and writes the code down.
 RANK_SCRIPT = """
@@ -117,7 +119,7 @@ BAD_FLAGS = {
 @pytest.mark.parametrize("argv", BAD_FLAGS.values(), ids=BAD_FLAGS)
 def test_bad_flag_is_refused_in_one_line_that_names_it(argv):
     with pytest.raises(UserError) as error:
-        train.parse(argv)
+        parse(argv)
     line = str(error.value)
     assert "\n" not in line
     assert argv[0].split("=")[0].lstrip("-") in line
@@ -127,26 +129,26 @@ def test_bad_flag_is_refused_in_one_line_that_names_it(argv):
 def test_damaged_corpus_is_refused_in_one_line(damage, tmp_path, corpus_folder):
     folder = corrupt_corpus(tmp_path, corpus_folder, damage)
     with pytest.raises(UserError, match="damaged|window needs|make it again") as error:
-        train.set_up(TINY + ["--data", str(folder), "--out_dir", str(tmp_path / "out")], 0, 1)
+        set_up(TINY + ["--data", str(folder), "--out_dir", str(tmp_path / "out")], 0, 1)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
 
 
 def test_bf16_where_it_is_not_native_is_refused(monkeypatch):
-    monkeypatch.setattr(train, "has_native_bf16", lambda device: False)
-    config, *_ = train.parse(["--dtype", "bf16", "--device", "cpu"])
+    monkeypatch.setattr("config.has_native_bf16", lambda device: False)
+    config, *_ = parse(["--dtype", "bf16", "--device", "cpu"])
     with pytest.raises(UserError, match="--dtype fp32"):
-        train.resolve_device(config)
-    config, *_ = train.parse(["--device", "cpu"])
-    train.resolve_device(config)
+        resolve_device(config)
+    config, *_ = parse(["--device", "cpu"])
+    resolve_device(config)
     assert config.dtype == "fp32"  # auto
 
 
 def test_cuda_where_there_is_none_is_refused(monkeypatch):
-    monkeypatch.setattr(train.torch.cuda, "is_available", lambda: False)
-    config, *_ = train.parse(["--device", "cuda"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config, *_ = parse(["--device", "cuda"])
     with pytest.raises(UserError, match="--device cpu"):
-        train.resolve_device(config)
+        resolve_device(config)
 
 
 def test_plain_python_prints_one_line_and_exits_with_2(tmp_path):
@@ -155,28 +157,43 @@ def test_plain_python_prints_one_line_and_exits_with_2(tmp_path):
     assert lines[0].startswith("train.py: error: --data") and "no such folder" in lines[0]
 
 
+def test_torchrun_sees_exit_code_2_of_every_rank_after_one_line(tmp_path):
+    codes, out, lines = launch_ranks(2, tmp_path, "--learning_rate", "1")
+    assert codes == [2, 2] and out == ""
+    (ours,) = [line for line in lines if "train.py: error:" in line]
+    assert "--learning_rate" in ours
+    assert not any('train.py", line' in line for line in lines)  # a traceback of ours
+
+
+def with_rank_in_lr(argv, rank, *more):
+    ranks._command([*argv, f"--lr=0.{rank}1"], rank, *more)
+
+
 ALL_RANKS = {
-    "unknown flag": (4, ["--learning_rate", "1"]),
-    "impossible mesh": (4, ["--shards", "3"]),
-    "unwritable out_dir": (2, ["--out_dir", "/dev/null/run"]),  # only rank 0 can see this one
+    "impossible mesh": (4, ["--shards", "3"], {}, "--shards 3"),
+    "unwritable out_dir": (2, ["--out_dir", "/dev/null/run"], {}, "--out_dir"),  # only rank 0 can see this one
+    "different flags": (2, [], {0: (with_rank_in_lr,), 1: (with_rank_in_lr,)}, "the ranks differ in their flags"),
+    "no checkpoint": (2, ["--resume", "nowhere"], {}, "--resume nowhere"),
 }
 
 
-@pytest.mark.parametrize("world_size, argv", ALL_RANKS.values(), ids=ALL_RANKS)
-def test_every_rank_exits_with_2_after_one_line(world_size, argv, tmp_path):
-    codes, out, lines = launch_ranks(world_size, tmp_path, *argv)
-    assert codes == [2] * world_size and out == ""
-    ours = [line for line in lines if "train.py: error:" in line]
-    assert len(ours) == 1 and argv[0] in ours[0]
-    assert not any('train.py", line' in line for line in lines)  # a traceback of ours
+@pytest.mark.parametrize("world_size, argv, special, message", ALL_RANKS.values(), ids=ALL_RANKS)
+def test_every_rank_exits_with_2_after_one_line(world_size, argv, special, message, tmp_path, corpus_folder):
+    argv = [*TINY, "--data", str(corpus_folder), "--out_dir", str(tmp_path / "out"), *argv]
+    run = Launch(world_size, tmp_path, *argv, special=special)
+    assert run.wait() == [2] * world_size and run.lines("out") == []
+    (line,) = run.lines("err")
+    assert line.startswith("train.py: error: ") and message in line
 
 
 def test_help_lists_every_flag_with_its_default(capsys):
     with pytest.raises(SystemExit) as done:
-        train.parse(["--help"])
+        parse(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert done.value.code == 0
-    configs = [train.Config, train.simulate.Config, *(config for _, config in train.METHODS.values())]
+    import simulate
+
+    configs = [Config, simulate.Config, *(config for _, config in METHODS.values())]
     for f in (f for config in configs for f in dataclasses.fields(config)):
         assert f"--{f.name}" in text, f.name
         assert isinstance(f.default, (bool, str)) or f"{f.default}" in text, f.name
@@ -184,11 +201,11 @@ def test_help_lists_every_flag_with_its_default(capsys):
 
 
 def test_equals_sign_and_space_mean_the_same():
-    assert train.parse(["--lr=0.5", "--tau=7"]) == train.parse(["--lr", "0.5", "--tau", "7"])
+    assert parse(["--lr=0.5", "--tau=7"]) == parse(["--lr", "0.5", "--tau", "7"])
 
 
 def test_learning_rate_warms_up_linearly_then_follows_a_cosine():
-    config, *_ = train.parse(
+    config, *_ = parse(
         ["--lr", "1", "--lr_warmup_steps", "10", "--max_steps", "110", "--min_lr_ratio", "0.1"]
     )
     lr = [train.learning_rate(step, config) for step in range(110)]
@@ -198,43 +215,12 @@ def test_learning_rate_warms_up_linearly_then_follows_a_cosine():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_run_leaves_a_record_and_a_model_that_samples(dtype, tmp_path, corpus_folder):
-    if dtype == "bf16" and not train.has_native_bf16("cpu"):
+    if dtype == "bf16" and not has_native_bf16("cpu"):
         pytest.skip("no native bf16 on this CPU")
     out = tmp_path / "run"
-    argv = [
-        "--data",
-        str(corpus_folder),
-        "--out_dir",
-        str(out),
-        "--max_steps",
-        "7",
-        "--tau",
-        "2",
-        "--dtype",
-        dtype,
-    ]
-    argv += [
-        "--sync_warmup_steps",
-        "1",
-        "--log_interval",
-        "3",
-        "--eval_interval",
-        "3",
-        "--eval_batches",
-        "1",
-    ]
-    argv += [
-        "--n_layer",
-        "1",
-        "--n_embd",
-        "16",
-        "--n_head",
-        "2",
-        "--block_size",
-        "16",
-        "--device",
-        "cpu",
-    ]
+    argv = ["--data", str(corpus_folder), "--out_dir", str(out), "--max_steps", "7", "--tau", "2", "--dtype", dtype]
+    argv += "--sync_warmup_steps 1 --log_interval 3 --eval_interval 3 --eval_batches 1 --device cpu".split()
+    argv += "--n_layer 1 --n_embd 16 --n_head 2 --block_size 16".split()
     code, printed, errors = launch("--method", "edit", *argv)
     assert code == 0 and errors == []  # no warning either
     rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
@@ -266,39 +252,14 @@ def test_run_leaves_a_record_and_a_model_that_samples(dtype, tmp_path, corpus_fo
     assert done.returncode == 0
 
 
-def test_torchrun_trains_edit_on_four_ranks_without_a_warning(tmp_path, corpus_folder):
-    argv = [
-        "--data",
-        str(corpus_folder),
-        "--out_dir",
-        str(tmp_path / "run"),
-        "--max_steps",
-        "6",
-        "--tau",
-        "2",
-    ]
-    argv += [
-        "--sync_warmup_steps",
-        "2",
-        "--n_layer",
-        "1",
-        "--block_size",
-        "16",
-        "--eval_batches",
-        "1",
-        "--device",
-        "cpu",
-    ]
-    codes, printed, errors = launch_ranks(4, tmp_path, "--method", "edit", "--shards", "2", *argv)
-    assert codes == [0] * 4 and errors == []
-    assert printed.count("done |") == 1 and "replica 1" in printed and printed.count("sync 0") == 2
-
-
-def test_two_nodes_train_like_one(tmp_path, corpus_folder):
-    """Two torchrun agents with two ranks each: data and groups go by global rank."""
-    argv = ["--data", str(corpus_folder), "--max_steps", "4", "--tau", "2", "--sync_warmup_steps", "2"]
+def test_torchrun_trains_on_one_node_and_on_two_alike(tmp_path, corpus_folder):
+    """Four ranks, then two agents with two ranks each: data and groups go by global rank. Without a warning."""
+    argv = ["--data", str(corpus_folder), "--max_steps", "6", "--tau", "2", "--sync_warmup_steps", "2"]
     argv += ["--n_layer", "1", "--block_size", "16", "--eval_batches", "1", "--device", "cpu"]
     argv += ["--method", "edit", "--shards", "2", "--dtype", "fp32", "--log_interval", "1"]
+    codes, printed, errors = launch_ranks(4, tmp_path, *argv, "--out_dir", str(tmp_path / "one"))
+    assert codes == [0] * 4 and errors == []
+    assert printed.count("done |") == 1 and "replica 1" in printed and printed.count("sync 0") == 2
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -308,19 +269,6 @@ def test_two_nodes_train_like_one(tmp_path, corpus_folder):
     nodes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in "ab"]
     outputs = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    codes, _, _ = launch_ranks(4, tmp_path, *argv, "--out_dir", str(tmp_path / "one"))
-    assert codes == [0] * 4
     one, two = ([json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")] for name in ("one", "two"))
     losses = [[row["loss"] for row in rows if row["event"] == "step"] for rows in (one, two)]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
-
-
-def test_ranks_that_differ_in_their_flags_are_refused(tmp_path):
-    script = tmp_path / "differ.py"
-    script.write_text(
-        "import os, sys\nsys.argv = ['train.py', '--lr', '0.' + os.environ['RANK'] + '1']\n"
-        "import runpy\nrunpy.run_path('train.py', run_name='__main__')\n"
-    )
-    codes, out, lines = launch_ranks(2, tmp_path, script=script)
-    assert codes == [2, 2] and out == ""
-    assert sum("the ranks differ in their flags" in line for line in lines) == 1
+    assert losses[0] == losses[1] and len(losses[0]) == 6

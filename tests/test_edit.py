@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from edit import Detector, clip_factor, outer_nesterov, replica_weights
-import train
+from config import parse
 from ranks import flags, run_training
 from reference import simulate
 
@@ -182,7 +182,7 @@ def test_flagged_replica_equals_the_method_on_the_others(corpus, corpus_folder):
                 {name: torch.full_like(p, math.nan) for name, p in replicas[1].x.items()}
             )
 
-    config, method_config, _ = train.parse(flags(**options))
+    config, method_config, _ = parse(flags(**options))
     f = types.SimpleNamespace(**vars(config), **vars(method_config))
     expected = simulate(f, 3, 1, corpus, tamper=fill_nan)
     assert run.losses == pytest.approx(expected["losses"], rel=1e-9)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import train
+from config import parse
 from ranks import ROOT
 
 TEXT = (ROOT / "README.md").read_text()
@@ -43,7 +44,7 @@ def test_every_command_names_real_files_and_flags():
         assert set(scripts) <= names
         seen.update(scripts)
         if "train.py" in scripts:
-            train.parse(words[words.index("train.py") + 1 :])
+            parse(words[words.index("train.py") + 1 :])
     assert {"train.py", "data.py", "sample.py"} <= seen
 
 
@@ -71,11 +72,11 @@ def test_flags_in_the_text_exist():
     known = subprocess.run(
         [sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True
     ).stdout
-    for script in ("data.py", "sample.py"):
+    for script in ("data.py", "sample.py", "checkpoint.py"):
         known += subprocess.run(
             [sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True
         ).stdout
-    launcher = {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint"}
+    launcher = {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint", "--max-restarts"}
     for flag in set(re.findall(r"--[a-z][\w-]*", TEXT)) - launcher:
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
 

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-import train
+from config import METHODS, parse
 from ranks import flags, run_training
 from reference import simulate
 
@@ -22,7 +22,7 @@ METHODS = {
 
 
 def all_flags(**options):
-    config, method_config, _ = train.parse(flags(**options))
+    config, method_config, _ = parse(flags(**options))
     return types.SimpleNamespace(**vars(config), **vars(method_config))
 
 

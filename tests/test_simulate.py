@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-import train
+from config import set_up
 from flags import UserError
 from ranks import TINY, run_training
 from simulate import FRAMING, Config, Stragglers, Wire
@@ -134,5 +134,5 @@ BAD = {
 def test_bad_simulation_flag_is_one_line(flag, value, tmp_path, corpus_folder):
     argv = TINY + ["--data", str(corpus_folder), "--out_dir", str(tmp_path / "out"), flag, value]
     with pytest.raises(UserError, match=flag) as error:
-        train.set_up(argv, 0, 2)
+        set_up(argv, 0, 2)
     assert "\n" not in str(error.value)
