@@ -148,12 +148,11 @@ def no_process_group_is_fine():
 # ---- saving ----
 
 
-def save(folder, run: dict, replica: dict, model, method, keep: int) -> Path:
-    """Write folder/checkpoint-{rank 0's step}, keep the last `keep` of them. run: what all ranks know alike;
-    replica: this replica's own state. All ranks call it between two steps, and return when it is complete.
-    Raises UserError, on all ranks, if it cannot be written; what was there before stays as it was."""
+def save(folder, step: int, run: dict, replica: dict, model, method, keep: int) -> Path:
+    """Write folder/checkpoint-{step}, keep the last `keep` of them. step: rank 0's, for all; run: what all ranks
+    know alike; replica: this replica's own state. All ranks call it between two steps, and return when it is
+    complete. Raises UserError, on all ranks, if it cannot be written; what was there before stays as it was."""
     mesh = model.mesh
-    step = mesh.exchange(replica["step"])[0]  # replicas of A-EDiT have taken different numbers of steps
     final = Path(folder, f"checkpoint-{step:08d}")
     unfinished = final.with_suffix(".tmp")
     error = write_vectors(unfinished, what_this_rank_writes(model, method), mesh)

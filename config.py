@@ -90,11 +90,11 @@ GROUPS = {
 }  # fmt: skip
 
 
-def parse(argv: list, saved: dict = {}) -> tuple:
+def parse(argv: list, saved: dict | None = None) -> tuple:
     """Flags -> (Config, the method's, simulate's). Flags of other methods are checked and then not used, so that
     one command line serves to compare methods. saved: a checkpoint's flags, for those not given. Raises
     UserError, naming the flag, for what cannot be."""
-    config, *others = read_flags(argv, saved)
+    config, *others = read_flags(argv, saved or {})
     if config.n_embd % config.n_head or config.n_embd // config.n_head % 2:
         raise UserError(
             f"--n_embd {config.n_embd} --n_head {config.n_head}: channels per head must be a whole, even number"

@@ -181,6 +181,7 @@ def train(setup: Setup, mesh, store, leaving):
     def save(common):
         began = time.perf_counter()
         with clock:  # stopped
+            name = mesh.exchange(step)[0]  # rank 0's: A-EDiT's replicas are at different steps. And all are alive
             position = method.position(step) if common is None else common
             run = record.state(position) | {
                 "flags": vars(config) | vars(method_config) | vars(simulation),
@@ -190,7 +191,7 @@ def train(setup: Setup, mesh, store, leaving):
                 "evaluated_at": evaluated_at, "torch": torch.__version__,
             }  # fmt: skip
             replica = {"step": step, "method": method.state_dict(), "news": [n.read() for n in model.shared]}
-            path = checkpoint.save(config.out_dir, run, replica, model, method, config.keep)
+            path = checkpoint.save(config.out_dir, name, run, replica, model, method, config.keep)
         record.saved(path, time.perf_counter() - began)
         return path, position
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import checkpoint
-from flags import UserError
+from a_edit import AEDiT, Config
+from mesh import Mesh
+from model import ModelConfig
 from ranks import ROOT, Launch, flags, run_training
+from shard import ShardedModel
 from test_a_edit import VirtualClock
 
 ROUNDS = dict(tau=4, sync_warmup_steps=3, max_steps=17, eval_interval=5, dtype="fp32", shards=2)
@@ -30,6 +33,7 @@ def assert_same_run(a, b, left_out=()):
     for ours, theirs in zip(a.ranks, b.ranks):
         assert torch.equal(ours["master"], theirs["master"])
         assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
+        assert ours["method_state"] == theirs["method_state"]  # counters, EDiT's statistics, A-EDiT's clock
 
 
 def cut_off(folder, target, step):
@@ -82,6 +86,33 @@ def test_a_edit_resumes_bit_identically_under_a_virtual_clock(shards, tmp_path, 
         out_dir = cut_off(tmp_path / "whole", tmp_path / f"from-{step}", step)
         again = run_training(2 * shards, corpus_folder, **options, out_dir=out_dir, resume="auto")
         assert_same_run(again, plain, **losses_aside)
+
+
+def test_a_edit_saved_in_the_middle_of_a_round_keeps_its_place_and_the_time_that_has_passed():
+    """Only a stop on exit saves there: replicas are at different steps, and the clock is at another zero later."""
+
+    def a_edit(now):
+        mesh = Mesh(1, torch.device("cpu"))
+        model = ShardedModel(ModelConfig(1, 1, 2, 4, 11), mesh)
+        return AEDiT(model, mesh, Config(), 100, lambda: now)
+
+    method = a_edit(110.0)
+    method.steps, method.local_steps, method.round, method.round_began = 230, 5, 7, 101.5
+    method.position_at_sync, method.rate = 217.5, 0.75
+    method.detector.mean += 3.0
+    again = a_edit(20.0)
+    again.load_state_dict(json.loads(json.dumps(method.state_dict())))
+    assert again.state_dict() == method.state_dict()
+    assert again.clock() - again.round_began == 8.5 and again.position(230) == 217.5 + 5 * 0.75
+
+
+def test_leftovers_of_a_crash_are_removed_at_the_next_start(tmp_path):
+    for name in ("checkpoint-00000010", "checkpoint-00000005.tmp", "checkpoint-00000020.tmp", "checkpoint-mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("content")
+    checkpoint.clean_up(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-00000010", "checkpoint-mine"}
+    assert [path.name for path in checkpoint.complete(tmp_path)] == ["checkpoint-00000010"]
 
 
 def test_interval_keep_and_what_is_in_the_folder(tmp_path, corpus_folder):
