@@ -146,5 +146,6 @@ class AEDiT(EDiT):
 
     def load_state_dict(self, state: dict):
         super().load_state_dict(state)
-        self.position_at_sync, self.rate = state["position_at_sync"], state["rate"]
+        if self.replicas_differ:  # until then they follow from the flags
+            self.position_at_sync, self.rate = state["position_at_sync"], state["rate"]
         self.round_began = self.clock() - state["round_s"]

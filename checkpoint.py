@@ -10,7 +10,7 @@
       exp_avg_sq
     anchor, momentum        outer/{vector}/{layer}         equal in all replicas: replica l mod M writes layer l
 
-Until the local phase begins (always, in mini-batch) replicas are equal in everything: then there is
+Right after a DiLoCo sync the parameters are the anchor, and only that is written. Until the local phase begins (always, in mini-batch) replicas are equal in everything: then there is
 one replica0, shared out like the anchor. A layer's vector is stored whole and without padding: it is
 a DTensor over the shard group, so that any number of shards can read it.
 
@@ -29,13 +29,14 @@ Loading: every rank reads its pieces, no collective.
                              they would have made. Then as above.
 
 No code from a file is executed. Numbers come as JSON; tensors through torch.load(weights_only=True);
-`.metadata` is a pickle, and is read by an unpickler that knows a dozen harmless names.
+`.metadata` is a pickle, and is read by an unpickler that knows the names it is made of and no others.
 
     python checkpoint.py --checkpoint out/edit --out model.pt       # a checkpoint as a model for sample.py
 """
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pickle
@@ -48,7 +49,7 @@ from pathlib import Path
 
 import torch
 
-from flags import Parser, UserError, fill
+from flags import Parser, UserError
 from mesh import Mesh, contact
 from model import ModelConfig
 from shard import ShardedModel
@@ -57,6 +58,7 @@ from shard import ShardedModel
 
 FORMAT = 1  # of the folder; older programs refuse newer ones
 NAME = re.compile(r"checkpoint-(\d{8,})")
+FILE = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 
 
 # ---- which one ----
@@ -71,6 +73,17 @@ def complete(folder) -> list:
     return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
 
 
+def find(flag: str, folder: str) -> Path:
+    """The checkpoint that a folder is, or the last one in it. Raises UserError if there is none."""
+    path = Path(folder)
+    found = [path] if (path / "state.json").exists() else complete(path)
+    if not found:
+        raise UserError(
+            f"{flag} {folder}: there is no checkpoint; name a run's folder or a checkpoint-... in it"
+        )
+    return found[-1]
+
+
 def choose(resume: str, out_dir: str, restarted: bool = False) -> Path | None:
     """The checkpoint to go on from, None to start afresh. resume: "", "auto" or a folder (a run's or a
     checkpoint's). A run that torchrun has restarted goes on from its own last checkpoint. Raises UserError if
@@ -78,12 +91,7 @@ def choose(resume: str, out_dir: str, restarted: bool = False) -> Path | None:
     own = complete(out_dir)
     if own and (resume == "auto" or restarted):
         return own[-1]
-    chosen = None
-    if resume not in ("", "auto"):
-        chosen = ([path for path in [Path(resume)] if (path / "state.json").exists()] or complete(resume))[-1:]
-        if not chosen:
-            raise UserError(f"--resume {resume}: there is no checkpoint; name a run's folder or a checkpoint-... in it")
-        chosen = chosen[0]
+    chosen = None if resume in ("", "auto") else find("--resume", resume)
     if own and not (chosen and chosen.resolve() == own[-1].resolve()):
         raise UserError(
             f"--out_dir {out_dir} has checkpoints of an earlier run, the last is {own[-1].name}: "
@@ -102,32 +110,40 @@ def run_folder(path: str) -> Path:
 
 def pieces(key: str, vector, model, layers=None) -> dict:
     """A flat per-rank vector, laid out like model.master, as this rank's pieces of whole layers."""
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
     mesh, tensors = model.mesh, {}
-    if mesh.shards > 1:
-        grid = DeviceMesh.from_group(mesh.shard.process_group, mesh.device.type)
     for l, (layout, piece) in enumerate(zip(model.layouts, model.views(vector))):
         if layers is not None and l not in layers:
             continue
         piece = piece[: max(0, layout.used - mesh.shard_index * layout.piece)]  # without padding
         if mesh.shards > 1:
             piece = DTensor.from_local(
-                piece, grid, [Shard(0)], run_check=False, shape=(layout.used,), stride=(1,)
-            )
+                piece, shard_grid(mesh.shard.process_group, mesh.device.type), [Shard(0)],
+                run_check=False, shape=(layout.used,), stride=(1,),
+            )  # fmt: skip
         tensors[f"{key}/{l}"] = piece
     return tensors
 
 
-def replica_vectors(model) -> dict:
-    return {"parameters": model.master, "exp_avg": model.exp_avg, "exp_avg_sq": model.exp_avg_sq}
+@functools.cache
+def shard_grid(process_group, device_type: str):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(process_group, device_type)
+
+
+def replica_vectors(model, at_the_anchor: bool) -> dict:
+    """What a replica has of its own. at_the_anchor: its parameters are the anchor, which all have alike."""
+    moments = {"exp_avg": model.exp_avg, "exp_avg_sq": model.exp_avg_sq}
+    return moments if at_the_anchor else {"parameters": model.master} | moments
 
 
 def what_this_rank_writes(model, method) -> dict:
     mesh, tensors = model.mesh, {}
     mine = range(mesh.replica, len(model.layers), mesh.replicas)  # of what all replicas have alike
-    for name, vector in replica_vectors(model).items():
+    at_the_anchor = method.replicas_differ and method.in_sync
+    for name, vector in replica_vectors(model, at_the_anchor).items():
         if method.replicas_differ:
             tensors |= pieces(f"replica{mesh.replica}/{name}", vector, model)
         else:
@@ -157,9 +173,12 @@ def save(folder, step: int, run: dict, replica: dict, model, method, keep: int) 
     unfinished = final.with_suffix(".tmp")
     error = write_vectors(unfinished, what_this_rank_writes(model, method), mesh)
     report = {"error": error, "replica": replica, "files": {}}
-    if not error:
-        own = [*unfinished.glob(f"__{mesh.rank}_*"), *([unfinished / ".metadata"] if mesh.rank == 0 else [])]
+    try:
+        own = list(unfinished.glob(f"__{mesh.rank}_*")) if not error else []
+        own += [unfinished / ".metadata"] if mesh.rank == 0 and not error else []
         report["files"] = {path.name: [path.stat().st_size, checksum(path)] for path in own}
+    except OSError as failed:
+        report["error"] = f"{failed.filename} could not be read back: {failed.strerror}"
     reports = mesh.exchange(report)
     if mesh.rank == 0:
         error = finish_folder(unfinished, final, run, reports, method, mesh, keep)
@@ -179,7 +198,9 @@ def write_vectors(folder, tensors, mesh) -> str:
             dcp.save(tensors, storage_writer=writer, process_group=mesh.host_group())
     except dcp.CheckpointException as failed:
         rank, (reason, _) = sorted(failed.failures.items())[0]
-        return f"no checkpoint could be written to {folder.parent} by rank {rank}: {one_line(reason)}"
+        return (
+            f"no checkpoint could be written to {folder.parent} by rank {rank}: {one_line(reason)}"
+        )
     return ""
 
 
@@ -191,21 +212,29 @@ def finish_folder(unfinished, final, run, reports, method, mesh, keep) -> str:
     if unseen and not error:
         error = f"{unseen[0]} is not in {unfinished} for rank 0: --out_dir must be on a file system that all nodes share"
     distinct = reports[:: mesh.shards] if method.replicas_differ else reports[:1]
-    state = run | {"format": FORMAT, "files": files, "replicas": [report["replica"] for report in distinct]}
+    state = run | {
+        "format": FORMAT,
+        "files": files,
+        "replicas": [report["replica"] for report in distinct],
+    }
     state["outer"] = sorted(method.outer_vectors) if method.replicas_differ else []
     try:
         if error:
             shutil.rmtree(unfinished, ignore_errors=True)
             return error
-        write_whole(unfinished / "state.json", json.dumps(state | {"crc32": own_checksum(state)}, indent=1).encode())
+        write_whole(
+            unfinished / "state.json",
+            json.dumps(state | {"crc32": own_checksum(state)}, indent=1).encode(),
+        )
         sync_folder(unfinished)
         os.rename(unfinished, final)
-        sync_folder(final.parent)
-        for old in complete(final.parent)[:-keep]:
-            remove(old)
     except OSError as failed:
         shutil.rmtree(unfinished, ignore_errors=True)
         return f"no checkpoint could be written to {final.parent}: {failed.strerror}"
+    with contextlib.suppress(OSError):  # the new one is complete; one too many is removed next time
+        sync_folder(final.parent)
+        for old in complete(final.parent)[:-keep]:
+            remove(old)
     return ""
 
 
@@ -250,7 +279,11 @@ def own_checksum(state: dict) -> int:
 
 
 def one_line(error) -> str:
-    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().split("\n")[0]
+    return (
+        (getattr(error, "strerror", None) or str(error) or type(error).__name__)
+        .strip()
+        .split("\n")[0]
+    )
 
 
 # ---- loading ----
@@ -262,13 +295,28 @@ def damaged(path, what) -> UserError:
     return UserError(f"checkpoint {path} is damaged ({what}): {way_out}")
 
 
-@contextlib.contextmanager
-def whole(path):
-    """Whatever trips over values that no checkpoint has is a UserError."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise damaged(path, f"{type(error).__name__}: {one_line(error)}") from None
+NUMBER = (int, float)
+STATE = {  # what state.json has, and of what type; a list holds any number of its one kind
+    "position": NUMBER, "tokens": int, "tokens_per_step": int, "train_s": NUMBER, "metrics_bytes": int,
+    "flags": {"method": str, "dtype": str, "max_steps": int},
+    "sent": {"shard": NUMBER, "sync": NUMBER}, "mesh": {"replicas": int, "shards": int},
+    "model_config": {"n_layer": int, "n_head": int, "n_embd": int, "block_size": int, "vocab_size": int},
+    "tokenizer": str, "corpus_hash": str, "evaluated_at": NUMBER, "files": dict, "outer": [str],
+    "replicas": [{"step": int, "method": {"local_steps": int}, "news": [[NUMBER]]}],
+}  # fmt: skip
+
+
+def check_types(value, kind, name="it"):
+    """Raise TypeError if a JSON value is not what `kind` says: a type, a list of one kind, or fields with kinds."""
+    expected = type(kind) if isinstance(kind, (list, dict)) else kind
+    if not isinstance(value, expected) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}"[:80])
+    if isinstance(kind, list):
+        for item in value:
+            check_types(item, kind[0], name)
+    elif isinstance(kind, dict):
+        for field, inner in kind.items():
+            check_types(value.get(field), inner, field)
 
 
 def read(path) -> dict:
@@ -278,12 +326,17 @@ def read(path) -> dict:
         if state.pop("crc32") != own_checksum(state):
             raise ValueError("its checksum is wrong")
         if state["format"] == FORMAT:
+            check_types(state, STATE)
+            if not state["replicas"]:
+                raise ValueError("it has no replica")
             return state
     except OSError as error:
         raise damaged(path, f"state.json: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, f"state.json: {one_line(error)}") from None
-    raise UserError(f"checkpoint {path} has format {state['format']!r}, this program reads {FORMAT}")
+    raise UserError(
+        f"checkpoint {path} has format {state['format']!r}, this program reads {FORMAT}"
+    )
 
 
 def verify(path, state: dict, rank: int = 0, world_size: int = 1):
@@ -291,8 +344,12 @@ def verify(path, state: dict, rank: int = 0, world_size: int = 1):
     for name in sorted(state["files"])[rank::world_size]:
         size, crc = state["files"][name]
         try:
+            if not FILE.fullmatch(name) or not (path / name).is_file() and (path / name).exists():
+                raise damaged(path, f"{name} is not a file of a checkpoint")
             if (path / name).stat().st_size != size:
-                raise damaged(path, f"{name} has {(path / name).stat().st_size:,} bytes instead of {size:,}")
+                raise damaged(
+                    path, f"{name} has {(path / name).stat().st_size:,} bytes instead of {size:,}"
+                )
             if checksum(path / name) != crc:
                 raise damaged(path, f"the checksum of {name} is wrong")
         except OSError as error:
@@ -304,22 +361,32 @@ def load(path, state: dict, model, method, same_method: bool = True) -> dict:
     calls it. Raises UserError for a file that does not hold what state.json promises."""
     mesh, saved = model.mesh, state["replicas"]
     i = mesh.replica % len(saved)
-    with whole(path):
-        fetch(path, {f"outer/{name}": method.outer_vectors[name] for name in state["outer"]}, model)
-        middle_of_round = any(replica["method"]["local_steps"] for replica in saved)
-        if middle_of_round and len(saved) != mesh.replicas:
+    # a momentum that is 0 now is not kept; one that was is not there
+    outer = {name: v for name, v in method.outer_vectors.items() if name in state["outer"]}
+    try:
+        fetch(path, {f"outer/{name}": vector for name, vector in outer.items()}, model)
+        at_the_anchor = not any(replica["method"]["local_steps"] for replica in saved)
+        vectors = replica_vectors(model, at_the_anchor and state["outer"])
+        if not at_the_anchor and len(saved) != mesh.replicas:
 
             def load_replica(j):
                 fetch(path, {f"replica{j}/parameters": model.master}, model)
                 method.load_state_dict(saved[j]["method"])
 
             method.sync_saved(len(saved), load_replica)
-            vectors = {k: v for k, v in replica_vectors(model).items() if k != "parameters"}
-        else:
-            if same_method:  # else the state is that of a warm-up, which is everybody's
-                method.load_state_dict(saved[i]["method"])
-            vectors = replica_vectors(model)
+            vectors.pop("parameters")
+        elif same_method:  # else the state is that of a warm-up, which is everybody's
+            method.load_state_dict(saved[i]["method"])
         fetch(path, {f"replica{i}/{name}": vector for name, vector in vectors.items()}, model)
+        if at_the_anchor and state["outer"]:
+            model.master.copy_(outer["anchor"])
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+    ) as error:  # a forged state: its checksum was right
+        raise damaged(path, f"{type(error).__name__}: {one_line(error)}") from None
     model.forget_gathered()
     return saved[i]
 
@@ -336,7 +403,13 @@ def fetch(path, vectors: dict, model):
     try:
         with no_process_group_is_fine():
             dcp.load(tensors, storage_reader=reader(path), no_dist=True)
-    except (dcp.CheckpointException, pickle.UnpicklingException, OSError, RuntimeError, EOFError) as error:
+    except (
+        dcp.CheckpointException,
+        pickle.UnpicklingError,
+        OSError,
+        RuntimeError,
+        EOFError,
+    ) as error:
         failures = getattr(error, "failures", {})
         reason = next(iter(failures.values()))[0] if failures else error
         raise damaged(path, one_line(reason)) from None
@@ -348,6 +421,8 @@ def reader(path):
 
     with open(path / ".metadata", "rb") as file:
         metadata = Unpickler(file).load()
+    if not all(FILE.fullmatch(str(info.relative_path)) for info in metadata.storage_data.values()):
+        raise pickle.UnpicklingError("it leads to files elsewhere")
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *args, **options):
@@ -367,11 +442,11 @@ class Unpickler(pickle.Unpickler):
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "torch.serialization": {"_get_layout"},
         "torch": {"Size", "float32", "float64"},
-        "pathlib": {"PosixPath"},
-        "pathlib._local": {"PosixPath"},  # its name in Python 3.13
     }  # fmt: skip
 
     def find_class(self, module, name):
+        if module.startswith("pathlib") and name == "PosixPath":  # "pathlib._local" in Python 3.13
+            return Path
         if name not in self.NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"refuses to load {module}.{name}")
         return super().find_class(module, name)
@@ -399,24 +474,28 @@ def export(path, model, tokenizer: str, flags: dict):
 
 def main():
     parser = Parser(description="Write a checkpoint of train.py as a model.pt for sample.py.")
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a run's folder or a checkpoint in it")
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a run's folder or a checkpoint in it"
+    )
     parser.add_argument("--out", required=True, metavar="FILE", help="the model.pt to write")
     try:
         args = parser.parse_args()
-        from config import METHODS  # which imports this file
+        from config import METHODS, parse  # which imports this file
 
-        path = choose(args.checkpoint, "")
+        path = find("--checkpoint", args.checkpoint)
         state = read(path)
         verify(path, state)
-        flags = state["flags"]
-        master = torch.float64 if flags["dtype"] == "fp64" else torch.float32
-        model = ShardedModel(ModelConfig(**state["model_config"]), Mesh(1, torch.device("cpu")), master)
+        config, method_config, _ = parse([], state["flags"])
+        master = torch.float64 if config.dtype == "fp64" else torch.float32
+        model = ShardedModel(
+            ModelConfig(**state["model_config"]), Mesh(1, torch.device("cpu")), master
+        )
         model.adamw(0.0)
-        method_class, config_class = METHODS[flags["method"]]
-        method = method_class(model, model.mesh, fill(config_class, flags), flags["max_steps"], lambda: 0.0)
+        method_class, _ = METHODS[config.method]
+        method = method_class(model, model.mesh, method_config, config.max_steps, lambda: 0.0)
         load(path, state, model, method)
         method.finish()  # the model is what the training would end with if it stopped here
-        export(args.out, model, state["tokenizer"], flags)
+        export(args.out, model, state["tokenizer"], state["flags"])
     except UserError as error:
         print(f"checkpoint.py: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -34,6 +34,7 @@ METHODS = {
     "a_edit": (a_edit.AEDiT, a_edit.Config),
 }
 
+
 @dataclass
 class Config:
     """What all methods share. Numbers are finite and at least `low` (0 if not said), see check_limits."""
@@ -57,13 +58,20 @@ class Config:
         200, "steps between evaluations, which wait for the next sync", low=1
     )
     eval_batches: int = option(16, "validation batches of 16 windows, over all ranks", low=1)
-    timeout_s: float = option(600.0, "how long a rank waits for a silent one before it gives up", above=0)
+    timeout_s: float = option(
+        600.0, "how long a rank waits for a silent one before it gives up", above=0
+    )
     # checkpoints
     checkpoint_interval: int = option(0, "steps between checkpoints in out_dir; 0: none")
     keep: int = option(2, "checkpoints to keep", low=1)
     save_on_exit: bool = option(False, "write a checkpoint before stopping at SIGTERM or Ctrl-C")
-    resume: str = option("", "checkpoint, or folder with checkpoints, to go on from; auto: the last in out_dir, if any")
-    allow_change: str = option("", "names of flags that may differ from the checkpoint's: lr,batch_size,...")
+    resume: str = option(
+        "",
+        "checkpoint, or folder with checkpoints, to go on from; auto: the last in out_dir, if any",
+    )
+    allow_change: str = option(
+        "", "names of flags that may differ from the checkpoint's: lr,batch_size,..."
+    )
     # model
     n_layer: int = option(4, "blocks", low=1)
     n_head: int = option(4, "attention heads", low=1)
@@ -103,12 +111,19 @@ def parse(argv: list, saved: dict | None = None) -> tuple:
 
 
 def read_flags(argv: list, saved: dict) -> tuple:
-    owners = {None: [Config, simulate.Config]} | {name: [config] for name, (_, config) in METHODS.items()}
-    texts = dict(description="Train with " + ", ".join(METHODS) + ".", usage="train.py [--flag value ...]")
+    owners = {None: [Config, simulate.Config]} | {
+        name: [config] for name, (_, config) in METHODS.items()
+    }
+    texts = dict(
+        description="Train with " + ", ".join(METHODS) + ".", usage="train.py [--flag value ...]"
+    )
     given = flags.parse(argv, owners, GROUPS, **texts)
-    if given.get("method", saved.get("method")) != saved.get("method"):  # each has defaults of its own
+    if given.get("method", saved.get("method")) != saved.get(
+        "method"
+    ):  # each has defaults of its own
         saved = {name: value for name, value in saved.items() if name in vars(Config)}
-    given = {name: value for name, value in saved.items() if name not in NEVER_TAKEN_OVER} | given
+    saved = {name: value for name, value in saved.items() if name not in NEVER_TAKEN_OVER}
+    given = flags.check_saved(saved, owners) | given
     config = flags.fill(Config, given)
     if config.resume in ("", "auto"):
         config.out_dir = config.out_dir or f"out/{config.method}"
@@ -184,7 +199,9 @@ def check_resume(saved: dict, config, method_config, corpus, path):
         if before == value or name in FREE or name in allowed - FIXED:
             continue
         way_out = "" if name in FIXED else f", or --allow_change {name} if you mean it"
-        raise UserError(f"--{name} {value}: checkpoint {path} was made with {before}; leave it out{way_out}")
+        raise UserError(
+            f"--{name} {value}: checkpoint {path} was made with {before}; leave it out{way_out}"
+        )
     warmup = getattr(method_config, "sync_warmup_steps", math.inf)
     if bool(saved["outer"]) != (max(replica["step"] for replica in saved["replicas"]) > warmup):
         raise UserError(
@@ -214,8 +231,7 @@ def set_up(argv: list, rank: int, world_size: int, restarted: bool = False) -> S
     path, saved = checkpoint.choose(config.resume, config.out_dir, restarted), None
     if path:
         saved = checkpoint.read(path)
-        with checkpoint.whole(path):
-            config, method_config, simulation = parse(argv, saved["flags"])
+        config, method_config, simulation = parse(argv, saved["flags"])
     else:
         config, method_config, simulation = parse(argv)
     if world_size % config.shards:
@@ -227,9 +243,8 @@ def set_up(argv: list, rank: int, world_size: int, restarted: bool = False) -> S
     corpus = data.load(config.data or None)
     data.check_windows(corpus, config.block_size)
     if saved:
-        with checkpoint.whole(path):
-            check_resume(saved, config, method_config, corpus, path)
-            checkpoint.verify(path, saved, rank, world_size)
+        check_resume(saved, config, method_config, corpus, path)
+        checkpoint.verify(path, saved, rank, world_size)
     if rank == 0:
         try:
             Path(config.out_dir).mkdir(parents=True, exist_ok=True)

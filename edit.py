@@ -77,7 +77,9 @@ class SyncConfig:
     anomaly_threshold: float = option(3.0, "delta, standard deviations above the mean norm")
     anomaly_ema: float = option(0.02, "alpha, a new norm's share in the statistics", below=1)
     anomaly_warmup_rounds: int = option(10, "norms seen before any finite one is flagged")
-    pseudo_grad_clip: float = option(10.0, "phi, largest norm of a layer's pseudo-gradient", above=0)
+    pseudo_grad_clip: float = option(
+        10.0, "phi, largest norm of a layer's pseudo-gradient", above=0
+    )
     anomaly_elimination: bool = option(True, "leave flagged replicas out")
     weighted_averaging: bool = option(True, "weigh replicas by exp(-norm), else equally")
     pseudo_grad_clipping: bool = option(True, "clip each layer's pseudo-gradient")

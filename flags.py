@@ -87,6 +87,22 @@ def check_limits(name, value, limits):
         )
 
 
+def check_saved(values: dict, owners: dict) -> dict:
+    """Those of a file's values that are flags, checked as if they had been given. Raises UserError."""
+    fields = {
+        f.name: f for classes in owners.values() for c in classes for f in dataclasses.fields(c)
+    }
+    known = {name: value for name, value in values.items() if name in fields}
+    for name, value in known.items():
+        choices = fields[name].metadata.get("choices", [value])
+        if type(value) is not type(fields[name].default) or value not in choices:
+            raise UserError(
+                f"--{name}: the checkpoint says {value!r}, which cannot be; it is damaged"
+            )
+        check_limits(name, value, fields[name].metadata)
+    return known
+
+
 def fill(config_class, given: dict):
     """The dataclass with what was given, and defaults for the rest."""
     names = [f.name for f in dataclasses.fields(config_class)]

@@ -150,9 +150,7 @@ class Mesh:
         process_groups = []
         for ranks in grid.tolist():  # every rank takes part in creating every group
             alone = len(ranks) == 1
-            process_groups.append(
-                None if alone else dist.new_group(ranks, timeout=self.timeout)
-            )
+            process_groups.append(None if alone else dist.new_group(ranks, timeout=self.timeout))
         ranks = grid[row].tolist()
         return Group(name, ranks, ranks.index(self.rank), process_groups[row])
 

@@ -28,6 +28,7 @@ import resource
 import sys
 import time
 from collections import deque
+from contextlib import contextmanager
 
 import torch
 
@@ -78,30 +79,47 @@ class Record:
 
     def write(self, event: str, **row):
         if self.file:
-            line = json.dumps({"event": event} | {k: finite(v) for k, v in row.items()}) + "\n"
-            try:
-                self.file.write(line)
+            with self.writable():
+                line = json.dumps({"event": event} | {k: finite(v) for k, v in row.items()})
+                self.file.write(line + "\n")
                 self.file.flush()
-            except OSError as error:
-                raise UserError(f"{self.path} could not be written: {error.strerror}") from None
 
-    def start(self, method_config, simulation, model, corpus, saved: dict | None, same_file: bool):
-        """Open the file. saved: the state.json of the checkpoint that the run goes on from; same_file: its record is
-        the file's beginning."""
+    @contextmanager
+    def writable(self):
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{self.path} could not be written: {error.strerror}") from None
+
+    def start(self, method_config, simulation, model, corpus, saved, same_file: bool, position):
+        """Open the file. saved: the state.json of the checkpoint that the run goes on from, or None; same_file: its
+        record is the file's beginning; position: where the training is now."""
         mesh = self.mesh
         if mesh.rank == 0:
-            self.file = open(self.path, "a" if same_file else "w")
-            if same_file and self.file.tell() > saved["metrics_bytes"]:
-                self.file.truncate(saved["metrics_bytes"])
-                self.file.seek(0, os.SEEK_END)
+            with self.writable():
+                self.file = open(self.path, "a" if same_file else "w")
+                if same_file and self.file.tell() > saved["metrics_bytes"]:
+                    self.file.truncate(saved["metrics_bytes"])
+                    self.file.seek(0, os.SEEK_END)
         if saved:
-            self.first_position, self.first_tokens = saved["position"], saved["tokens"]
-            self.last_step, self.last_position = saved["replicas"][0]["step"], saved["position"]
+            # a round that was ended for another mesh was trained on the old one
+            passed = (position - saved["position"]) * saved["tokens_per_step"]
+            self.first_position, self.first_tokens = position, saved["tokens"] + round(passed)
+            self.last_step, self.last_position = saved["replicas"][0]["step"], position
             self.last_s = saved["train_s"]
             mesh.sent.update(saved["sent"])
+        if not same_file:
+            self.describe("config", {}, method_config, simulation, model, corpus)
+        if saved:
+            self.describe(
+                "resume", {"step": self.last_step}, method_config, simulation, model, corpus
+            )
+
+    def describe(self, event, first, method_config, simulation, model, corpus):
+        mesh = self.mesh
         self.write(
-            "resume" if saved else "config",
-            **({"step": self.last_step} if saved else {}),
+            event,
+            **first,
             **dataclasses.asdict(self.config),
             **dataclasses.asdict(method_config),
             **dataclasses.asdict(simulation),
@@ -137,11 +155,13 @@ class Record:
         metrics_bytes = 0
         if self.file:
             self.flush_steps(wait=True)
-            os.fsync(self.file.fileno())
-            metrics_bytes = self.file.tell()
+            with self.writable():
+                os.fsync(self.file.fileno())
+                metrics_bytes = self.file.tell()
         return {
             "position": position,
             "tokens": self.tokens(position),
+            "tokens_per_step": self.tokens_per_step,
             "train_s": self.clock.train_s(),
             "sent": dict(self.mesh.sent),
             "metrics_bytes": metrics_bytes,
@@ -221,12 +241,17 @@ class Record:
         )
         for i, layers in enumerate(row["dropped"]):
             if layers:
-                print(f"left out replica {i} in {layers} layers of sync {row['round']:04d}: norm {norms[i]:.3g}", flush=True)
+                print(
+                    f"left out replica {i} in {layers} layers of sync {row['round']:04d}: norm {norms[i]:.3g}",
+                    flush=True,
+                )
 
     def eval(self, step: int, position: float, val_loss: float, bytes_per_token: float):
         bits = val_loss / math.log(2) / bytes_per_token
         train_s, tokens = self.clock.train_s(), self.tokens(position)
-        self.flush_steps(wait=True)  # all replicas have come to the evaluation, and left their losses before
+        self.flush_steps(
+            wait=True
+        )  # all replicas have come to the evaluation, and left their losses before
         self.write(
             "eval", step=step, tokens=tokens, train_s=train_s, val_loss=val_loss, bits_per_byte=bits
         )

@@ -105,7 +105,9 @@ class ShardedModel:
         )
         # What a rank may tell its shard group at the end of each step, summed up there: A-EDiT's clock, a signal
         self.vote = self.asked_to_stop = lambda: 0.0
-        self.shared = deque(maxlen=2)  # [gradient norm, mean loss, votes, stops] of the last two steps
+        self.shared = deque(
+            maxlen=2
+        )  # [gradient norm, mean loss, votes, stops] of the last two steps
         self.read_late = 1 if mesh.device.type == "cuda" else 0  # steps, see news()
 
     def _own_piece(self, layout):

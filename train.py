@@ -54,22 +54,12 @@ def main(argv: list):
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if rank != 0:
         sys.stdout = open(os.devnull, "w")  # nothing is printed N times
-    store, setup, error, fingerprint = dist.HashStore(), None, "", ""
-    if world_size > 1:  # torchrun's key-value store
-        store, rank, world_size = next(dist.rendezvous("env://"))
-    store, restarted = together.meet(store, rank, world_size)
-    try:
-        setup = set_up(argv, rank, world_size, restarted)
-        alike = dataclasses.replace(setup.config, out_dir="", data="", resume="")  # paths may differ between nodes
-        start = (setup.path.name, setup.saved) if setup.saved else None
-        fingerprint = f"{alike} {setup.method_config} {setup.simulation} {setup.corpus.hash} {start}"
-    except UserError as wrong:
-        error = str(wrong)
-    together.agree(store, rank, world_size, error, fingerprint)
-
+    leaving = together.Leaving(rank)
+    store, setup = start(argv, rank, world_size, leaving)
     config = setup.config
-    leaving = together.Leaving(store, config.save_on_exit)
-    store.set_timeout(timedelta(seconds=config.timeout_s))
+    patience = timedelta(seconds=config.timeout_s)
+    store.set_timeout(patience)
+    leaving.store = together.Store(store, config.timeout_s)
     device = torch.device(config.device)
     if config.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -77,23 +67,56 @@ def main(argv: list):
     try:
         with contact():
             if world_size > 1:
+                backend = "nccl" if config.device == "cuda" else "gloo"
                 dist.init_process_group(
-                    "nccl" if config.device == "cuda" else "gloo", store=store, rank=rank,
-                    world_size=world_size, timeout=timedelta(seconds=config.timeout_s),
-                )  # fmt: skip
+                    backend, store=store, rank=rank, world_size=world_size, timeout=patience
+                )
             mesh = Mesh(config.shards, device, config.timeout_s)
-        train(setup, mesh, store, leaving)
+        train(setup, mesh, leaving.store, leaving)
     except UserError as wrong:
         leaving.end(2, f"error: {wrong}")
     except LostRank as lost:
         last = checkpoint.complete(config.out_dir)
-        leaving.end(
-            1, f"error: lost contact with another rank ({lost}); "
-            + (f"--resume auto goes on from {last[-1]}" if last else "--checkpoint_interval would have kept checkpoints"),
-            lost=True,
-        )  # fmt: skip
+        way_out = "--checkpoint_interval would have kept checkpoints"
+        if last:
+            way_out = f"--resume auto goes on from {last[-1]}"
+        leaving.end(1, f"error: lost contact with another rank ({lost}); {way_out}", lost=True)
     if world_size > 1:
         dist.destroy_process_group()
+
+
+def start(argv: list, rank: int, world_size: int, leaving) -> tuple:
+    """(the store of this attempt, the Setup that all ranks agree on); exits, on all ranks alike, if they do not."""
+    error, fingerprint, setup, code = "", "", None, 2
+    try:
+        store = dist.HashStore()
+        if world_size > 1:  # torchrun's key-value store
+            with contact():
+                store, rank, world_size = next(dist.rendezvous("env://"))
+        store, restarted = together.meet(store, rank, world_size)
+        try:
+            setup = set_up(argv, rank, world_size, restarted)
+            alike = dataclasses.replace(
+                setup.config, out_dir="", data="", resume=""
+            )  # nodes' paths may differ
+            where = (setup.path.name, setup.saved) if setup.saved else None
+            fingerprint = (
+                f"{alike} {setup.method_config} {setup.simulation} {setup.corpus.hash} {where}"
+            )
+        except UserError as wrong:
+            error = str(wrong)
+        leaving.busy = True  # torchrun ends the other ranks at the first exit it sees; here each exits by itself
+        with contact():
+            together.agree(store, rank, world_size, error, fingerprint)
+        leaving.wait_for_a_checkpoint(setup.config.save_on_exit)
+        return store, setup
+    except UserError as wrong:
+        error = str(wrong)
+    except LostRank as lost:
+        error, code = f"lost contact with another rank while starting ({lost})", 1
+    if rank == 0:
+        print(f"train.py: error: {error}", file=sys.stderr, flush=True)
+    sys.exit(code)
 
 
 # ---- training ----
@@ -136,7 +159,7 @@ def train(setup: Setup, mesh, store, leaving):
         for layer in model.layers:
             layer.compile()
     optimizer = model.adamw(config.weight_decay, betas=(config.beta1, config.beta2))
-    model.asked_to_stop = leaving.asked
+    model.asked_to_stop = lambda: leaving.asked(speaks=mesh.shard_index == 0)
     clock = Clock(mesh.device)
     method = METHODS[config.method][0](model, mesh, method_config, config.max_steps, clock.train_s)
     stragglers = simulate.Stragglers(simulation, mesh.replicas, config.seed)
@@ -151,13 +174,15 @@ def train(setup: Setup, mesh, store, leaving):
     if saved:
         clock.start_at(saved["train_s"])
         same_method = config.method == saved["flags"]["method"]
-        own = checkpoint.load(setup.path, saved, model, method, same_method)
+        with clock:  # stopped
+            own = checkpoint.load(setup.path, saved, model, method, same_method)
         step, evaluated_at, saved_at = own["step"], saved["evaluated_at"], saved["position"]
         for state in optimizer.state.values():
             state["step"].fill_(step)
-        model.shared.extend(Arriving(torch.tensor(news)) for news in own["news"])
+        # without the last number, the wish to stop, which has been granted
+        model.shared.extend(Arriving(torch.tensor([*news[:3], 0.0])) for news in own["news"])
     same_file = saved is not None and setup.path.parent.resolve() == Path(config.out_dir).resolve()
-    record.start(method_config, simulation, model, corpus, saved, same_file)
+    record.start(method_config, simulation, model, corpus, saved, same_file, method.position(step))
     if saved:
         record.resumed(setup.path, saved, method)
 
@@ -181,7 +206,9 @@ def train(setup: Setup, mesh, store, leaving):
     def save(common):
         began = time.perf_counter()
         with clock:  # stopped
-            name = mesh.exchange(step)[0]  # rank 0's: A-EDiT's replicas are at different steps. And all are alive
+            name = mesh.exchange(step)[
+                0
+            ]  # rank 0's: A-EDiT's replicas are at different steps. And all are alive
             position = method.position(step) if common is None else common
             run = record.state(position) | {
                 "flags": vars(config) | vars(method_config) | vars(simulation),
@@ -190,12 +217,16 @@ def train(setup: Setup, mesh, store, leaving):
                 "tokenizer": corpus.tokenizer, "corpus_hash": corpus.hash,
                 "evaluated_at": evaluated_at, "torch": torch.__version__,
             }  # fmt: skip
-            replica = {"step": step, "method": method.state_dict(), "news": [n.read() for n in model.shared]}
+            replica = {
+                "step": step,
+                "method": method.state_dict(),
+                "news": [n.read() for n in model.shared],
+            }
             path = checkpoint.save(config.out_dir, name, run, replica, model, method, config.keep)
         record.saved(path, time.perf_counter() - began)
         return path, position
 
-    asked = False  # to stop, by a signal
+    asked = 0  # to stop, by this signal
     while True:
         common = method.common_position(step)
         stopping = leaving.stops_here(asked, together=common is not None)
@@ -204,7 +235,10 @@ def train(setup: Setup, mesh, store, leaving):
             path, saved_at = save(common)
         if stopping:
             name = signal.Signals(leaving.signal).name
-            leaving.end(128 + leaving.signal, f"stopped by {name} after step {step}; --resume auto goes on from {path}")
+            leaving.end(
+                128 + leaving.signal,
+                f"stopped by {name} after step {step}; --resume auto goes on from {path}",
+            )
 
         method.before_step(step)
         if method.finished(step):
@@ -233,9 +267,10 @@ def train(setup: Setup, mesh, store, leaving):
         record.sync(method)
         step += 1
         record.step(step, method.position(step), lr, model.shared[-1])
-        check_finite(step, model.news(), method)
-        asked = model.news()[3] > 0
+        check_finite(step - model.read_late, model.news(), method)
+        asked = round(model.news()[3])
 
+    leaving.wait_for_a_checkpoint(False)  # there is nothing left to save but the model
     val_loss = run_evaluation()  # performs the last sync
     if mesh.replica == 0:  # all replicas are equal now
         model_path = Path(config.out_dir, "model.pt")

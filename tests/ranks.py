@@ -78,21 +78,24 @@ def _command(argv, rank, world_size, port, folder):
     train.main(argv)
 
 
+def agent_store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 class Launch:
-    """`train.py argv` on real processes. Of torchrun's agent there is only the store, one for all launches as if they
-    were restarts: nobody stops the ranks but themselves and the test."""
+    """`train.py argv` on real processes. Of torchrun's agent there is only the store (give one to several launches,
+    and they are restarts): nobody stops the ranks but themselves and the test."""
 
-    store = None
-
-    def __init__(self, world_size, folder, *argv, special={}):
+    def __init__(self, world_size, folder, *argv, special={}, store=None):
         """special: rank -> (function, *more), called like _command and with more in its place."""
-        if Launch.store is None:
-            Launch.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = Launch.store.port
+        self.store = store or agent_store()
+        port = self.store.port
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.ranks = [
-            context.Process(target=target, args=(list(argv), rank, world_size, port, str(folder), *more))
+            context.Process(
+                target=target, args=(list(argv), rank, world_size, port, str(folder), *more)
+            )
             for rank in range(world_size)
             for target, *more in [special.get(rank, (_command,))]
         ]
@@ -189,8 +192,9 @@ def _train(argv, corpus_folder, tamper, out_dir):
 
         METHODS[config.method] = (make, method_config_class)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            store = dist.distributed_c10d._get_default_store()
-            train.train(setup, mesh, store, together.Leaving(store, config.save_on_exit))
+            leaving = together.Leaving(rank)
+            leaving.store = together.Store(dist.distributed_c10d._get_default_store(), 60)
+            train.train(setup, mesh, leaving.store, leaving)
         rows = (
             [json.loads(line) for line in open(f"{out}/metrics.jsonl")] if mesh.rank == 0 else None
         )

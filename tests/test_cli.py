@@ -171,14 +171,26 @@ def with_rank_in_lr(argv, rank, *more):
 
 ALL_RANKS = {
     "impossible mesh": (4, ["--shards", "3"], {}, "--shards 3"),
-    "unwritable out_dir": (2, ["--out_dir", "/dev/null/run"], {}, "--out_dir"),  # only rank 0 can see this one
-    "different flags": (2, [], {0: (with_rank_in_lr,), 1: (with_rank_in_lr,)}, "the ranks differ in their flags"),
+    "unwritable out_dir": (
+        2,
+        ["--out_dir", "/dev/null/run"],
+        {},
+        "--out_dir",
+    ),  # only rank 0 can see this one
+    "different flags": (
+        2,
+        [],
+        {0: (with_rank_in_lr,), 1: (with_rank_in_lr,)},
+        "the ranks differ in their flags",
+    ),
     "no checkpoint": (2, ["--resume", "nowhere"], {}, "--resume nowhere"),
 }
 
 
 @pytest.mark.parametrize("world_size, argv, special, message", ALL_RANKS.values(), ids=ALL_RANKS)
-def test_every_rank_exits_with_2_after_one_line(world_size, argv, special, message, tmp_path, corpus_folder):
+def test_every_rank_exits_with_2_after_one_line(
+    world_size, argv, special, message, tmp_path, corpus_folder
+):
     argv = [*TINY, "--data", str(corpus_folder), "--out_dir", str(tmp_path / "out"), *argv]
     run = Launch(world_size, tmp_path, *argv, special=special)
     assert run.wait() == [2] * world_size and run.lines("out") == []
@@ -218,7 +230,18 @@ def test_run_leaves_a_record_and_a_model_that_samples(dtype, tmp_path, corpus_fo
     if dtype == "bf16" and not has_native_bf16("cpu"):
         pytest.skip("no native bf16 on this CPU")
     out = tmp_path / "run"
-    argv = ["--data", str(corpus_folder), "--out_dir", str(out), "--max_steps", "7", "--tau", "2", "--dtype", dtype]
+    argv = [
+        "--data",
+        str(corpus_folder),
+        "--out_dir",
+        str(out),
+        "--max_steps",
+        "7",
+        "--tau",
+        "2",
+        "--dtype",
+        dtype,
+    ]
     argv += "--sync_warmup_steps 1 --log_interval 3 --eval_interval 3 --eval_batches 1 --device cpu".split()
     argv += "--n_layer 1 --n_embd 16 --n_head 2 --block_size 16".split()
     code, printed, errors = launch("--method", "edit", *argv)
@@ -254,7 +277,16 @@ def test_run_leaves_a_record_and_a_model_that_samples(dtype, tmp_path, corpus_fo
 
 def test_torchrun_trains_on_one_node_and_on_two_alike(tmp_path, corpus_folder):
     """Four ranks, then two agents with two ranks each: data and groups go by global rank. Without a warning."""
-    argv = ["--data", str(corpus_folder), "--max_steps", "6", "--tau", "2", "--sync_warmup_steps", "2"]
+    argv = [
+        "--data",
+        str(corpus_folder),
+        "--max_steps",
+        "6",
+        "--tau",
+        "2",
+        "--sync_warmup_steps",
+        "2",
+    ]
     argv += ["--n_layer", "1", "--block_size", "16", "--eval_batches", "1", "--device", "cpu"]
     argv += ["--method", "edit", "--shards", "2", "--dtype", "fp32", "--log_interval", "1"]
     codes, printed, errors = launch_ranks(4, tmp_path, *argv, "--out_dir", str(tmp_path / "one"))
@@ -263,12 +295,33 @@ def test_torchrun_trains_on_one_node_and_on_two_alike(tmp_path, corpus_folder):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2"]
-    launcher += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc_per_node",
+        "2",
+    ]
+    launcher += [
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        f"127.0.0.1:{port}",
+        "--local_addr",
+        "127.0.0.1",
+    ]
     command = [*launcher, "train.py", *argv, "--out_dir", str(tmp_path / "two")]
-    nodes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in "ab"]
+    nodes = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in "ab"
+    ]
     outputs = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    one, two = ([json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")] for name in ("one", "two"))
+    one, two = (
+        [json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
+        for name in ("one", "two")
+    )
     losses = [[row["loss"] for row in rows if row["event"] == "step"] for rows in (one, two)]
     assert losses[0] == losses[1] and len(losses[0]) == 6

@@ -150,6 +150,7 @@ def test_sick_replica_is_left_out_and_the_others_go_on(value, shards, corpus_fol
     assert sick.losses[11:] == pytest.approx(healthy.losses[11:], rel=0.05)
     one_layer = not math.isfinite(value)  # a spike is in all of them
     assert [row["dropped"] for row in sick.rows("sync")[2:]] == [[0, 1 if one_layer else L], [0, 0]]
+    assert "left out replica 1 in " in sick.printed and "left out" not in healthy.printed
     assert all(value.isfinite().all() for value in sick.model.values())
     assert sick.rows("eval")[-1]["val_loss"] == pytest.approx(
         healthy.rows("eval")[-1]["val_loss"], rel=0.05

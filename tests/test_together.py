@@ -13,9 +13,24 @@ import pytest
 import torch
 
 import checkpoint
-from ranks import ROOT, TINY, Launch
+import ranks
+import together
+from mesh import LostRank
+from ranks import ROOT, TINY, Launch, agent_store
 
-RUN = [*TINY, "--dtype", "fp32", "--method", "edit", "--shards", "2", "--tau", "4", "--sync_warmup_steps", "3"]
+RUN = [
+    *TINY,
+    "--dtype",
+    "fp32",
+    "--method",
+    "edit",
+    "--shards",
+    "2",
+    "--tau",
+    "4",
+    "--sync_warmup_steps",
+    "3",
+]
 
 
 def command(folder, corpus_folder, *argv, steps=40):
@@ -47,34 +62,94 @@ def undisturbed(tmp_path_factory, corpus_folder):
     return folder / "run"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_with_save_on_exit_stops_all_at_one_step_and_the_rest_follows(number, tmp_path, corpus_folder, undisturbed):
+def run_late(argv, rank, world_size, port, folder):
+    """ranks._command with the host one step behind, as on CUDA."""
+    import ranks
+    import shard
+
+    make = shard.ShardedModel.__init__
+
+    def make_late(self, *args, **options):
+        make(self, *args, **options)
+        self.read_late = 1
+
+    shard.ShardedModel.__init__ = make_late
+    ranks._command(argv, rank, world_size, port, folder)
+
+
+@pytest.mark.parametrize(
+    "number, to, how", [("SIGTERM", [], None), ("SIGINT", [2], None), ("SIGTERM", [], run_late)]
+)
+def test_signal_with_save_on_exit_stops_all_at_one_step_and_the_rest_follows(
+    number, to, how, tmp_path, corpus_folder, undisturbed
+):
     argv = command(tmp_path / "run", corpus_folder, "--save_on_exit", "--resume", "auto")
-    launch = Launch(4, tmp_path / "log", *argv)
+    special = {rank: (how,) for rank in range(4)} if how else {}
+    launch = Launch(4, tmp_path / "log", *argv, special=special)
     launch.wait_for("step 00017/")
-    launch.signal(number, *([2] if number == signal.SIGINT else []))  # one rank alone is enough
-    assert set(launch.wait()) <= {128 + number, 128 + signal.SIGTERM}
+    launch.signal(signal.Signals[number], *to)  # one rank alone is enough
+    assert launch.wait() == [128 + signal.Signals[number]] * 4
     (line,) = launch.lines("err")
     (path,) = checkpoint.complete(tmp_path / "run")
-    assert "stopped by SIG" in line and str(path) in line and "--resume auto" in line
+    assert f"stopped by {number}" in line and str(path) in line and "--resume auto" in line
     assert not (tmp_path / "run" / "model.pt").exists()
-    again = Launch(4, tmp_path / "log", *argv)
-    assert again.wait() == [0] * 4
+    again = Launch(4, tmp_path / "log", *argv, special=special)
+    assert again.wait() == [0] * 4, again.lines("err")
     assert_same(tmp_path / "run", undisturbed)
+
+
+def test_signal_to_the_slow_replica_stops_the_fast_one(tmp_path, corpus_folder):
+    """The fast one is always ahead, and first at every gate."""
+    argv = command(
+        tmp_path / "run",
+        corpus_folder,
+        "--tau",
+        "20",
+        "--save_on_exit",
+        "--slow_replica",
+        "1:4",
+        steps=5000,
+    )
+    launch = Launch(4, tmp_path / "log", *argv)
+    launch.wait_for("step 00010/")
+    launch.signal(signal.SIGTERM, 3)
+    assert launch.wait(10) == [143] * 4, launch.lines("err")
+    replicas = checkpoint.read(*checkpoint.complete(tmp_path / "run"))["replicas"]
+    assert replicas[0]["step"] == replicas[1]["step"] < 60
 
 
 def test_signal_in_a_edit_stops_replicas_in_the_same_round(tmp_path, corpus_folder):
     """No two replicas are at the same step: each saves where it is, and nobody waits for a sync that never comes."""
-    argv = command(tmp_path / "run", corpus_folder, "--method", "a_edit", "--tau_time_s", "0.2", "--save_on_exit", steps=400)
+    argv = command(
+        tmp_path / "run",
+        corpus_folder,
+        "--method",
+        "a_edit",
+        "--tau_time_s",
+        "0.2",
+        "--save_on_exit",
+        steps=400,
+    )
     launch = Launch(4, tmp_path / "log", *argv, "--slow_replica", "1:3")
     launch.wait_for("sync 0002")
-    launch.signal(signal.SIGTERM)
+    launch.signal(signal.SIGTERM, 2)
     assert launch.wait() == [143] * 4
     (path,) = checkpoint.complete(tmp_path / "run")
     fast, slow = checkpoint.read(path)["replicas"]
     assert fast["step"] > slow["step"] and fast["method"]["round"] == slow["method"]["round"]
-    argv = command(tmp_path / "run", corpus_folder, "--resume", "auto", "--max_steps", "40", "--allow_change", "max_steps")
-    again = Launch(4, tmp_path / "log", *[word for word in argv if word not in ("--method", "edit")])
+    argv = command(
+        tmp_path / "run",
+        corpus_folder,
+        "--resume",
+        "auto",
+        "--max_steps",
+        "40",
+        "--allow_change",
+        "max_steps",
+    )
+    again = Launch(
+        4, tmp_path / "log", *[word for word in argv if word not in ("--method", "edit")]
+    )
     assert again.wait() == [0] * 4, again.lines("err")
 
 
@@ -86,9 +161,13 @@ def test_signal_without_save_on_exit_ends_at_once_with_one_line(tmp_path, corpus
     assert [line for line in launch.lines("err")] == ["train.py: stopped by SIGINT"]
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-def test_killed_rank_ends_the_others_at_once_with_a_line(victim, tmp_path, corpus_folder):
-    argv = command(tmp_path / "run", corpus_folder, "--checkpoint_interval", "10", steps=100000)
+@pytest.mark.parametrize(
+    "victim, tau", [(0, 4), (3, 4), (3, 1000)]
+)  # 1000: no sync is near that would tell
+def test_killed_rank_ends_the_others_at_once_with_a_line(victim, tau, tmp_path, corpus_folder):
+    argv = command(
+        tmp_path / "run", corpus_folder, "--checkpoint_interval", "10", "--tau", tau, steps=100000
+    )
     launch = Launch(4, tmp_path / "log", *argv)
     launch.wait_for("step 00013/")
     launch.signal(signal.SIGKILL, victim)
@@ -97,7 +176,10 @@ def test_killed_rank_ends_the_others_at_once_with_a_line(victim, tmp_path, corpu
     assert time.monotonic() - began < 10
     assert codes == [-9 if rank == victim else 1 for rank in range(4)]
     lines = launch.lines("err")
-    assert all("lost contact with another rank" in line and "--resume auto goes on from" in line for line in lines), lines
+    assert all(
+        "lost contact with another rank" in line and "--resume auto goes on from" in line
+        for line in lines
+    ), lines
     assert len(lines) == 1
 
 
@@ -109,6 +191,35 @@ def test_silent_rank_is_given_up_after_the_timeout(tmp_path, corpus_folder):
     codes = launch.wait(7)  # rank 3 is then killed, still asleep
     assert codes == [1, 1, 1, -9]
     assert sum("lost contact" in line for line in launch.lines("err")) == 1, launch.lines("err")
+
+
+class SilentStore:
+    def __getattr__(self, operation):
+        return lambda *args: time.sleep(1)
+
+
+def test_silent_store_is_given_up_after_the_timeout():
+    with pytest.raises(LostRank, match="the store is silent for 0.2 s"):
+        together.Store(SilentStore(), 0.2).get("key")
+
+
+def wait_two_seconds_for_the_others(argv, *more):
+    together.MEET_S = 2
+    ranks._command(argv, *more)
+
+
+def never_come(argv, *more):
+    pass
+
+
+def test_rank_that_never_starts_ends_the_others(tmp_path, corpus_folder):
+    special = {0: (wait_two_seconds_for_the_others,), 1: (never_come,)}
+    launch = Launch(2, tmp_path / "log", *command(tmp_path / "run", corpus_folder), special=special)
+    assert launch.wait(20) == [1, 0]
+    (line,) = [
+        line for line in launch.lines("err") if not line.startswith("[")
+    ]  # beside torch's own warnings
+    assert "error: lost contact with another rank while starting" in line
 
 
 # ---- crashes ----
@@ -141,8 +252,19 @@ def run_and_die(argv, rank, world_size, port, folder, name, count):
 
 
 @pytest.mark.parametrize("name, victim, count", CRASHES.values(), ids=CRASHES)
-def test_crash_while_saving_leaves_the_last_complete_checkpoint(name, victim, count, tmp_path, corpus_folder, undisturbed):
-    argv = command(tmp_path / "run", corpus_folder, "--checkpoint_interval", "7", "--keep", "1", "--resume", "auto")
+def test_crash_while_saving_leaves_the_last_complete_checkpoint(
+    name, victim, count, tmp_path, corpus_folder, undisturbed
+):
+    argv = command(
+        tmp_path / "run",
+        corpus_folder,
+        "--checkpoint_interval",
+        "7",
+        "--keep",
+        "1",
+        "--resume",
+        "auto",
+    )
     launch = Launch(4, tmp_path / "log", *argv, special={victim: (run_and_die, name, count)})
     codes = launch.wait()
     assert codes[victim] == -9 and 0 not in codes
@@ -155,62 +277,96 @@ def test_crash_while_saving_leaves_the_last_complete_checkpoint(name, victim, co
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
-KILLS = int(os.environ.get("KILLS", 2))  # more make a soak of it: KILLS=20 python -m pytest tests/test_together.py
-STEPS = 30 * KILLS
+KILLS = int(
+    os.environ.get("KILLS", 2)
+)  # more make a soak of it: KILLS=20 python -m pytest tests/test_together.py
+STEPS = max(150, 30 * KILLS)
 
 
 def survive(folder, meshes, *argv):
-    """Run argv on one mesh after another, killing a random rank at a random moment, KILLS times; then let it finish.
-    meshes: pairs of (world size, flags). Returns how many processes were killed while they trained."""
-    dice, struck = random.Random(KILLS), 0
+    """Run argv on one mesh after another, killing a random rank at a random moment of its training, KILLS times; then
+    let it finish. meshes: pairs of (world size, flags). The survivors have to end by themselves."""
+    dice, struck, store = random.Random(KILLS), 0, agent_store()
     while True:
         world_size, mesh = dice.choice(meshes)
-        launch = Launch(world_size, folder, *argv, *mesh)
-        killed = False
+        launch = Launch(world_size, folder, *argv, *mesh, store=store)
+        victim = dice.randrange(world_size)
         if struck < KILLS:
-            time.sleep(dice.uniform(0.3, 0.8))
-            if all(rank.is_alive() for rank in launch.ranks):
-                launch.signal(signal.SIGKILL, dice.randrange(world_size))
-                killed, struck = True, struck + 1
-        codes = launch.wait(4 if killed else 60)  # those who wait for a rank to start would be stopped by torchrun
+            launch.wait_for("| loss ")
+            time.sleep(dice.uniform(0, 0.5))
+            struck += launch.ranks[victim].is_alive()
+            launch.signal(signal.SIGKILL, victim)
+        codes = launch.wait(30)
         if codes == [0] * world_size:
             return struck
-        assert -9 in codes and set(codes) <= {-9, 1, 0}, (codes, launch.lines("err"))
+        assert codes[victim] == -9 and set(codes) - {-9} <= {1, 0}, (codes, launch.lines("err"))
+        assert codes.count(-9) == 1
+
+
+def soak(tmp_path, corpus_folder, meshes, *argv):
+    """(folder of a run on one mesh after another, with kills; folder of one that was left alone on the last mesh)."""
+    argv = [*RUN, "--max_steps", str(STEPS), "--data", str(corpus_folder), *argv]
+    saving = ["--checkpoint_interval", "5", "--resume", "auto", "--allow_change", "batch_size"]
+    assert survive(tmp_path / "log", meshes, *argv, *saving, "--out_dir", str(tmp_path / "run")) > 0
+    world_size, mesh = meshes[-1]
+    whole = Launch(world_size, tmp_path / "log", *argv, *mesh, "--out_dir", str(tmp_path / "whole"))
+    assert whole.wait() == [0] * world_size
+    return tmp_path / "run", tmp_path / "whole"
 
 
 def test_random_kills_cost_no_step_and_change_no_bit(tmp_path, corpus_folder):
-    argv = [*RUN, "--max_steps", str(STEPS), "--data", str(corpus_folder)]
-    whole = Launch(4, tmp_path / "log", *argv, "--out_dir", str(tmp_path / "whole"))
-    assert whole.wait() == [0] * 4
-    saving = ["--out_dir", str(tmp_path / "run"), "--checkpoint_interval", "5", "--resume", "auto"]
-    assert survive(tmp_path / "log", [(4, [])], *argv, *saving) > 0
-    assert_same(tmp_path / "run", tmp_path / "whole")
+    assert_same(*soak(tmp_path, corpus_folder, [(4, [])]))
 
 
 def test_random_kills_and_other_shards_continue_the_trajectory(tmp_path, corpus_folder):
-    """Now on one, two or four shards after each kill, with the same global batch; fp64, the order of sums differs."""
-    argv = [*RUN, "--dtype", "fp64", "--max_steps", str(STEPS), "--data", str(corpus_folder)]
-    argv += ["--batch_size", "2", "--allow_change", "batch_size"]
+    """On one or two shards, by chance, after each kill, with the same global batch. fp64: the order of sums differs."""
     meshes = [(2 * n, ["--shards", str(n), "--batch_size", str(4 // n)]) for n in (1, 2)]
-    whole = Launch(4, tmp_path / "log", *argv, "--out_dir", str(tmp_path / "whole"))
-    assert whole.wait() == [0] * 4
-    saving = ["--out_dir", str(tmp_path / "run"), "--checkpoint_interval", "5", "--resume", "auto"]
-    assert survive(tmp_path / "log", meshes, *argv, *saving) > 0
-    (losses, _), (expected, _) = essence(tmp_path / "run"), essence(tmp_path / "whole")
+    run, whole = soak(tmp_path, corpus_folder, meshes, "--dtype", "fp64")
+    (losses, _), (expected, _) = essence(run), essence(whole)
     assert [step for step, _ in losses] == [step for step, _ in expected]
     assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in expected], rel=1e-9)
 
 
-def test_torchrun_restarts_from_the_last_checkpoint_without_being_told(tmp_path, corpus_folder, undisturbed):
+def test_random_kills_and_other_replicas_train_as_well(tmp_path, corpus_folder):
+    """One, two or four replicas, by chance: another trajectory, as good a model."""
+    meshes = [(m, ["--shards", "1", "--batch_size", str(8 // m)]) for m in (1, 4, 2)]
+    run, whole = soak(tmp_path, corpus_folder, meshes)
+    assert [row["step"] for row in record(run) if row["event"] == "step"] == list(
+        range(1, STEPS + 1)
+    )
+    ours, theirs = (record(folder)[-1]["val_loss"] for folder in (run, whole))
+    assert ours == pytest.approx(theirs, rel=0.05)
+
+
+def test_torchrun_restarts_from_the_last_checkpoint_without_being_told(
+    tmp_path, corpus_folder, undisturbed
+):
     """The whole chain, once: torchrun --max-restarts, kill -9 of one rank, no --resume flag."""
-    argv = command(tmp_path / "run", corpus_folder, "--checkpoint_interval", "5", "--random_lag", "1:0.02")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4", "--max-restarts", "1"]
+    argv = command(
+        tmp_path / "run", corpus_folder, "--checkpoint_interval", "5", "--random_lag", "1:0.02"
+    )
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "4",
+        "--max-restarts",
+        "1",
+    ]
     agent = subprocess.Popen(
-        [*launcher, "train.py", *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [*launcher, "train.py", *argv],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     for line in agent.stdout:
         if line.startswith("step 00012"):
-            ranks = subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True).stdout.split()
+            ranks = subprocess.run(
+                ["pgrep", "-P", str(agent.pid)], capture_output=True, text=True
+            ).stdout.split()
             os.kill(int(ranks[-1]), signal.SIGKILL)
             break
     printed, _ = agent.communicate(timeout=90)
@@ -232,26 +388,38 @@ def run_with_small_files(argv, rank, world_size, port, folder, most_bytes):
 
 
 FULL = {  # the largest file there is room for -> what cannot be written
-    "record": (3_000, ["--log_interval", "1"], "metrics.jsonl could not be written: File too large"),
+    "record": (
+        3_000,
+        ["--log_interval", "1"],
+        "metrics.jsonl could not be written: File too large",
+    ),
     "model": (20_000, [], "model.pt could not be written"),
     "checkpoint": (40_000, ["--checkpoint_interval", "10"], "no checkpoint could be written to"),
 }
 
 
 @pytest.mark.parametrize("most_bytes, more, message", FULL.values(), ids=FULL)
-def test_full_disk_ends_the_run_with_one_line_and_nothing_half_written(most_bytes, more, message, tmp_path, corpus_folder):
+def test_full_disk_ends_the_run_with_one_line_and_nothing_half_written(
+    most_bytes, more, message, tmp_path, corpus_folder
+):
     argv = command(tmp_path / "run", corpus_folder, "--n_embd", "8", "--log_interval", "20", *more)
     special = {rank: (run_with_small_files, most_bytes) for rank in range(4)}
     launch = Launch(4, tmp_path / "log", *argv, special=special)
     codes = launch.wait(30)
-    assert codes[0] == 2 and set(codes) <= {0, 1, 2}  # the others are done when rank 0 writes the model
+    assert codes[0] == 2 and set(codes) <= {
+        0,
+        1,
+        2,
+    }  # the others are done when rank 0 writes the model
     (line,) = launch.lines("err")
     assert message in line
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"metrics.jsonl"}
 
 
 def test_failed_save_leaves_the_one_before(tmp_path, corpus_folder, undisturbed):
-    argv = command(tmp_path / "run", corpus_folder, "--checkpoint_interval", "10", "--resume", "auto")
+    argv = command(
+        tmp_path / "run", corpus_folder, "--checkpoint_interval", "10", "--resume", "auto"
+    )
     obstacle = tmp_path / "run" / "checkpoint-00000020.tmp"
     special = {0: (run_into, str(obstacle))}
     launch = Launch(4, tmp_path / "log", *argv, special=special)
@@ -289,7 +457,9 @@ def run_sick(argv, rank, world_size, port, folder, sick_rank, step):
 
     def sick_forward(self, *args, **options):
         count.append(None)
-        return forward(self, *args, **options) * (float("nan") if len(count) > step and rank == sick_rank else 1)
+        return forward(self, *args, **options) * (
+            float("nan") if len(count) > step and rank == sick_rank else 1
+        )
 
     shard.ShardedModel.forward = sick_forward
     ranks._command(argv, rank, world_size, port, folder)
@@ -297,7 +467,16 @@ def run_sick(argv, rank, world_size, port, folder, sick_rank, step):
 
 @pytest.mark.parametrize("method", ["minibatch", "diloco"])
 def test_loss_that_is_not_finite_stops_methods_that_cannot_mend_it(method, tmp_path, corpus_folder):
-    argv = command(tmp_path / "run", corpus_folder, "--checkpoint_interval", "2", "--keep", "100", "--method", method)
+    argv = command(
+        tmp_path / "run",
+        corpus_folder,
+        "--checkpoint_interval",
+        "2",
+        "--keep",
+        "100",
+        "--method",
+        method,
+    )
     special = {rank: (run_sick, 2, 14) for rank in range(4)}
     launch = Launch(4, tmp_path / "log", *argv, special=special)
     codes = launch.wait(20)
