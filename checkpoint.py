@@ -10,14 +10,15 @@
       exp_avg_sq
     anchor, momentum        outer/{vector}/{layer}         equal in all replicas: replica l mod M writes layer l
 
-Right after a DiLoCo sync the parameters are the anchor, and only that is written. Until the local phase begins (always, in mini-batch) replicas are equal in everything: then there is
-one replica0, shared out like the anchor. A layer's vector is stored whole and without padding: it is
-a DTensor over the shard group, so that any number of shards can read it.
+Until the local phase begins (always, in mini-batch) replicas are equal in everything: then there is
+one replica0, shared out like the anchor. Right after a DiLoCo sync the parameters are the anchor, and
+only that is written. A layer's vector is stored whole and without padding: it is a DTensor over the
+shard group, so that any number of shards can read it.
 
 Saving changes nothing: it happens between two steps, reads the vectors, and uses no collective of
 the method; torch's library agrees on its plan over a gloo group. The folder is written as
 checkpoint-....tmp and gets its name when all ranks have reported their files and all is on the
-disk. So whatever happens, `latest` finds the last complete one.
+disk. So whatever happens, `complete` finds only complete ones.
 
 Loading: every rank reads its pieces, no collective.
 
@@ -210,7 +211,7 @@ def finish_folder(unfinished, final, run, reports, method, mesh, keep) -> str:
     files = {name: entry for report in reports for name, entry in report["files"].items()}
     unseen = [name for name in files if not (unfinished / name).is_file()]
     if unseen and not error:
-        error = f"{unseen[0]} is not in {unfinished} for rank 0: --out_dir must be on a file system that all nodes share"
+        error = f"rank 0 does not see {unseen[0]} in {unfinished}: all nodes must share --out_dir's file system"
     distinct = reports[:: mesh.shards] if method.replicas_differ else reports[:1]
     state = run | {
         "format": FORMAT,

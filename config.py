@@ -93,9 +93,14 @@ class Config:
 
 # The first flag of each group of --help.
 GROUPS = {
-    "method": "run", "checkpoint_interval": "checkpoints", "n_layer": "model", "data": "data", "lr": "inner", "slow_replica": "simulation of a slow, uneven cluster",
+    "method": "run",
+    "checkpoint_interval": "checkpoints",
+    "n_layer": "model",
+    "data": "data",
+    "lr": "inner",
+    "slow_replica": "simulation of a slow, uneven cluster",
     "sync_warmup_steps": "outer (methods with local steps)",
-}  # fmt: skip
+}
 
 
 def parse(argv: list, saved: dict | None = None) -> tuple:
@@ -164,7 +169,7 @@ def has_native_bf16(device: str) -> bool:
 
 # Flags of this machine or this start; all others are taken from the checkpoint where they are not given.
 NEVER_TAKEN_OVER = {"out_dir", "device", "resume", "allow_change"}
-# What may differ from the checkpoint at will: it changes no more than the order of sums. The corpus is compared by its hash.
+# What may differ from the checkpoint at will, as it changes no more than rounding. Corpora are compared by hash.
 FREE = NEVER_TAKEN_OVER | {
     "shards", "compile", "log_interval", "eval_interval", "eval_batches", "timeout_s", "data",
     "checkpoint_interval", "keep", "save_on_exit", *(f.name for f in dataclasses.fields(simulate.Config)),

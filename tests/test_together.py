@@ -280,7 +280,7 @@ def test_crash_while_saving_leaves_the_last_complete_checkpoint(
 KILLS = int(
     os.environ.get("KILLS", 2)
 )  # more make a soak of it: KILLS=20 python -m pytest tests/test_together.py
-STEPS = max(150, 30 * KILLS)
+STEPS = max(100, 30 * KILLS)
 
 
 def survive(folder, meshes, *argv):
