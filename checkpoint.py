@@ -328,8 +328,9 @@ def read(path) -> dict:
             raise ValueError("its checksum is wrong")
         if state["format"] == FORMAT:
             check_types(state, STATE)
-            if not state["replicas"]:
-                raise ValueError("it has no replica")
+            check_types(list(state["files"].values()), [[int]])
+            if not state["replicas"] or any(len(entry) != 2 for entry in state["files"].values()):
+                raise ValueError("something is missing")
             return state
     except OSError as error:
         raise damaged(path, f"state.json: {error.strerror}") from None

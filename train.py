@@ -147,6 +147,17 @@ def evaluate(model, mesh, corpus, config) -> float:
     return (total[0] / total[1]).item()
 
 
+def load_batch(corpus, config, mesh, step, micro_step) -> list:
+    """This rank's inputs and targets, (batch_size, block_size) int64 each, on its device."""
+    tensors = data.train_batch(
+        corpus, config.seed, step, micro_step, mesh.rank, mesh.world_size,
+        config.batch_size, config.accum, config.block_size,
+    )  # fmt: skip
+    if mesh.device.type == "cuda":  # pinned, so that the copy does not hold up the host
+        tensors = [tensor.pin_memory() for tensor in tensors]
+    return [tensor.to(mesh.device, non_blocking=True) for tensor in tensors]
+
+
 def train(setup: Setup, mesh, store, leaving):
     config, method_config, simulation = setup.config, setup.method_config, setup.simulation
     corpus, saved = setup.corpus, setup.saved
@@ -186,15 +197,6 @@ def train(setup: Setup, mesh, store, leaving):
     if saved:
         record.resumed(setup.path, saved, method)
 
-    def batch(step, micro_step):
-        tensors = data.train_batch(
-            corpus, config.seed, step, micro_step, mesh.rank, mesh.world_size,
-            config.batch_size, config.accum, config.block_size,
-        )  # fmt: skip
-        if mesh.device.type == "cuda":  # pinned, so that the copy does not hold up the host
-            tensors = [tensor.pin_memory() for tensor in tensors]
-        return [tensor.to(mesh.device, non_blocking=True) for tensor in tensors]
-
     def run_evaluation():
         method.finish()  # a sync that has begun ends here, on the training's time
         record.sync(method)
@@ -206,9 +208,8 @@ def train(setup: Setup, mesh, store, leaving):
     def save(common):
         began = time.perf_counter()
         with clock:  # stopped
-            name = mesh.exchange(step)[
-                0
-            ]  # rank 0's: A-EDiT's replicas are at different steps. And all are alive
+            # Its name is rank 0's step (A-EDiT's replicas are at different ones); and now we know that all are alive.
+            name, *_ = mesh.exchange(step)
             position = method.position(step) if common is None else common
             run = record.state(position) | {
                 "flags": vars(config) | vars(method_config) | vars(simulation),
@@ -256,7 +257,8 @@ def train(setup: Setup, mesh, store, leaving):
         loss = 0.0
         stragglers.begin_step(mesh)
         for micro_step in range(config.accum):
-            loss += model.forward(*batch(step, micro_step)) / config.accum
+            batch = load_batch(corpus, config, mesh, step, micro_step)
+            loss += model.forward(*batch) / config.accum
             last = micro_step == config.accum - 1
             model.backward(scale, first=micro_step == 0, average_replicas=average and last)
         stragglers.end_step(step, mesh)

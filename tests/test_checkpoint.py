@@ -1,5 +1,6 @@
 """Saving changes nothing, resuming is exact, the mesh may change, damaged files are refused."""
 
+import io
 import json
 import pickle
 import shutil
@@ -10,6 +11,7 @@ import torch
 
 import checkpoint
 from a_edit import AEDiT, Config
+from flags import UserError
 from mesh import Mesh
 from model import ModelConfig
 from ranks import ROOT, Launch, flags, run_training
@@ -574,3 +576,50 @@ def test_nothing_in_a_checkpoint_is_executed(name, saved_run, tmp_path, corpus_f
     assert reason in line and not proof.exists()
     pickle.loads(forged)
     assert proof.exists()  # it would have been, and the test can tell
+
+
+def leaves(value, path=()):
+    """Every (path, value) at the ends of a JSON value."""
+    if isinstance(value, (dict, list)) and value:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(inner, (*path, key))
+    else:
+        yield path, value
+
+
+def test_state_with_any_one_value_forged_is_taken_or_refused_but_never_trips(saved_run, tmp_path, corpus_folder):
+    from config import set_up
+
+    run = shutil.copytree(saved_run, tmp_path / "run")
+    argv = ["--device", "cpu", "--data", str(corpus_folder), "--resume", str(run)]
+    description = run / "checkpoint-00000009" / "state.json"
+    original, refusals = description.read_text(), 0
+    for path, _ in leaves({k: v for k, v in json.loads(original).items() if k != "crc32"}):
+        for forged in (0, -1, "x", [], None):
+            description.write_text(original)
+
+            def forge(state):
+                for key in path[:-1]:
+                    state = state[key]
+                state[path[-1]] = forged
+
+            edit_state(run / "checkpoint-00000009", forge)
+            try:
+                set_up(argv, 0, 2)
+            except UserError as error:
+                assert "\n" not in str(error)
+                refusals += 1
+    assert refusals > 300
+
+
+def test_file_names_that_lead_elsewhere_are_refused(saved_run, tmp_path, corpus_folder, capsys):
+    for name in ("/dev/zero", "../checkpoint-00000006/__0_0.distcp", "state.json"):
+        run = shutil.copytree(saved_run, tmp_path / name.replace("/", "-"))
+        edit_state(run / "checkpoint-00000009", lambda s: s["files"].update({name: [0, 0]}))
+        assert f"{name} is not a file of a checkpoint" in refused(capsys, "--device", "cpu", "--resume", run)
+
+
+def test_checkpoint_of_a_newer_python_is_read(saved_run):
+    """3.13 calls it pathlib._local.PosixPath."""
+    plan = b"\x80\x04\x8c\x0epathlib._local\x8c\tPosixPath\x93\x8c\x01a\x85R."
+    assert str(checkpoint.Unpickler(io.BytesIO(plan)).load()) == "a"
