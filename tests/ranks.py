@@ -92,6 +92,7 @@ class Launch:
         port = self.store.port
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        [old.unlink() for name in ("out", "err") for old in self.folder.glob(f"{name}-*")]
         self.ranks = [
             context.Process(
                 target=target, args=(list(argv), rank, world_size, port, str(folder), *more)
