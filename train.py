@@ -105,7 +105,7 @@ def start(argv: list, rank: int, world_size: int, leaving) -> tuple:
             )
         except UserError as wrong:
             error = str(wrong)
-        leaving.busy = True  # torchrun ends the other ranks at the first exit it sees; here each exits by itself
+        leaving.busy = True
         with contact():
             together.agree(store, rank, world_size, error, fingerprint)
         leaving.wait_for_a_checkpoint(setup.config.save_on_exit)
@@ -114,6 +114,8 @@ def start(argv: list, rank: int, world_size: int, leaving) -> tuple:
         error = str(wrong)
     except LostRank as lost:
         error, code = f"lost contact with another rank while starting ({lost})", 1
+    # torchrun ends the other ranks at the first exit it sees; here each is about to exit by itself
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if rank == 0:
         print(f"train.py: error: {error}", file=sys.stderr, flush=True)
     sys.exit(code)
