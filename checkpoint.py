@@ -280,11 +280,8 @@ def own_checksum(state: dict) -> int:
 
 
 def one_line(error) -> str:
-    return (
-        (getattr(error, "strerror", None) or str(error) or type(error).__name__)
-        .strip()
-        .split("\n")[0]
-    )
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return text.strip().split("\n")[0]
 
 
 # ---- loading ----
@@ -346,7 +343,8 @@ def verify(path, state: dict, rank: int = 0, world_size: int = 1):
     for name in sorted(state["files"])[rank::world_size]:
         size, crc = state["files"][name]
         try:
-            if not FILE.fullmatch(name) or not (path / name).is_file() and (path / name).exists():
+            no_file = (path / name).exists() and not (path / name).is_file()
+            if not FILE.fullmatch(name) or no_file:
                 raise damaged(path, f"{name} is not a file of a checkpoint")
             if (path / name).stat().st_size != size:
                 raise damaged(
@@ -382,12 +380,8 @@ def load(path, state: dict, model, method, same_method: bool = True) -> dict:
         fetch(path, {f"replica{i}/{name}": vector for name, vector in vectors.items()}, model)
         if at_the_anchor and state["outer"]:
             model.master.copy_(outer["anchor"])
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexError,
-    ) as error:  # a forged state: its checksum was right
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        # a forged state: its checksum was right
         raise damaged(path, f"{type(error).__name__}: {one_line(error)}") from None
     model.forget_gathered()
     return saved[i]

@@ -123,9 +123,8 @@ def read_flags(argv: list, saved: dict) -> tuple:
         description="Train with " + ", ".join(METHODS) + ".", usage="train.py [--flag value ...]"
     )
     given = flags.parse(argv, owners, GROUPS, **texts)
-    if given.get("method", saved.get("method")) != saved.get(
-        "method"
-    ):  # each has defaults of its own
+    before = saved.get("method")
+    if given.get("method", before) != before:  # each has defaults of its own
         saved = {name: value for name, value in saved.items() if name in vars(Config)}
     saved = {name: value for name, value in saved.items() if name not in NEVER_TAKEN_OVER}
     given = flags.check_saved(saved, owners) | given

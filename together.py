@@ -56,9 +56,8 @@ def meet(store, rank: int, world_size: int) -> tuple:
     Raises LostRank if not all ranks have come within MEET_S."""
     store.set_timeout(timedelta(seconds=MEET_S))
     hello, deadline = uuid.uuid4().hex, time.monotonic() + MEET_S
-    restarts = int(
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    )  # counted by each node for itself
+    # counted by each node for itself
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     with contact():
         store.set(f"hello/{rank}", f"{hello} {restarts}")
         if rank == 0:
@@ -117,9 +116,7 @@ class Leaving:
     def __init__(self, rank: int):
         self.rank, self.store = rank, None
         self.save_first = False  # a signal waits for a checkpoint
-        self.busy = (
-            False  # a signal has to wait: all ranks are just about to leave together, or not
-        )
+        self.busy = False  # a signal has to wait: all ranks are about to leave together, or not
         self.signal = 0  # the first one that had to wait
         self.told, self.gate = False, 0
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -137,6 +137,15 @@ def test_leftovers_of_a_crash_are_removed_at_the_next_start(tmp_path):
     assert [path.name for path in checkpoint.complete(tmp_path)] == ["checkpoint-00000010"]
 
 
+def test_removal_that_is_cut_short_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint-00000010"
+    path.mkdir()
+    (path / "state.json").write_text("{}")
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)  # killed before it has begun
+    checkpoint.remove(path)
+    assert checkpoint.complete(tmp_path) == []
+
+
 def test_interval_keep_and_what_is_in_the_folder(tmp_path, corpus_folder):
     options = ROUNDS | dict(method="edit", out_dir=tmp_path / "run", checkpoint_interval=4, keep=3)
     run_training(4, corpus_folder, **options)

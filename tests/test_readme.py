@@ -11,7 +11,6 @@ import pytest
 import checkpoint
 import data
 import sample
-import train
 from config import parse
 from ranks import ROOT
 

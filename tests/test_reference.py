@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from config import METHODS, parse
+from config import parse
 from ranks import flags, run_training
 from reference import simulate
 

@@ -439,7 +439,6 @@ def test_failed_save_leaves_the_one_before(tmp_path, corpus_folder, undisturbed)
 def run_into(argv, rank, world_size, port, folder, obstacle):
     """ranks._command with a file where the second checkpoint's folder has to be."""
     import ranks
-    import train
 
     clean_up = checkpoint.clean_up
 
