@@ -120,7 +120,7 @@ def pieces(key: str, vector, model, layers=None) -> dict:
         piece = piece[: max(0, layout.used - mesh.shard_index * layout.piece)]  # without padding
         if mesh.shards > 1:
             piece = DTensor.from_local(
-                piece, shard_grid(mesh.shard.process_group, mesh.device.type), [Shard(0)],
+                piece, shard_grid(mesh.shard.process_group, vector.device.type), [Shard(0)],
                 run_check=False, shape=(layout.used,), stride=(1,),
             )  # fmt: skip
         tensors[f"{key}/{l}"] = piece

@@ -35,6 +35,22 @@ METHODS = {
 }
 
 
+# --model: blocks, heads, channels, context; sequences per rank and micro-step; peak learning rate and its warm-up, in
+# steps. Llama shapes; rates from 124m up are GPT-3's for these sizes (arXiv 2005.14165, table 2.1), which holds them
+# for batches of 0.5 to 2 million tokens. With them come the EDiT paper's tau and warm-up (from memory).
+SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "lr", "lr_warmup_steps")
+LONG = {"max_steps": 20_000, "eval_interval": 1000, "log_interval": 20, "tau": 128, "sync_warmup_steps": 1024}
+SIZES = {
+    "tiny": {},  # the defaults
+    "10m": dict(zip(SHAPE, (6, 6, 384, 256, 4, 1e-3, 100))) | {"max_steps": 2000},
+    "124m": dict(zip(SHAPE, (12, 12, 768, 1024, 16, 6e-4, 700))) | LONG,
+    "350m": dict(zip(SHAPE, (24, 16, 1024, 1024, 8, 3e-4, 700))) | LONG,
+    "1b": dict(zip(SHAPE, (24, 16, 2048, 2048, 4, 2e-4, 1000))) | LONG,
+    "3b": dict(zip(SHAPE, (32, 20, 2560, 2048, 2, 1.6e-4, 1000))) | LONG,
+    "7b": dict(zip(SHAPE, (32, 32, 4096, 2048, 1, 1.2e-4, 2000))) | LONG,
+}
+
+
 @dataclass
 class Config:
     """What all methods share. Numbers are finite and at least `low` (0 if not said), see check_limits."""
@@ -42,6 +58,7 @@ class Config:
     # run
     method: str = option("edit", "synchronisation method", choices=list(METHODS))
     shards: int = option(1, "N, ranks per replica; the other ranks form more replicas", low=1)
+    replicas: int = option(0, "M, to check the number of ranks by, or for --dry_run; 0: what the ranks make")
     max_steps: int = option(700, "inner steps", low=1)
     seed: int = option(1337, "of initialisation and data order", below=2**40)
     out_dir: str = option("", "where metrics.jsonl and model.pt go (default: out/METHOD)")
@@ -53,6 +70,9 @@ class Config:
         choices=["auto", "fp32", "bf16", "fp64"],
     )  # fmt: skip
     compile: bool = option(False, "torch.compile each layer")
+    recompute: bool = option(False, "compute blocks again in the backward instead of keeping activations")
+    profile: bool = option(False, "record a few early steps for chrome://tracing in out_dir/trace-RANK.json")
+    dry_run: bool = option(False, "print what the run would take, for any mesh, and exit")
     log_interval: int = option(10, "steps between log lines", low=1)
     eval_interval: int = option(
         200, "steps between evaluations, which wait for the next sync", low=1
@@ -73,6 +93,7 @@ class Config:
         "", "names of flags that may differ from the checkpoint's: lr,batch_size,..."
     )
     # model
+    model: str = option("tiny", "size: sets flags of model, batch and rates that are not given", choices=list(SIZES))
     n_layer: int = option(4, "blocks", low=1)
     n_head: int = option(4, "attention heads", low=1)
     n_embd: int = option(128, "channels", low=1)
@@ -95,7 +116,7 @@ class Config:
 GROUPS = {
     "method": "run",
     "checkpoint_interval": "checkpoints",
-    "n_layer": "model",
+    "model": "model",
     "data": "data",
     "lr": "inner",
     "slow_replica": "simulation of a slow, uneven cluster",
@@ -128,6 +149,7 @@ def read_flags(argv: list, saved: dict) -> tuple:
         saved = {name: value for name, value in saved.items() if name in vars(Config)}
     saved = {name: value for name, value in saved.items() if name not in NEVER_TAKEN_OVER}
     given = flags.check_saved(saved, owners) | given
+    given = SIZES[given.get("model", "tiny")] | given
     config = flags.fill(Config, given)
     if config.resume in ("", "auto"):
         config.out_dir = config.out_dir or f"out/{config.method}"
@@ -140,6 +162,9 @@ def resolve_device(config):
     """Replace `auto` in device and dtype by what this machine has."""
     if config.device == "auto":
         config.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.dry_run and config.device == "cuda":  # of another machine, with bf16
+        config.dtype = "bf16" if config.dtype == "auto" else config.dtype
+        return
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if (
@@ -167,13 +192,13 @@ def has_native_bf16(device: str) -> bool:
 # ---- resuming ----
 
 # Flags of this machine or this start; all others are taken from the checkpoint where they are not given.
-NEVER_TAKEN_OVER = {"out_dir", "device", "resume", "allow_change"}
+NEVER_TAKEN_OVER = {"out_dir", "device", "resume", "allow_change", "replicas", "profile", "dry_run"}
 # What may differ from the checkpoint at will, as it changes no more than rounding. Corpora are compared by hash.
 FREE = NEVER_TAKEN_OVER | {
-    "shards", "compile", "log_interval", "eval_interval", "eval_batches", "timeout_s", "data",
+    "shards", "compile", "recompute", "offload", "log_interval", "eval_interval", "eval_batches", "timeout_s", "data",
     "checkpoint_interval", "keep", "save_on_exit", *(f.name for f in dataclasses.fields(simulate.Config)),
 }  # fmt: skip
-FIXED = {"n_layer", "n_head", "n_embd"}  # another model
+FIXED = {"model", "n_layer", "n_head", "n_embd"}  # another model
 
 
 def check_resume(saved: dict, config, method_config, corpus, path):
@@ -227,6 +252,7 @@ class Setup:
     corpus: data.Corpus
     path: Path | None = None  # the checkpoint to go on from
     saved: dict | None = None  # its state.json
+    world_size: int = 1  # ranks, of a dry run those that it is about
 
 
 def set_up(argv: list, rank: int, world_size: int, restarted: bool = False) -> Setup:
@@ -238,6 +264,13 @@ def set_up(argv: list, rank: int, world_size: int, restarted: bool = False) -> S
         config, method_config, simulation = parse(argv, saved["flags"])
     else:
         config, method_config, simulation = parse(argv)
+    if config.dry_run:
+        world_size = config.replicas * config.shards or max(world_size, config.shards)
+    if config.replicas and world_size != config.replicas * config.shards:
+        raise UserError(
+            f"--replicas {config.replicas} --shards {config.shards}: these are {config.replicas * config.shards} ranks, "
+            f"but {world_size} have been started; change --nproc_per_node or --nnodes, or leave out --replicas"
+        )
     if world_size % config.shards:
         raise UserError(
             f"--shards {config.shards}: {world_size} ranks do not divide into replicas of {config.shards}"
@@ -249,7 +282,7 @@ def set_up(argv: list, rank: int, world_size: int, restarted: bool = False) -> S
     if saved:
         check_resume(saved, config, method_config, corpus, path)
         checkpoint.verify(path, saved, rank, world_size)
-    if rank == 0:
+    if rank == 0 and not config.dry_run:
         try:
             Path(config.out_dir).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=config.out_dir).close()  # can it be written to?
@@ -258,4 +291,4 @@ def set_up(argv: list, rank: int, world_size: int, restarted: bool = False) -> S
                 f"--out_dir {config.out_dir}: {error.strerror}; name a folder to write to"
             ) from None
         checkpoint.clean_up(config.out_dir)
-    return Setup(config, method_config, simulation, corpus, path, saved)
+    return Setup(config, method_config, simulation, corpus, path, saved, world_size)

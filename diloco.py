@@ -46,6 +46,11 @@ class Config:
     tau: int = option(16, "inner steps per round (the paper's H = 500)", low=1)
     outer_lr: float = option(0.7, "outer learning rate")
     outer_momentum: float = option(0.9, "outer Nesterov momentum", below=1)
+    offload: bool = option(False, "keep anchor and momentum in the host's memory (on a GPU)")
+
+    @property
+    def n_outer_vectors(self) -> int:
+        return 2 if self.outer_momentum > 0 else 1
 
 
 class DiLoCo:
@@ -54,7 +59,7 @@ class DiLoCo:
 
     def __init__(self, model, mesh, config: Config, max_steps: int, clock):
         self.model, self.mesh, self.config, self.max_steps = model, mesh, config, max_steps
-        self.anchor = torch.zeros_like(model.master)
+        self.anchor = model.outer_vector(config.offload)
         nesterov = config.outer_momentum > 0  # torch refuses nesterov without momentum
         self.outer = torch.optim.SGD(
             [self.anchor],
@@ -65,7 +70,7 @@ class DiLoCo:
         )
         self.outer_vectors = {"anchor": self.anchor}
         if nesterov:  # there from the start, as a checkpoint has to know where it is
-            self.outer_vectors["momentum"] = torch.zeros_like(self.anchor)
+            self.outer_vectors["momentum"] = model.outer_vector(config.offload)
             self.outer.state[self.anchor]["momentum_buffer"] = self.outer_vectors["momentum"]
         self.steps = self.local_steps = self.round = 0  # inner steps in all, since a sync; syncs
         self.last_sync = None  # what stats() will say of it
@@ -127,7 +132,7 @@ class DiLoCo:
 
     def outer_step(self, x):
         """x (sum P/N,), this replica's parameters, becomes the new anchor. Returns ||d_i||, (M,)."""
-        d = torch.sub(self.anchor, x, out=x)  # d_i = a - x_i
+        d = self.subtract_from_anchor(x)
         norms = self.exchange_norms(d)
         # d = 1/M sum_i d_i
         d.div_(self.mesh.replicas)
@@ -137,9 +142,15 @@ class DiLoCo:
         x.copy_(self.anchor)
         return norms
 
+    def subtract_from_anchor(self, x):
+        # d_i = a - x_i, in the place of x_i
+        for a, x_l in zip(self.model.views(self.anchor), self.model.views(x)):
+            torch.sub(a.to(x.device, non_blocking=True), x_l, out=x_l)
+        return x
+
     def nesterov(self, d):
-        # b <- mu b + d;  a <- a - lr (d + mu b)
-        self.anchor.grad = d
+        # b <- mu b + d;  a <- a - lr (d + mu b), where a and b are (with --offload, on the host)
+        self.anchor.grad = d.to(self.anchor.device)
         self.outer.step()
         self.anchor.grad = None
 
@@ -177,7 +188,7 @@ class DiLoCo:
             mean, squares = torch.zeros_like(x), []
             for i in range(replicas):
                 load(i)
-                d = torch.sub(self.anchor, x, out=x)
+                d = self.subtract_from_anchor(x)
                 squares.append(d.norm().square())
                 mean.add_(d.div_(replicas))
             squares = torch.stack(squares)

@@ -83,6 +83,8 @@ class SyncConfig:
     anomaly_elimination: bool = option(True, "leave flagged replicas out")
     weighted_averaging: bool = option(True, "weigh replicas by exp(-norm), else equally")
     pseudo_grad_clipping: bool = option(True, "clip each layer's pseudo-gradient")
+    offload: bool = option(False, "keep anchor and momentum in the host's memory (on a GPU)")
+    n_outer_vectors = 2  # not a flag: anchor and momentum
 
 
 @dataclass
@@ -165,8 +167,8 @@ class EDiT:
     def __init__(self, model, mesh, config, max_steps: int, clock):
         self.model, self.mesh, self.config = model, mesh, config
         self.max_steps, self.clock = max_steps, clock
-        self.anchor = torch.zeros_like(model.master)
-        self.momentum = torch.zeros_like(model.master)
+        self.anchor = model.outer_vector(config.offload)
+        self.momentum = model.outer_vector(config.offload)
         self.outer_vectors = {"anchor": self.anchor, "momentum": self.momentum}
         self.anchors, self.momenta = model.views(self.anchor), model.views(self.momentum)
         self.detector = Detector(
@@ -232,8 +234,7 @@ class EDiT:
         self.stall, self.waited_before = Stall(self.mesh.device), dict(self.mesh.waited_s)
         self.sent_before, self.clips, self.arriving = self.mesh.sent["sync"], [], []
         with self.stall:
-            # d_i = a - x_i, in place
-            torch.sub(self.anchor, self.model.master, out=self.model.master)
+            self.subtract_from_anchor()
             row = self.inspect(self.measure())
             # [sync] all-gather, 2 L scalars per replica, once per round
             self.judge(self.mesh.gather_rows(row, self.mesh.sync))
@@ -243,6 +244,15 @@ class EDiT:
                 self.arriving.append(self.mesh.all_reduce(d, self.mesh.sync))
         self.model.forget_gathered()
         self.model.sync_layer = self.complete
+
+    def subtract_from_anchor(self):
+        # d_i = a - x_i, in the place of x_i
+        for a, x in zip(self.anchors, self.model.masters):
+            torch.sub(self.visit(a), x, out=x)
+
+    def visit(self, home):
+        """A layer of an outer vector on the device: itself or, with --offload, a copy."""
+        return home.to(self.mesh.device, non_blocking=True)
 
     def measure(self):
         """G_i of this replica, (L,)."""
@@ -286,11 +296,14 @@ class EDiT:
                 # replica, where all-reduce may differ in the last bit, and the replicas with it)
                 squares = self.mesh.gather_rows(square, self.mesh.shard)
                 clip = clip_factor(squares.sum().sqrt(), self.config.pseudo_grad_clip)
+            anchor, momentum = self.visit(self.anchors[l]), self.visit(self.momenta[l])
             outer_nesterov(
-                self.anchors[l], self.momenta[l], dbar.mul_(clip),
+                anchor, momentum, dbar.mul_(clip),
                 self.config.outer_lr, self.config.outer_momentum, self.alive[l],
             )  # fmt: skip
-            self.model.masters[l].copy_(self.anchors[l])
+            self.model.masters[l].copy_(anchor)
+            for home, guest in ((self.anchors[l], anchor), (self.momenta[l], momentum)):
+                home.copy_(guest, non_blocking=True)  # nothing to do if they are the same
             self.clips.append(clip)
         if l == len(self.model.layers) - 1:
             self.end()
@@ -326,16 +339,16 @@ class EDiT:
         and its state into this object. Leaves all ranks in sync, with the new anchor in model.master."""
         self.stall, self.waited_before = Stall(self.mesh.device), dict(self.mesh.waited_s)
         self.sent_before, self.clips = self.mesh.sent["sync"], []
-        x, dbar, rows, states = self.model.master, torch.zeros_like(self.anchor), [], []
+        x, dbar, rows, states = self.model.master, torch.zeros_like(self.model.master), [], []
         for i in range(replicas):
             load(i)
-            torch.sub(self.anchor, x, out=x)
+            self.subtract_from_anchor()
             rows.append(self.inspect(self.measure()))
             states.append(self.state_dict())  # its detector has learned
         self.judge(torch.stack(rows))
         for i in range(replicas):
             load(i)
-            torch.sub(self.anchor, x, out=x)
+            self.subtract_from_anchor()
             for l, d in enumerate(self.model.masters):
                 self.weigh_down(d, i, l)
             dbar += x

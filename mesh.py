@@ -44,6 +44,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 # torch 2.13 renamed these and warns at the old names, which is all that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -64,18 +65,20 @@ def contact():
 
 
 class Handle:
-    """Operations in flight and what to do, once, when they have arrived. `waited_s`, if given, is where the
-    seconds that the host waits are added up."""
+    """Operations in flight, named for a profile, and what to do, once, when they have arrived. `waited_s`, if
+    given, is where the seconds that the host waits are added up."""
 
-    def __init__(self, works=(), then=None, waited_s=None):
-        self.works, self.then, self.waited_s = works, then, waited_s
+    def __init__(self, works=(), name="", then=None, waited_s=None):
+        self.works, self.name, self.then, self.waited_s = works, name, then, waited_s
 
     def wait(self):
+        if not self.works:
+            return
         began = time.perf_counter()
-        with contact():
+        with contact(), record_function(f"wait: {self.name}"):
             for work in self.works:
                 work.wait()
-        if self.waited_s and self.works:
+        if self.waited_s:
             link_s = sum(getattr(work, "link_s", 0.0) for work in self.works)
             self.waited_s["link"] += link_s
             self.waited_s["others"] += time.perf_counter() - began - link_s
@@ -172,13 +175,14 @@ class Mesh:
     def _launch(self, works, group, operation, payload_bytes, share, then=None):
         """Count an operation of which this rank sends share * (n-1)/n * payload_bytes; a handle for `works`."""
         sent_bytes = share * (group.size - 1) / group.size * payload_bytes
-        self.calls[f"{group.name} {operation}"] += 1
+        name = f"{group.name} {operation}"
+        self.calls[name] += 1
         self.sent[group.name] += sent_bytes
         if group is not self.sync:
-            return Handle(works, then)
+            return Handle(works, name, then)
         if self.wire:
             works = [self.wire.carry(works, sent_bytes, hops=share * (group.size - 1))]
-        return Handle(works, then, self.waited_s)
+        return Handle(works, name, then, self.waited_s)
 
     def all_gather(self, whole: torch.Tensor, group: Group) -> Handle:
         """Fill `whole` (flat, group.size equal pieces), in which this rank's own piece is in place already."""
@@ -186,7 +190,7 @@ class Mesh:
             return Handle()
         pieces = whole.chunk(group.size)
         own = pieces[group.index]
-        with contact():
+        with contact(), record_function(f"{group.name} all-gather"):
             if self.exchange_directly:
                 works = self._exchange([own] * group.size, pieces, group, tag=1)
             else:
@@ -198,19 +202,20 @@ class Mesh:
         memory). `whole` may be reused after wait()."""
         if group.size == 1:
             return Handle()
+        named = record_function(f"{group.name} reduce-scatter")
         if not self.exchange_directly:
-            works = [_reduce_scatter(part, whole, group=group.process_group, async_op=True)]
+            with contact(), named:
+                works = [_reduce_scatter(part, whole, group=group.process_group, async_op=True)]
             return self._launch(works, group, "reduce-scatter", whole.nbytes, 1)
         mine = whole.chunk(group.size)
-        arriving = [torch.empty_like(part) for _ in mine]
-        arriving[group.index] = mine[group.index]
+        arriving = [own if i == group.index else torch.empty_like(part) for i, own in enumerate(mine)]
 
         def add():  # in rank order on every rank
             torch.add(arriving[0], arriving[1], out=part)
             for piece in arriving[2:]:
                 part.add_(piece)
 
-        with contact():
+        with contact(), named:
             works = self._exchange(mine, arriving, group, tag=2)
         return self._launch(works, group, "reduce-scatter", whole.nbytes, 1, then=add)
 
@@ -231,7 +236,7 @@ class Mesh:
         """x <- its sum over the group, in place; bit-identical on all its ranks."""
         if group.size == 1:
             return Handle()
-        with contact():
+        with contact(), record_function(f"{group.name} all-reduce"):
             works = [dist.all_reduce(x, group=group.process_group, async_op=True)]
         return self._launch(works, group, "all-reduce", x.nbytes, 2)
 

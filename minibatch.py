@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Config:
-    pass  # nothing of its own
+    n_outer_vectors = 0  # no anchor, no momentum; and nothing to set
 
 
 class MiniBatch:

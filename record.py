@@ -33,6 +33,7 @@ from contextlib import contextmanager
 import torch
 
 from flags import UserError
+from plan import size
 
 
 class Clock:
@@ -142,8 +143,8 @@ class Record:
 
     def saved(self, path, seconds: float):
         if self.file:
-            size = sum(file.stat().st_size for file in path.iterdir())
-            print(f"saved   {path}: {megabytes(size)} in {seconds:.2f} s", flush=True)
+            count = sum(file.stat().st_size for file in path.iterdir())
+            print(f"saved   {path}: {size(count)} in {seconds:.2f} s", flush=True)
 
     def tokens(self, position: float) -> int:
         """Tokens that all ranks together have trained on."""
@@ -235,7 +236,7 @@ class Record:
             f"sync {row['round']:04d} | tau {tau} | "
             f"pseudo-grad {sum(norms) / len(norms):.3f} [{min(norms):.3f} .. {max(norms):.3f}] | "
             f"weights [{min(weights):.2f} .. {max(weights):.2f}] | dropped {sum(row['dropped'])} | "
-            f"clip {row['clip']:.2f} | {megabytes(row['sync_bytes'])} | stall {row['stall_ms']:.0f} ms "
+            f"clip {row['clip']:.2f} | {size(row['sync_bytes'])} | stall {row['stall_ms']:.0f} ms "
             f"(waiting for others {row['wait_others_ms']:.0f}, link {row['wait_link_ms']:.0f})",
             flush=True,
         )
@@ -277,7 +278,7 @@ class Record:
         self.write("end", **row, exit="done")
         print(
             f"done | {step} steps in {train_s:.0f} s | {speed:,.0f} tok/s | val loss {val_loss:.4f} | "
-            f"peak {megabytes(peak)} on rank 0",
+            f"peak {size(peak)} on rank 0",
             flush=True,
         )
 
@@ -289,74 +290,8 @@ def finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def megabytes(count: float) -> str:
-    return f"{count / 1e6:.1f} MB"
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     scale = 1 if sys.platform == "darwin" else 1024  # Linux counts KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-
-
-def picture(mesh, most: int = 4) -> list:
-    """The grid as lines of text, at most `most` rows and columns of it."""
-    columns = range(min(mesh.shards, most))
-    lines = [
-        " " * 13 + "".join(f"shard {n:<5}" for n in columns) + ("..." if mesh.shards > most else "")
-    ]
-    for replica in range(min(mesh.replicas, most)):
-        ranks = "".join(f"rank {replica * mesh.shards + n:<6}" for n in columns)
-        lines.append(f"replica {replica:<5}{ranks}")
-    return lines + (["..."] if mesh.replicas > most else [])
-
-
-def print_start(config, model, mesh, method, corpus):
-    """What is about to run, in numbers worked out beforehand."""
-    P, tokens = (
-        model.n_params,
-        mesh.world_size * config.accum * config.batch_size * config.block_size,
-    )
-    vectors = {
-        "parameters": 1,
-        "gradient": 1,
-        "AdamW": 2,
-        "anchor + momentum": len(method.outer_vectors),
-    }
-    memory = {kind: count * model.master.nbytes for kind, count in vectors.items() if count}
-    memory["whole layers"] = sum(buffer.nbytes for buffer in model.buffers())
-    exchange = 2 * (mesh.replicas - 1) / mesh.replicas * model.master.nbytes
-    print(
-        f"{config.method} on {mesh.world_size} ranks = {mesh.replicas} replicas x {mesh.shards} shards "
-        f"({mesh.device.type}, {str(model.dtype).removeprefix('torch.')})"
-    )
-    for line in picture(mesh):
-        print("    " + line)
-    print(
-        f"model   {P:,} parameters: {config.n_layer} blocks, {config.n_head} heads, {config.n_embd} channels, "
-        f"context {config.block_size}, vocabulary {corpus.vocab_size}"
-    )
-    print(
-        f"data    {config.data or 'standard library'}: {len(corpus.tokens):,} tokens, {corpus.tokenizer} ({corpus.hash})"
-    )
-    print(
-        "memory  per rank: "
-        + ", ".join(f"{kind} {megabytes(count)}" for kind, count in memory.items())
-    )
-    print(
-        f"step    {mesh.world_size} ranks x {config.accum} micro-steps x {config.batch_size} sequences "
-        f"x {config.block_size} tokens = {tokens:,} tokens"
-    )
-    if mesh.replicas > 1:
-        each = f"{megabytes(exchange)} per rank over the slow links"
-        if not method.outer_vectors:
-            print(f"round   every step: {each}")
-        elif method.lockstep:
-            tau = method.config.tau
-            print(
-                f"round   {tau} steps x {tokens:,} tokens = {tau * tokens:,} tokens: {each} (mini-batch: x {tau})"
-            )
-        else:
-            print(f"round   {method.config.tau_time_s:g} s of training: {each}")
-    print(flush=True)

@@ -37,14 +37,19 @@ the previous one's reduce-scatter. When gradients are averaged over replicas too
 warm-up), the all-reduce of layer l+1's shard is issued as soon as its reduce-scatter has arrived,
 one layer later, and waited for at the end of the backward.
 
-    name      shape         dtype                 what
-    master    (sum P/N,)    fp32                  parameters, this rank's shard
-    grad      (sum P/N,)    fp32                  their gradient, accumulated over micro-steps
-    exp_avg, exp_avg_sq     fp32                  AdamW's moments, laid out alike
-    whole[2]  (max P,)      compute (bf16, fp32)  two gathered layers
-    outgoing  (max P,)      fp32                  one layer's gradient on its way
+    name         shape         dtype                 what
+    master       (sum P/N,)    fp32                  parameters, this rank's shard
+    grad         (sum P/N,)    fp32                  their gradient, accumulated over micro-steps
+    exp_avg, exp_avg_sq        fp32                  AdamW's moments, laid out alike
+    whole[2]     (max P,)      compute (bf16, fp32)  two gathered layers
+    outgoing[2]  (max P,)      fp32                  a layer's gradient in the making and one on its way
 
-Gradients are summed in fp32 even when the layers compute in bf16.
+Gradients are summed in fp32 even when the layers compute in bf16. The backward of a matrix product writes
+them to their place in `outgoing` (with N = 1: in `grad`) itself, see model.Linear.
+
+Recomputing (`recompute`): the forward keeps a block's input only, the backward computes the block
+again, with the parameters that it has gathered anyway. Activations then take one block's memory and
+the blocks' inputs; a step takes a third more arithmetic.
 
 Source: ZeRO, arXiv 1910.02054.
 """
@@ -53,6 +58,7 @@ from collections import deque
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from mesh import Handle
 from model import ModelConfig, build_layer
@@ -82,13 +88,16 @@ class ShardedModel:
     """The layers of `model.py` on this rank's shards. `dtype` is what layers compute and gather in."""
 
     def __init__(
-        self, config: ModelConfig, mesh, dtype: torch.dtype = torch.float32, seed: int = 0
+        self,
+        config: ModelConfig,
+        mesh,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        recompute: bool = False,
     ):
-        self.config, self.mesh, self.dtype = config, mesh, dtype
+        self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute
         self.layers, self.layouts, pieces = [], [], []
-        for l in range(
-            config.n_layer + 2
-        ):  # one layer at a time: no rank ever builds the whole model
+        for l in range(config.n_layer + 2):  # one at a time: no rank ever builds the whole model
             layer = build_layer(config, l, seed).to(mesh.device)
             layout = Layout(layer, mesh.shards)
             pieces.append(self._own_piece(layout))
@@ -100,21 +109,16 @@ class ShardedModel:
         self.masters, self.grads = self.views(self.master), self.views(self.grad)
         self._place_parameters()
         self.tape = []  # (input, output) of each layer, from forward to backward
-        self.sync_layer = (
-            None  # EDiT, while a sync is under way: called with l before layer l is gathered
-        )
+        # EDiT, while a sync is under way: called with l before layer l is gathered
+        self.sync_layer = None
         # What a rank may tell its shard group at the end of each step, summed up there: A-EDiT's clock, a signal
         self.vote = self.asked_to_stop = lambda: 0.0
-        self.shared = deque(
-            maxlen=2
-        )  # [gradient norm, mean loss, votes, stops] of the last two steps
+        self.shared = deque(maxlen=2)  # [norm, mean loss, votes, stops] of the last two steps
         self.read_late = 1 if mesh.device.type == "cuda" else 0  # steps, see news()
 
     def _own_piece(self, layout):
         """Copy this rank's share of a freshly initialised layer, in the master's dtype, and free the layer."""
-        master = torch.promote_types(
-            self.dtype, torch.float32
-        )  # fp32, or fp64 when a test computes in fp64
+        master = torch.promote_types(self.dtype, torch.float32)  # or fp64, when a test computes in it
         whole = torch.zeros(layout.padded, dtype=master, device=self.mesh.device)
         for (_, parameter), place in zip(layout.parameters, layout.cut(whole).values()):
             place.copy_(parameter.detach())
@@ -122,20 +126,23 @@ class ShardedModel:
         return whole.chunk(self.mesh.shards)[self.mesh.shard_index].clone()
 
     def _place_parameters(self):
-        """Point every layer's parameters at the memory that they will be in whenever the layer computes."""
-        self.aliased = (
-            self.mesh.shards == 1 and self.dtype == self.master.dtype
-        )  # gathering is a no-op
+        """Point every layer's parameters at the memory that they will be in whenever the layer computes, and
+        their gradients at where they are wanted."""
+        alone = self.mesh.shards == 1
+        self.aliased = alone and self.dtype == self.master.dtype  # gathering is a no-op
         size = max(layout.padded for layout in self.layouts)
         make = lambda dtype: torch.empty(size, dtype=dtype, device=self.mesh.device)
-        self.whole = None if self.aliased else [make(self.dtype), make(self.dtype)]
-        self.outgoing = make(self.master.dtype) if self.mesh.shards > 1 else None
+        self.whole = [] if self.aliased else [make(self.dtype), make(self.dtype)]
+        self.outgoing = [] if alone else [make(self.master.dtype), make(self.master.dtype)]
         for l, (layer, master) in enumerate(zip(self.layers, self.masters)):
             home = master if self.aliased else self.whole[l % 2]
             # .data: an alias with a version counter of its own. Autograd must not take a refilled buffer for
             # a modified one: by the time it looks, the buffer has the values it had in the forward.
             for name, place in self.layouts[l].cut(home.data).items():
                 layer.get_parameter(name).data = place
+            gradient = self.grads[l] if alone else self.outgoing[l % 2]
+            for name, place in self.layouts[l].cut(gradient).items():
+                layer.get_parameter(name).main_grad = place
         self.parameters = [[p for _, p in layout.parameters] for layout in self.layouts]
         self.forget_gathered()
 
@@ -143,9 +150,15 @@ class ShardedModel:
         """Cut a flat per-rank vector, laid out like `master`, into one (P/N,) view per layer."""
         return list(vector.split([layout.piece for layout in self.layouts]))
 
+    def outer_vector(self, offload: bool) -> torch.Tensor:
+        """Zeros laid out like `master`, for what a method keeps between syncs. offload: in (pinned) host memory."""
+        if not offload or self.mesh.device.type == "cpu":
+            return torch.zeros_like(self.master)
+        return torch.zeros(self.master.shape, dtype=self.master.dtype, pin_memory=True)
+
     def buffers(self) -> list:
         """The memory that whole layers pass through."""
-        return [buffer for buffer in [*(self.whole or []), self.outgoing] if buffer is not None]
+        return [*self.whole, *self.outgoing]
 
     # ---- gathering ----
 
@@ -174,20 +187,20 @@ class ShardedModel:
 
     def forward(self, tokens, targets, train: bool = True):
         """Loss (mean, nats per token) of a batch, (B, T) int64 each. train: keep the tape for backward()."""
-        x, syncing = tokens, self.sync_layer is not None
+        x, last, syncing = tokens, len(self.layers) - 1, self.sync_layer is not None
         for l, layer in enumerate(self.layers):
-            if syncing:
-                self.sync_layer(
-                    l
-                )  # layer l's parameters are final only now, so nothing is prefetched
+            if syncing:  # layer l's parameters are final only now, so nothing is prefetched
+                with record_function(f"sync, layer {l}"):
+                    self.sync_layer(l)
             self.finish_gather(l)
             if not syncing:
                 self.start_gather(l + 1)
-            with torch.set_grad_enabled(train):
+            again = self.recompute and 0 < l < last  # in the backward
+            with torch.set_grad_enabled(train and not again), record_function(f"forward, layer {l}"):
                 x_in = x.detach().requires_grad_(train and l > 0)
-                x = layer(x_in, targets) if l == len(self.layers) - 1 else layer(x_in)
+                x = layer(x_in, targets) if l == last else layer(x_in)
             if train:
-                self.tape.append((x_in, x))
+                self.tape.append((x_in, None if again else x))
         return x.detach()
 
     def backward(self, scale: float, first: bool = True, average_replicas: bool = False):
@@ -200,35 +213,42 @@ class ShardedModel:
                 self.finish_gather(l)
             if l > 0 and self.layers[l - 1].backward_reads_parameters:
                 self.start_gather(l - 1)
-            x_in, x = self.tape.pop()
-            inputs = self.parameters[l] + ([x_in] if l > 0 else [])
-            gradients = torch.autograd.grad(x, inputs, grad_x)
-            grad_x = gradients[-1]
+            grad_x = self._backward_layer(l, grad_x, first)
             if leaving:
                 averaging.append(self._settle(*leaving, average_replicas))
-            leaving = (l, self._start_reduce(l, gradients[: len(self.parameters[l])], first))
-            del (
-                x_in,
-                x,
-                gradients,
-            )  # this layer's activations go before the previous layer's gradients come
+            leaving = (l, self._start_reduce(l, first))
         averaging.append(self._settle(*leaving, average_replicas))
         for handle in averaging:
             handle.wait()
 
-    def _start_reduce(self, l, gradients, first):
-        """Pack one layer's gradients into a flat vector and send it on its way."""
-        flat = [gradient.reshape(-1) for gradient in gradients]
-        layout, grad = self.layouts[l], self.grads[l]
+    def _backward_layer(self, l, grad_x, first):
+        """Take layer l's entry off the tape; its parameters' gradients come to their main_grad. grad_x:
+        d loss / d output; returns d loss / d input (nothing sensible for the embedding)."""
+        x_in, x = self.tape.pop()
+        parameters, adds = self.parameters[l], self.mesh.shards == 1 and not first
+        for parameter in parameters:
+            parameter.adds = adds
+        with record_function(f"backward, layer {l}"):
+            if x is None:
+                with torch.enable_grad():
+                    x = self.layers[l](x_in)
+            inputs = parameters + ([x_in] if l > 0 else [])
+            gradients = torch.autograd.grad(x, inputs, grad_x, allow_unused=True)
+            for parameter, gradient in zip(parameters, gradients):
+                if gradient is None:  # it is in its place already
+                    continue
+                place = parameter.main_grad
+                place.add_(gradient) if adds else place.copy_(gradient)
+        return gradients[-1]
+
+    def _start_reduce(self, l, first):
+        """Send one layer's gradient, which is in `outgoing`, on its way."""
         if self.mesh.shards == 1:
-            torch.cat(flat, out=grad) if first else grad.add_(torch.cat(flat))
             return Handle()
-        whole = self.outgoing[: layout.padded]
-        torch.cat(flat, out=whole[: layout.used])  # casts to fp32
+        layout, grad = self.layouts[l], self.grads[l]
+        whole = self.outgoing[l % 2][: layout.padded]
         whole[layout.used :].zero_()
-        if (
-            not first
-        ):  # what earlier micro-steps left here rides along: the sum needs no buffer of its own
+        if not first:  # what earlier micro-steps left here rides along: the sum needs no other buffer
             whole.chunk(self.mesh.shards)[self.mesh.shard_index].add_(grad)
         # [shard] reduce-scatter, P fp32, backward, once per layer and micro-step
         return self.mesh.reduce_scatter(grad, whole, self.mesh.shard)
@@ -252,9 +272,10 @@ class ShardedModel:
         # [shard] all-reduce, 4 scalars, once per step
         self.mesh.all_reduce(shared, self.mesh.shard).wait()
         norm = shared[0].sqrt_()
-        if max_norm > 0:
-            self.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        self.grad.masked_fill_(~norm.isfinite(), 0.0)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
+        # Not finite: times 0 all is 0 or NaN, and then 0. One pass each; masked_fill_ takes as long as five.
+        self.grad.mul_(factor.where(norm.isfinite(), 0.0))
+        self.grad.nan_to_num_(0.0, 0.0, 0.0)
         self.shared.append(Arriving(shared))
 
     def news(self) -> list:

@@ -41,11 +41,11 @@ import checkpoint
 import data
 import simulate
 import together
-from config import METHODS, Setup, set_up
+from config import METHODS, Setup, read_flags, set_up
 from flags import UserError
 from mesh import LostRank, Mesh, contact
-from model import ModelConfig
-from record import Clock, Record, print_start
+from plan import Plan
+from record import Clock, Record
 from sample import continue_text, load_model
 from shard import Arriving, ShardedModel
 
@@ -89,6 +89,10 @@ def start(argv: list, rank: int, world_size: int, leaving) -> tuple:
     """(the store of this attempt, the Setup that all ranks agree on); exits, on all ranks alike, if they do not."""
     error, fingerprint, setup, code = "", "", None, 2
     try:
+        if is_dry_run(argv):
+            setup = set_up(argv, rank, world_size)
+            Plan(setup, setup.world_size).show()
+            sys.exit(0)
         store = dist.HashStore()
         if world_size > 1:  # torchrun's key-value store
             with contact():
@@ -119,6 +123,14 @@ def start(argv: list, rank: int, world_size: int, leaving) -> tuple:
     if rank == 0:
         print(f"train.py: error: {error}", file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+def is_dry_run(argv: list) -> bool:
+    """Ranks of a dry run need not hear of one another. (Wrong flags are reported where all runs' are.)"""
+    try:
+        return read_flags(argv, saved={})[0].dry_run
+    except UserError:
+        return False
 
 
 # ---- training ----
@@ -163,11 +175,10 @@ def load_batch(corpus, config, mesh, step, micro_step) -> list:
 def train(setup: Setup, mesh, store, leaving):
     config, method_config, simulation = setup.config, setup.method_config, setup.simulation
     corpus, saved = setup.corpus, setup.saved
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[config.dtype]
-    model_config = ModelConfig(
-        config.n_layer, config.n_head, config.n_embd, config.block_size, corpus.vocab_size
-    )
-    model = ShardedModel(model_config, mesh, dtype, config.seed)
+    plan = Plan(setup, mesh.world_size)
+    plan.show()
+    print(flush=True)
+    model = ShardedModel(plan.model_config, mesh, plan.dtype, config.seed, config.recompute)
     if config.compile:
         for layer in model.layers:
             layer.compile()
@@ -178,8 +189,6 @@ def train(setup: Setup, mesh, store, leaving):
     stragglers = simulate.Stragglers(simulation, mesh.replicas, config.seed)
     if simulation.link_mbps or simulation.link_latency_ms:
         mesh.wire = simulate.Wire(simulation, mesh.shards, mesh.device)
-    if mesh.rank == 0:
-        print_start(config, model, mesh, method, corpus)
     record = Record(
         Path(config.out_dir, "metrics.jsonl"), config, mesh, store, clock, method.lockstep
     )
@@ -229,6 +238,7 @@ def train(setup: Setup, mesh, store, leaving):
         record.saved(path, time.perf_counter() - began)
         return path, position
 
+    tracer = start_tracing(config, mesh.rank) if config.profile else None
     asked = 0  # to stop, by this signal
     while True:
         common = method.common_position(step)
@@ -273,7 +283,11 @@ def train(setup: Setup, mesh, store, leaving):
         record.step(step, method.position(step), lr, model.shared[-1])
         check_finite(step - model.read_late, model.news(), method)
         asked = round(model.news()[3])
+        if tracer:
+            tracer.step()
 
+    if tracer:
+        tracer.stop()
     leaving.wait_for_a_checkpoint(False)  # there is nothing left to save but the model
     val_loss = run_evaluation()  # performs the last sync
     if mesh.replica == 0:  # all replicas are equal now
@@ -283,6 +297,22 @@ def train(setup: Setup, mesh, store, leaving):
     if mesh.rank == 0:
         print(f"model   {model_path}")
         print_sample(config)
+
+
+def start_tracing(config, rank: int):
+    """torch's profiler: after the first steps, which also compile and allocate, three steps go to a file."""
+    steps = torch.profiler.schedule(wait=min(4, max(0, config.max_steps - 4)), warmup=1, active=3, repeat=1)
+    path = Path(config.out_dir, f"trace-{rank}.json")
+
+    def write(tracer):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tracer.export_chrome_trace(str(path))
+        print(f"profile {path}: open it in chrome://tracing or ui.perfetto.dev", flush=True)
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would report its own starts and stops
+    tracer = torch.profiler.profile(schedule=steps, on_trace_ready=write)
+    tracer.start()
+    return tracer
 
 
 def is_due(position, last, interval: int, end: float = math.inf) -> bool:

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import Block, Llama, ModelConfig, rotary_angles, rotate
+from model import Block, Linear, Llama, ModelConfig, attend, rotary_angles, rotate
 
 CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=50)
 
@@ -64,6 +66,56 @@ def test_loss_is_mean_cross_entropy_and_starts_near_uniform(model):
     by_hand = -torch.log_softmax(logits, -1).gather(-1, targets[..., None]).mean()
     torch.testing.assert_close(model(tokens, targets), by_hand)
     assert model(tokens, targets).item() == pytest.approx(math.log(50), abs=0.1)
+
+
+@pytest.mark.parametrize("logits", [1, 300, 10**6])
+def test_loss_in_chunks_equals_loss_and_gradients_of_whole_logits(model, monkeypatch, logits):
+    monkeypatch.setattr("model.LOGITS", logits)  # rows at a time: 1, 6, all 36
+    tokens, targets = torch.randint(50, (2, 3, 12))
+    head, x = model.layers[-1], torch.randn(3, 12, 16, requires_grad=True)
+    inputs = [x, *head.parameters()]
+    whole = F.cross_entropy(head(x).flatten(0, 1), targets.flatten())
+    chunked = head(x, targets)
+    torch.testing.assert_close(chunked, whole)
+    expected = torch.autograd.grad(0.3 * whole, inputs)
+    for ours, theirs in zip(torch.autograd.grad(0.3 * chunked, inputs), expected):
+        torch.testing.assert_close(ours, theirs)
+    with torch.no_grad():
+        assert torch.equal(head(x, targets), chunked)
+
+
+def test_logits_never_exist_whole(model, monkeypatch):
+    monkeypatch.setattr("model.LOGITS", 300)
+    seen = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            seen.extend(t.numel() for t in [result] if isinstance(t, torch.Tensor))
+            return result
+
+    x = torch.randn(3, 12, 16, requires_grad=True)
+    with Sizes():
+        model.layers[-1](x, torch.zeros(3, 12, dtype=torch.long)).backward()
+    assert max(seen) == 50 * 16 < 36 * 50  # the output matrix and its gradient, not 36 tokens' logits
+
+
+def test_attention_by_hand_equals_torchs():
+    q, k, v = torch.randn(3, 2, 4, 9, 8, dtype=torch.float64)
+    torch.testing.assert_close(attend(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def test_linear_leaves_its_gradient_where_it_is_wanted():
+    linear, x = Linear(6, 5), torch.randn(2, 3, 6, requires_grad=True)
+    grad_x, expected = torch.autograd.grad(linear(x).pow(2).sum(), [x, linear.weight])
+    for dtype in (torch.float32, torch.float64):  # its own, and a wider one
+        linear.weight.main_grad = torch.full((5, 6), torch.nan, dtype=dtype)
+        for count, linear.weight.adds in ((1, False), (2, True)):
+            inputs = [x, linear.weight]
+            gradients = torch.autograd.grad(linear(x).pow(2).sum(), inputs, allow_unused=True)
+            torch.testing.assert_close(gradients[0], grad_x)
+            assert gradients[1] is None
+            torch.testing.assert_close(linear.weight.main_grad.float(), count * expected)
 
 
 def test_initialisation_is_a_function_of_seed_and_layer():

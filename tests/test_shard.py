@@ -19,9 +19,11 @@ def batches(count):
     ]  # (inputs, targets), B, T
 
 
-def sharded_gradients(shards, dtype, accum=1):
+def sharded_gradients(shards, dtype, accum=1, recompute=False, compiler=None):
     mesh = Mesh(shards, torch.device("cpu"))
-    model = ShardedModel(CONFIG, mesh, dtype, seed=3)
+    model = ShardedModel(CONFIG, mesh, dtype, seed=3, recompute=recompute)
+    for layer in model.layers if compiler else []:
+        layer.compile(backend=compiler)
     for micro in range(accum):
         inputs, targets = batches(mesh.world_size * accum)[micro * mesh.world_size + mesh.rank]
         loss = model.forward(inputs, targets)
@@ -76,6 +78,41 @@ def test_step_gathers_2L_minus_3_layers_and_scatters_L():
             "shard all-reduce": 1,
         }
         assert sent["shard"] == (gathered + sum(P) + sum(P)) * 8 / 2 + 4 * 8 and sent["sync"] == 0
+
+
+def test_recomputing_changes_no_bit_and_no_collective_and_keeps_only_block_inputs():
+    usual, again = (
+        run_ranks(2, sharded_gradients, 2, torch.float32, 2, recompute)[0]
+        for recompute in (False, True)
+    )
+    assert all(torch.equal(usual[0][name], again[0][name]) for name in usual[0])
+    assert usual[1:] == again[1:]  # norm and loss; calls; bytes
+
+    def kept(recompute):
+        sizes = {}
+        model = ShardedModel(CONFIG, Mesh(1, torch.device("cpu")), torch.float32, recompute=recompute)
+
+        def note(tensor):
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        inputs, targets = batches(1)[0]
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model.forward(inputs, targets)
+        sizes.pop(model.master.untyped_storage().data_ptr(), None)
+        return sum(sizes.values())
+
+    assert kept(recompute=True) < kept(recompute=False) / 4
+
+
+def test_compiled_layers_have_the_same_gradients():
+    usual = run_ranks(2, sharded_gradients, 2, torch.float32, 2)[0]
+    for recompute in (False, True):
+        traced = run_ranks(2, sharded_gradients, 2, torch.float32, 2, recompute, "aot_eager")[0]
+        for name in usual[0]:
+            torch.testing.assert_close(traced[0][name], usual[0][name], rtol=1e-4, atol=1e-7)
+        assert traced[2:] == usual[2:]
 
 
 def test_minibatch_sends_the_gradient_shard_once_over_the_sync_group():
