@@ -125,10 +125,11 @@ class Group:
 class Mesh:
     """The grid as seen by one rank. `shard` and `sync` are this rank's two groups."""
 
-    def __init__(self, shards: int, device: torch.device, timeout_s: float = 600):
-        started = (
-            dist.is_initialized()
-        )  # plain `python train.py` is a world of one without process groups
+    def __init__(
+        self, shards: int, device: torch.device, timeout_s: float = 600, alone: bool = False
+    ):
+        # Plain `python train.py` is a world of one, without process groups; so is a rank that wants to be alone.
+        started = dist.is_initialized() and not alone
         self.world_size = dist.get_world_size() if started else 1
         self.rank = dist.get_rank() if started else 0
         if self.world_size % shards:
