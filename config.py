@@ -65,6 +65,10 @@ class Config:
     device: str = option(
         "auto", "cpu, cuda, or cuda where there is one", choices=["auto", "cpu", "cuda"]
     )
+    backend: str = option(
+        "auto", "of torch.distributed; auto: nccl on cuda, else gloo. With gloo ranks may share a GPU",
+        choices=["auto", "nccl", "gloo"],
+    )  # fmt: skip
     dtype: str = option(
         "auto", "of the layers; auto: bf16 where the device has it natively; fp64 takes the masters along",
         choices=["auto", "fp32", "bf16", "fp64"],
@@ -165,15 +169,17 @@ def resolve_device(config):
     if config.dry_run and config.device == "cuda":  # of another machine, with bf16
         config.dtype = "bf16" if config.dtype == "auto" else config.dtype
         return
+    if config.backend == "auto":
+        config.backend = "nccl" if config.device == "cuda" else "gloo"
+    if config.backend == "nccl" and config.device == "cpu":
+        raise UserError("--backend nccl: it is for --device cuda; use --backend gloo")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
-    if (
-        config.device == "cuda"
-        and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count()
-    ):
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if config.backend == "nccl" and local_rank >= torch.cuda.device_count():
         raise UserError(
             f"--device cuda: more ranks than the {torch.cuda.device_count()} CUDA devices of this machine; "
-            "lower --nproc_per_node"
+            "lower --nproc_per_node, or let them share with --backend gloo"
         )
     native = has_native_bf16(config.device)
     if config.dtype == "bf16" and not native:
@@ -192,7 +198,7 @@ def has_native_bf16(device: str) -> bool:
 # ---- resuming ----
 
 # Flags of this machine or this start; all others are taken from the checkpoint where they are not given.
-NEVER_TAKEN_OVER = {"out_dir", "device", "resume", "allow_change", "replicas", "profile", "dry_run"}
+NEVER_TAKEN_OVER = {"out_dir", "device", "resume", "allow_change", "backend", "replicas", "profile", "dry_run"}
 # What may differ from the checkpoint at will, as it changes no more than rounding. Corpora are compared by hash.
 FREE = NEVER_TAKEN_OVER | {
     "shards", "compile", "recompute", "offload", "log_interval", "eval_interval", "eval_batches", "timeout_s", "data",

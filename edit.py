@@ -281,8 +281,9 @@ class EDiT:
         return replica_weights(norms, flagged, self.config.weighted_averaging)
 
     def weigh_down(self, d, i: int, l: int):
-        """d <- w_i d, replica i's share in layer l's dbar; zeros if flagged, by writing them: 0 * NaN is NaN."""
-        d.mul_(self.weights[i, l]).masked_fill_(self.flagged[i, l], 0.0)
+        """d <- w_i d, replica i's share in layer l's dbar. If it is flagged w_i = 0, and 0 * NaN, which is NaN,
+        is overwritten; if not, all of d is finite."""
+        d.mul_(self.weights[i, l]).nan_to_num_(0.0, 0.0, 0.0)
 
     def complete(self, l: int):
         """The forward's call just before it gathers layer l, l = 0, 1, ..., L-1: x_l becomes the new anchor."""

@@ -24,6 +24,9 @@ what this rank has sent, in bytes, as a bandwidth-optimal algorithm would: all-g
 reduce-scatter (n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload. `calls["group
 operation"]` counts them.
 
+gloo and GPUs: with --backend gloo ranks may share a GPU, to try things on one; everything they say to
+each other then goes through host memory.
+
 A rank that has died, or says nothing for `timeout_s`, makes the operations of the others raise LostRank
 (gloo; NCCL's watchdog ends the process after the same time).
 
@@ -45,6 +48,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
+
+from outbox import open_outbox
 
 # torch 2.13 renamed these and warns at the old names, which is all that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -85,6 +90,13 @@ class Handle:
         if self.then:
             self.then()
         self.works, self.then = (), None
+
+
+class Pickup:
+    """An exchange through an outbox. Works like torch's Work."""
+
+    def __init__(self, collect):
+        self.wait = collect
 
 
 class Stall:
@@ -143,6 +155,8 @@ class Mesh:
         self.shard = self._group("shard", grid, self.replica)
         self.sync = self._group("sync", grid.T, self.shard_index)
         self.exchange_directly = started and dist.get_backend() == "gloo"
+        self.staged = self.exchange_directly and device.type == "cuda"  # through host memory
+        self.outbox = None  # see share_memory
         self.sent = {"shard": 0.0, "sync": 0.0}  # bytes
         self.calls = Counter()
         self.wire = None  # simulate.py's slow link, which sync-group operations then travel on
@@ -185,18 +199,35 @@ class Mesh:
             works = [self.wire.carry(works, sent_bytes, hops=share * (group.size - 1))]
         return Handle(works, name, then, self.waited_s)
 
+    def share_memory(self, slot_bytes: int):
+        """From now on let the shard group exchange what fits into slot_bytes through outbox.py, if it can. Collective."""
+        if self.exchange_directly and not self.staged:
+            with contact():
+                self.outbox = open_outbox(self.shard, slot_bytes, self.timeout.total_seconds())
+
+    def _stage(self, x: torch.Tensor) -> torch.Tensor:
+        """What gloo can send: x itself or, of a GPU's memory, a copy on the host."""
+        return x.to("cpu", copy=True) if self.staged else x
+
+    def _return(self, here, x):
+        """What to do when a staged copy of x has arrived."""
+        return None if here is x else lambda: x.copy_(here)
+
     def all_gather(self, whole: torch.Tensor, group: Group) -> Handle:
         """Fill `whole` (flat, group.size equal pieces), in which this rank's own piece is in place already."""
         if group.size == 1:
             return Handle()
-        pieces = whole.chunk(group.size)
+        here = self._stage(whole)
+        pieces = here.chunk(group.size)
         own = pieces[group.index]
         with contact(), record_function(f"{group.name} all-gather"):
-            if self.exchange_directly:
+            if group is self.shard and self.outbox and whole.nbytes <= self.outbox.slot_bytes:
+                works = [self._post_and_gather(own, pieces, group)]
+            elif self.exchange_directly:
                 works = self._exchange([own] * group.size, pieces, group, tag=1)
             else:
-                works = [_all_gather(whole, own, group=group.process_group, async_op=True)]
-        return self._launch(works, group, "all-gather", whole.nbytes, 1)
+                works = [_all_gather(here, own, group=group.process_group, async_op=True)]
+        return self._launch(works, group, "all-gather", whole.nbytes, 1, self._return(here, whole))
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, group: Group) -> Handle:
         """part <- this rank's piece of the sum of `whole` over the group (alone: they are the same
@@ -208,17 +239,46 @@ class Mesh:
             with contact(), named:
                 works = [_reduce_scatter(part, whole, group=group.process_group, async_op=True)]
             return self._launch(works, group, "reduce-scatter", whole.nbytes, 1)
-        mine = whole.chunk(group.size)
+        if group is self.shard and self.outbox and whole.nbytes <= self.outbox.slot_bytes:
+            with contact(), named:
+                works = [self._post_and_add(part, whole, group)]
+            return self._launch(works, group, "reduce-scatter", whole.nbytes, 1)
+        here, mine = self._stage(part), self._stage(whole).chunk(group.size)
         arriving = [own if i == group.index else torch.empty_like(part) for i, own in enumerate(mine)]
 
         def add():  # in rank order on every rank
-            torch.add(arriving[0], arriving[1], out=part)
+            torch.add(arriving[0], arriving[1], out=here)
             for piece in arriving[2:]:
-                part.add_(piece)
+                here.add_(piece)
+            part.copy_(here)  # nothing to do if it is the same
 
         with contact(), named:
             works = self._exchange(mine, arriving, group, tag=2)
         return self._launch(works, group, "reduce-scatter", whole.nbytes, 1, then=add)
+
+    def _post_and_gather(self, own, pieces, group) -> Pickup:
+        n = self.outbox.post(own)
+
+        def collect():
+            for rank, piece in enumerate(pieces):
+                if rank != group.index:
+                    piece.copy_(self.outbox.take(n, rank, 0, piece))
+            self.outbox.took(n)
+
+        return Pickup(collect)
+
+    def _post_and_add(self, part, whole, group) -> Pickup:
+        n = self.outbox.post(whole)
+
+        def collect():  # in rank order on every rank
+            first = group.index * part.nbytes
+            terms = [self.outbox.take(n, rank, first, part) for rank in range(group.size)]
+            torch.add(terms[0], terms[1], out=part)
+            for term in terms[2:]:
+                part.add_(term)
+            self.outbox.took(n)
+
+        return Pickup(collect)
 
     def _exchange(self, outgoing, incoming, group, tag):
         """Send outgoing[i] to the i-th other rank of the group and receive incoming[i] from it."""
@@ -237,9 +297,10 @@ class Mesh:
         """x <- its sum over the group, in place; bit-identical on all its ranks."""
         if group.size == 1:
             return Handle()
+        here = self._stage(x)
         with contact(), record_function(f"{group.name} all-reduce"):
-            works = [dist.all_reduce(x, group=group.process_group, async_op=True)]
-        return self._launch(works, group, "all-reduce", x.nbytes, 2)
+            works = [dist.all_reduce(here, group=group.process_group, async_op=True)]
+        return self._launch(works, group, "all-reduce", x.nbytes, 2, self._return(here, x))
 
     def gather_rows(self, row: torch.Tensor, group: Group) -> torch.Tensor:
         """The rows (n,) of all the group's ranks, (group.size, n); returns when they are there."""

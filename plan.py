@@ -75,7 +75,7 @@ class Plan:
     def arriving(self) -> int:
         """Bytes of a reduce-scatter's pieces from the other shards, while it lasts (gloo)."""
         largest = max(layout.piece for layout in self.layouts)
-        on_gloo = self.setup.config.device == "cpu"
+        on_gloo = self.setup.config.device == "cpu"  # elsewhere these are in host memory
         return (self.shards - 1) * largest * self.master.itemsize if on_gloo else 0
 
     def activations(self) -> int:

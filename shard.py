@@ -133,7 +133,10 @@ class ShardedModel:
         size = max(layout.padded for layout in self.layouts)
         make = lambda dtype: torch.empty(size, dtype=dtype, device=self.mesh.device)
         self.whole = [] if self.aliased else [make(self.dtype), make(self.dtype)]
-        self.outgoing = [] if alone else [make(self.master.dtype), make(self.master.dtype)]
+        self.mesh.share_memory(size * self.master.itemsize)
+        self.outgoing = [] if alone else [make(self.master.dtype)] * 2
+        if not alone and self.mesh.outbox is None:  # nobody takes a copy: one on its way, one in the making
+            self.outgoing[1] = make(self.master.dtype)
         for l, (layer, master) in enumerate(zip(self.layers, self.masters)):
             home = master if self.aliased else self.whole[l % 2]
             # .data: an alias with a version counter of its own. Autograd must not take a refilled buffer for
@@ -158,7 +161,7 @@ class ShardedModel:
 
     def buffers(self) -> list:
         """The memory that whole layers pass through."""
-        return [*self.whole, *self.outgoing]
+        return [*self.whole, *dict.fromkeys(self.outgoing)]
 
     # ---- gathering ----
 

@@ -62,14 +62,14 @@ def main(argv: list):
     leaving.store = together.Store(store, config.timeout_s)
     device = torch.device(config.device)
     if config.device == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     try:
         with contact():
             if world_size > 1:
-                backend = "nccl" if config.device == "cuda" else "gloo"
                 dist.init_process_group(
-                    backend, store=store, rank=rank, world_size=world_size, timeout=patience
+                    config.backend, store=store, rank=rank, world_size=world_size, timeout=patience
                 )
             mesh = Mesh(config.shards, device, config.timeout_s)
         train(setup, mesh, leaving.store, leaving)

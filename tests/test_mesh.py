@@ -7,8 +7,9 @@ from mesh import Mesh
 from ranks import run_ranks
 
 
-def collectives(shards):
+def collectives(shards, staged=False):
     mesh = Mesh(shards, torch.device("cpu"))
+    mesh.staged = staged  # as if gloo could not reach the tensors, which is so on a GPU
     results = {"place": (mesh.replica, mesh.shard_index, mesh.shard.ranks, mesh.sync.ranks)}
     for name, group in (("shard", mesh.shard), ("sync", mesh.sync)):
         n, own = group.size, group.index
@@ -31,10 +32,11 @@ def collectives(shards):
     return results, dict(mesh.sent), dict(mesh.calls)
 
 
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("shards", [1, 2, 4])
-def test_collectives_compute_and_count_what_they_promise(shards):
+def test_collectives_compute_and_count_what_they_promise(shards, staged):
     M, N = 4 // shards, shards
-    for rank, (results, sent, calls) in enumerate(run_ranks(4, collectives, shards)):
+    for rank, (results, sent, calls) in enumerate(run_ranks(4, collectives, shards, staged)):
         i, n = divmod(rank, N)
         row, column = [i * N + k for k in range(N)], [k * N + n for k in range(M)]
         assert results["place"] == (i, n, row, column)
