@@ -22,7 +22,6 @@ import ctypes
 import dataclasses
 import gc
 import json
-import math
 import os
 import statistics
 import sys
@@ -40,7 +39,7 @@ from config import METHODS, has_native_bf16, parse
 from flags import Parser, UserError
 from mesh import Mesh
 from model import Llama
-from plan import DTYPES, Plan
+from plan import Plan
 from shard import ShardedModel
 
 PARTS = ("step", "growth", "sync", "round", "memory")
@@ -315,7 +314,7 @@ def part_memory(case, args):
     for dtype in args.dtypes:
         one, all_ = alone.but(dtype=dtype), case.but(dtype=dtype)
         activations = peak_bytes(one) - sum(one.plan.memory().values())
-        must = sum(all_.plan.memory().values()) + all_.plan.arriving() + activations
+        must = sum(all_.plan.memory().values()) + all_.plan.seen() + activations
         peak = peak_bytes(all_)
         yield describe(all_) | {
             "peak_MB": peak / 1e6, "held_MB": sum(all_.plan.memory().values()) / 1e6,

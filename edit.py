@@ -241,7 +241,7 @@ class EDiT:
             for l, d in enumerate(self.model.masters):
                 self.weigh_down(d, self.mesh.replica, l)
                 # [sync] all-reduce, P/N fp32, once per round and layer
-                self.arriving.append(self.mesh.all_reduce(d, self.mesh.sync))
+                self.arriving.append(self.mesh.all_reduce(d, self.mesh.sync, many=True))
         self.model.forget_gathered()
         self.model.sync_layer = self.complete
 

@@ -93,10 +93,37 @@ class Handle:
 
 
 class Pickup:
-    """An exchange through an outbox. Works like torch's Work."""
+    """What has to be collected from outboxes. Works like torch's Work."""
 
     def __init__(self, collect):
         self.wait = collect
+
+
+def gather_through(outbox, own, pieces) -> Pickup:
+    """Fill pieces with what the ranks have posted; own is in its place."""
+    n = outbox.post(own)
+
+    def collect():
+        for rank, piece in enumerate(pieces):
+            if rank != outbox.index:
+                piece.copy_(outbox.take(n, rank, 0, piece))
+        outbox.took(n)
+
+    return Pickup(collect)
+
+
+def add_through(outbox, flat, part, first: int) -> Pickup:
+    """part <- the sum of what stands from byte `first` on in the ranks' `flat`."""
+    n = outbox.post(flat)
+
+    def collect():  # in rank order on every rank
+        terms = [outbox.take(n, rank, first, part) for rank in range(outbox.size)]
+        torch.add(terms[0], terms[1], out=part)
+        for term in terms[2:]:
+            part.add_(term)
+        outbox.took(n)
+
+    return Pickup(collect)
 
 
 class Stall:
@@ -131,7 +158,7 @@ class Group:
 
     def __init__(self, name, ranks, index, process_group):
         self.name, self.ranks, self.index, self.process_group = name, ranks, index, process_group
-        self.size = len(ranks)
+        self.size, self.outbox = len(ranks), None
 
 
 class Mesh:
@@ -156,7 +183,6 @@ class Mesh:
         self.sync = self._group("sync", grid.T, self.shard_index)
         self.exchange_directly = started and dist.get_backend() == "gloo"
         self.staged = self.exchange_directly and device.type == "cuda"  # through host memory
-        self.outbox = None  # see share_memory
         self.sent = {"shard": 0.0, "sync": 0.0}  # bytes
         self.calls = Counter()
         self.wire = None  # simulate.py's slow link, which sync-group operations then travel on
@@ -199,11 +225,18 @@ class Mesh:
             works = [self.wire.carry(works, sent_bytes, hops=share * (group.size - 1))]
         return Handle(works, name, then, self.waited_s)
 
-    def share_memory(self, slot_bytes: int):
-        """From now on let the shard group exchange what fits into slot_bytes through outbox.py, if it can. Collective."""
+    def share_memory(self, layer_bytes: int):
+        """From now on let groups whose ranks are on one machine exchange layers through outbox.py. Collective."""
         if self.exchange_directly and not self.staged:
             with contact():
-                self.outbox = open_outbox(self.shard, slot_bytes, self.timeout.total_seconds())
+                for group, slot_bytes in ((self.shard, layer_bytes), (self.sync, layer_bytes // self.shards)):
+                    group.outbox = open_outbox(group, slot_bytes, self.timeout.total_seconds())
+
+    def _outbox(self, group, payload_bytes):
+        """The outbox for an exchange, if there is one, it fits, and no simulated link has to carry it."""
+        if group.outbox is None or payload_bytes > group.outbox.slot_bytes or (group is self.sync and self.wire):
+            return None
+        return group.outbox
 
     def _stage(self, x: torch.Tensor) -> torch.Tensor:
         """What gloo can send: x itself or, of a GPU's memory, a copy on the host."""
@@ -221,8 +254,8 @@ class Mesh:
         pieces = here.chunk(group.size)
         own = pieces[group.index]
         with contact(), record_function(f"{group.name} all-gather"):
-            if group is self.shard and self.outbox and whole.nbytes <= self.outbox.slot_bytes:
-                works = [self._post_and_gather(own, pieces, group)]
+            if outbox := self._outbox(group, own.nbytes):
+                works = [gather_through(outbox, own, pieces)]
             elif self.exchange_directly:
                 works = self._exchange([own] * group.size, pieces, group, tag=1)
             else:
@@ -239,9 +272,9 @@ class Mesh:
             with contact(), named:
                 works = [_reduce_scatter(part, whole, group=group.process_group, async_op=True)]
             return self._launch(works, group, "reduce-scatter", whole.nbytes, 1)
-        if group is self.shard and self.outbox and whole.nbytes <= self.outbox.slot_bytes:
+        if outbox := self._outbox(group, whole.nbytes):
             with contact(), named:
-                works = [self._post_and_add(part, whole, group)]
+                works = [add_through(outbox, whole, part, outbox.index * part.nbytes)]
             return self._launch(works, group, "reduce-scatter", whole.nbytes, 1)
         here, mine = self._stage(part), self._stage(whole).chunk(group.size)
         arriving = [own if i == group.index else torch.empty_like(part) for i, own in enumerate(mine)]
@@ -256,30 +289,6 @@ class Mesh:
             works = self._exchange(mine, arriving, group, tag=2)
         return self._launch(works, group, "reduce-scatter", whole.nbytes, 1, then=add)
 
-    def _post_and_gather(self, own, pieces, group) -> Pickup:
-        n = self.outbox.post(own)
-
-        def collect():
-            for rank, piece in enumerate(pieces):
-                if rank != group.index:
-                    piece.copy_(self.outbox.take(n, rank, 0, piece))
-            self.outbox.took(n)
-
-        return Pickup(collect)
-
-    def _post_and_add(self, part, whole, group) -> Pickup:
-        n = self.outbox.post(whole)
-
-        def collect():  # in rank order on every rank
-            first = group.index * part.nbytes
-            terms = [self.outbox.take(n, rank, first, part) for rank in range(group.size)]
-            torch.add(terms[0], terms[1], out=part)
-            for term in terms[2:]:
-                part.add_(term)
-            self.outbox.took(n)
-
-        return Pickup(collect)
-
     def _exchange(self, outgoing, incoming, group, tag):
         """Send outgoing[i] to the i-th other rank of the group and receive incoming[i] from it."""
         works = []
@@ -293,13 +302,17 @@ class Mesh:
             works.append(dist.isend(outgoing[to], group.ranks[to], group=pg, tag=tag))
         return works
 
-    def all_reduce(self, x: torch.Tensor, group: Group) -> Handle:
-        """x <- its sum over the group, in place; bit-identical on all its ranks."""
+    def all_reduce(self, x: torch.Tensor, group: Group, many: bool = False) -> Handle:
+        """x <- its sum over the group, in place; bit-identical on all its ranks. many: more of them will be under
+        way at once than an outbox has slots."""
         if group.size == 1:
             return Handle()
-        here = self._stage(x)
+        here, outbox = self._stage(x), None if many else self._outbox(group, x.nbytes)
         with contact(), record_function(f"{group.name} all-reduce"):
-            works = [dist.all_reduce(here, group=group.process_group, async_op=True)]
+            if outbox:
+                works = [add_through(outbox, x, x, 0)]
+            else:
+                works = [dist.all_reduce(here, group=group.process_group, async_op=True)]
         return self._launch(works, group, "all-reduce", x.nbytes, 2, self._return(here, x))
 
     def gather_rows(self, row: torch.Tensor, group: Group) -> torch.Tensor:

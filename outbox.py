@@ -43,6 +43,7 @@ class Outbox:
 
     def __init__(self, memories: list, neighbours: list, index: int, slot_bytes: int, timeout_s: float):
         self.index, self.neighbours, self.timeout_s = index, neighbours, timeout_s
+        self.size = len(memories)
         self.slot_bytes, self.count = slot_bytes, 0
         self.slots, self.posted, self.taken = [], [], []
         for memory in memories:
@@ -55,7 +56,7 @@ class Outbox:
         """Put a flat tensor into the next slot. Returns the exchange's number."""
         self.count += 1
         n, slot = self.count, self.count % SLOTS
-        for other in range(len(self.slots)):
+        for other in range(self.size):
             self._wait(self.taken[other], slot, n - SLOTS, other)
         self._view(self.index, slot, 0, flat).copy_(flat)
         self.posted[self.index][slot] = n
@@ -78,8 +79,8 @@ class Outbox:
         tries, deadline = 0, None
         while words[slot] < n:
             tries += 1
-            time.sleep(0 if tries < 50 else 5e-5)
-            if tries % 200 == 0:
+            time.sleep(min(tries, 20) * 2e-5)
+            if tries % 50 == 0:
                 deadline = deadline or time.monotonic() + self.timeout_s
                 if select.select([self.neighbours[other]], [], [], 0)[0] and words[slot] < n:
                     raise RuntimeError("a neighbour has died")
@@ -87,34 +88,41 @@ class Outbox:
                     raise RuntimeError(f"a neighbour is silent for {self.timeout_s:g} s")
 
 
+def slot_size(payload_bytes: int) -> int:
+    return -(-payload_bytes // 64) * 64  # whatever the dtype, the next slot is aligned
+
+
 def open_outbox(group, slot_bytes: int, timeout_s: float):
-    """An Outbox for a mesh's group, or None where that cannot be: ranks on several machines or in several
-    containers, or not Linux on x86. Collective."""
+    """An Outbox for a mesh's group, or None, for all of it, where that cannot be: ranks on several machines or in
+    several containers, not Linux on x86, a limit on memory or files. Collective."""
     if group.size == 1:
         return None
-    slot_bytes = -(-slot_bytes // 64) * 64
+    slot_bytes, name = slot_size(slot_bytes), f"outbox-{uuid.uuid4().hex}"
     size, descriptor, memories, neighbours = WORDS + SLOTS * slot_bytes, None, [], []
-    name = f"outbox-{uuid.uuid4().hex}"
-    able = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open") and platform.machine() == "x86_64"
-    if able:
-        descriptor = os.memfd_create(name)
-        os.ftruncate(descriptor, size)
-    theirs = [None] * group.size
-    dist.all_gather_object(theirs, (name, os.getpid(), descriptor), group=group.process_group)
+    able = platform.machine() == "x86_64" and hasattr(os, "memfd_create")
     try:
-        for its_name, process, number in theirs:
+        descriptor = os.memfd_create(name) if able else None
+        os.ftruncate(descriptor, size) if able else None
+    except OSError:
+        able = False
+    addresses, answers = [None] * group.size, [None] * group.size
+    mine = (name, os.getpid(), descriptor, able)
+    dist.all_gather_object(addresses, mine, group=group.process_group)
+    able = all(theirs for *_, theirs in addresses)
+    try:
+        for its_name, process, number, _ in addresses if able else ():
             path = f"/proc/{process}/fd/{number}"
             if not os.readlink(path).startswith(f"/memfd:{its_name}"):
-                raise OSError(f"{process} is another process here: it runs somewhere else")
+                raise OSError(f"{process} is another process here: the neighbour runs elsewhere")
             memories.append(torch.from_file(path, shared=True, size=size, dtype=torch.uint8))
             neighbours.append(os.pidfd_open(process))
     except (OSError, RuntimeError):
         able = False
-    answers = [None] * group.size
     dist.all_gather_object(answers, able, group=group.process_group)  # all have mapped it, or not
     if descriptor is not None:
         os.close(descriptor)
-    if not all(answers):
-        [os.close(number) for number in neighbours]
-        return None
-    return Outbox(memories, neighbours, group.index, slot_bytes, timeout_s)
+    if all(answers):
+        return Outbox(memories, neighbours, group.index, slot_bytes, timeout_s)
+    for number in neighbours:
+        os.close(number)
+    return None

@@ -10,7 +10,8 @@ of the model is allocated.
     AdamW                       8 sum P/N                          two moments
     anchor, momentum            4 sum P/N each                     methods with an outer step; on the host with --offload
     two whole layers            2 max P * (4 or 2)                 in the compute dtype; none if N = 1 in fp32
-    a layer's gradient          8 max P, + 4 (N-1)/N max P         in the making, on its way; arriving (gloo). None if N = 1
+    a layer's gradient          4 max P, on a GPU 8 max P          in the making; on its way. None if N = 1
+    outboxes                    8 max P + 8 max P/N                CPU: on its way to shards and replicas on this machine
     activations, about          B T C * (24 L + 24) * (4 or 2)     24 numbers per token and channel, with --recompute 1
                                   + 16 B T V                       for the loss: no more than LOGITS at a time
 
@@ -24,6 +25,7 @@ import torch
 
 import model
 from model import ModelConfig
+from outbox import SLOTS, slot_size
 from shard import Layout
 from simulate import FRAMING
 
@@ -51,6 +53,7 @@ class Plan:
         self.dtype = DTYPES[config.dtype]
         self.master = torch.promote_types(self.dtype, torch.float32)
         self.shard_bytes = sum(layout.piece for layout in self.layouts) * self.master.itemsize
+        self.on_cpu = config.device == "cpu"
         self.tokens_per_micro_step = config.batch_size * config.block_size
         self.tokens_per_step = self.world_size * config.accum * self.tokens_per_micro_step
 
@@ -66,17 +69,26 @@ class Plan:
             "AdamW": 2 * self.shard_bytes,
             "anchor and momentum": outer * self.shard_bytes,
             "two whole layers": gathered,
-            "a layer's gradient": 0 if alone else 2 * whole * self.master.itemsize,
+            "a layer's gradient": 0 if alone else whole * self.master.itemsize * (1 if self.on_cpu else 2),
+            "outboxes": sum(self.outboxes().values()),
         }
-        if self.setup.config.device == "cuda" and getattr(self.setup.method_config, "offload", False):
+        if not self.on_cpu and getattr(self.setup.method_config, "offload", False):
             kinds["anchor and momentum on the host"] = kinds.pop("anchor and momentum")
         return {kind: count for kind, count in kinds.items() if count}
 
-    def arriving(self) -> int:
-        """Bytes of a reduce-scatter's pieces from the other shards, while it lasts (gloo)."""
-        largest = max(layout.piece for layout in self.layouts)
-        on_gloo = self.setup.config.device == "cpu"  # elsewhere these are in host memory
-        return (self.shards - 1) * largest * self.master.itemsize if on_gloo else 0
+    def outboxes(self) -> dict:
+        """Bytes of this rank's outbox for each of its groups, if the group is on one machine (see outbox.py)."""
+        whole = max(layout.padded for layout in self.layouts) * self.master.itemsize
+        sizes = {"shard": (self.shards, whole), "sync": (self.replicas, whole // self.shards)}
+        return {
+            name: SLOTS * slot_size(count) if self.on_cpu and ranks > 1 else 0
+            for name, (ranks, count) in sizes.items()
+        }
+
+    def seen(self) -> int:
+        """Bytes of other ranks' outboxes that this rank reads: the system counts them among its own as well."""
+        own = self.outboxes()
+        return own["shard"] * (self.shards - 1) // self.shards + own["sync"] * (self.replicas - 1)
 
     def activations(self) -> int:
         """About how many bytes the activations of one micro-step take at their peak."""

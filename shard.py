@@ -135,7 +135,7 @@ class ShardedModel:
         self.whole = [] if self.aliased else [make(self.dtype), make(self.dtype)]
         self.mesh.share_memory(size * self.master.itemsize)
         self.outgoing = [] if alone else [make(self.master.dtype)] * 2
-        if not alone and self.mesh.outbox is None:  # nobody takes a copy: one on its way, one in the making
+        if not alone and self.mesh.shard.outbox is None:  # nobody takes a copy: one on its way, one in the making
             self.outgoing[1] = make(self.master.dtype)
         for l, (layer, master) in enumerate(zip(self.layers, self.masters)):
             home = master if self.aliased else self.whole[l % 2]
@@ -219,6 +219,8 @@ class ShardedModel:
             grad_x = self._backward_layer(l, grad_x, first)
             if leaving:
                 averaging.append(self._settle(*leaving, average_replicas))
+            if self.mesh.sync.outbox and len(averaging) > 1:  # whose slots are few
+                averaging.pop(0).wait()
             leaving = (l, self._start_reduce(l, first))
         averaging.append(self._settle(*leaving, average_replicas))
         for handle in averaging:

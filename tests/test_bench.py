@@ -11,6 +11,8 @@ from ranks import ROOT
 
 SMALL = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 8 --batch_size 1 --repeats 1 --steps 1 --tau 2".split()
 
+PARTS = ["--parts", "step,sync,round,memory"]  # growth is many of step, and takes minutes
+
 
 def bench(ranks, *flags):
     command = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node".split(), str(ranks)]
@@ -23,15 +25,14 @@ def bench(ranks, *flags):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_all_parts_run_and_write_what_they_print(tmp_path):
+def test_parts_run_and_write_what_they_print(tmp_path):
     file = tmp_path / "bench.json"
-    code, out, err = bench(2, *SMALL, "--shards", "2", "--dtype", "fp32", "--json", str(file))
+    code, out, err = bench(2, *SMALL, *PARTS, "--shards", "2", "--dtype", "fp32", "--json", str(file))
     assert (code, err) == (0, "")
     parts = json.loads(file.read_text())["parts"]
-    assert set(parts) == {"step", "growth", "sync", "round", "memory"} and all(parts.values())
+    assert set(parts) == {"step", "sync", "round", "memory"} and all(parts.values())
     for part, rows in parts.items():
         assert part in out and all(value is not None for row in rows for value in row.values())
-    assert {row["mesh"] for row in parts["growth"]} == {"1x2", "2x1"}
     assert [row["method"] for row in parts["sync"]] == ["edit", "diloco"]
 
 

@@ -393,8 +393,8 @@ def test_all_layers_are_on_their_way_before_the_first_is_waited_for(corpus_folde
 def watch_order(method, model, mesh):
     all_reduce, events = mesh.all_reduce, []
 
-    def watched_all_reduce(x, group):
-        handle = all_reduce(x, group)
+    def watched_all_reduce(x, group, **more):
+        handle = all_reduce(x, group, **more)
         if group is mesh.sync and any(x is master for master in model.masters):
             events.append("send")
             wait, l = handle.wait, next(l for l, master in enumerate(model.masters) if x is master)

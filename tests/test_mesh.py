@@ -7,9 +7,11 @@ from mesh import Mesh
 from ranks import run_ranks
 
 
-def collectives(shards, staged=False):
+def collectives(shards, through):
     mesh = Mesh(shards, torch.device("cpu"))
-    mesh.staged = staged  # as if gloo could not reach the tensors, which is so on a GPU
+    mesh.staged = through == "host copies"  # as if gloo could not reach the tensors, which is so on a GPU
+    if through == "shared memory":
+        mesh.share_memory(1000)
     results = {"place": (mesh.replica, mesh.shard_index, mesh.shard.ranks, mesh.sync.ranks)}
     for name, group in (("shard", mesh.shard), ("sync", mesh.sync)):
         n, own = group.size, group.index
@@ -32,11 +34,11 @@ def collectives(shards, staged=False):
     return results, dict(mesh.sent), dict(mesh.calls)
 
 
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("through", ["sockets", "host copies", "shared memory"])
 @pytest.mark.parametrize("shards", [1, 2, 4])
-def test_collectives_compute_and_count_what_they_promise(shards, staged):
+def test_collectives_compute_and_count_what_they_promise(shards, through):
     M, N = 4 // shards, shards
-    for rank, (results, sent, calls) in enumerate(run_ranks(4, collectives, shards, staged)):
+    for rank, (results, sent, calls) in enumerate(run_ranks(4, collectives, shards, through)):
         i, n = divmod(rank, N)
         row, column = [i * N + k for k in range(N)], [k * N + n for k in range(M)]
         assert results["place"] == (i, n, row, column)

@@ -30,7 +30,8 @@ def planned_and_held(argv, corpus_folder):
         "AdamW": model.exp_avg.nbytes + model.exp_avg_sq.nbytes,
         "anchor and momentum": sum(vector.nbytes for vector in method.outer_vectors.values()),
         "two whole layers": sum(buffer.nbytes for buffer in model.whole),
-        "a layer's gradient": sum(buffer.nbytes for buffer in model.outgoing),
+        "a layer's gradient": sum(buffer.nbytes for buffer in model.buffers()[len(model.whole) :]),
+        "outboxes": sum(g.outbox.slots[g.index].nbytes for g in (mesh.shard, mesh.sync) if g.outbox),
     }
     return plan.memory(), {kind: count for kind, count in held.items() if count}, plan.n_params, model.n_params
 
