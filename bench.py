@@ -15,7 +15,8 @@ all, and what a sync costs.
     memory    peak per rank, beside what must be held (plan.py)                     any
 
 All are timed A B C, B C A, ..., a few steps at a time, in one run, because a machine's speed drifts; a
-ratio is the median of the ratios of one round of turns. Flags are train.py's, and those of --help.
+ratio is the median of the ratios of one round of turns. Model, batch, --shards, --dtype, --device, --compile,
+--recompute, --tau, --offload and --link_mbps are train.py's flags.
 """
 
 import ctypes
@@ -134,11 +135,9 @@ def plain_loop(case, model, autocast: bool = False):
 def edit_step(case, method_name: str = "edit"):
     """A step as train.py takes it in the local phase. Returns (step, method, model)."""
     model, optimizer = case.model()
-    if case.simulation.link_mbps or case.simulation.link_latency_ms:
-        case.mesh.wire = simulate.Wire(case.simulation, case.mesh.shards, case.mesh.device)
     method_class, method_config = METHODS[method_name]
-    tau = getattr(case.method_config, "tau", 32)
-    config = method_config(sync_warmup_steps=0, tau=tau)
+    tau, offload = case.method_config.tau, case.method_config.offload
+    config = method_config(sync_warmup_steps=0, tau=tau, offload=offload)
     method = method_class(model, case.mesh, config, 1 << 30, None)
     count = 0
 
@@ -203,7 +202,8 @@ def compare(case, args) -> dict:
         row["overhead_ms_per_layer"] = (row["ours_ms"] - row["bound_ms"]) / (case.config.n_layer + 2)
     tokens = mesh.world_size * case.plan.tokens_per_micro_step
     row["tokens_per_s"] = 1e3 * tokens / row["ours_ms"]
-    flops = 6 * case.plan.n_params + 6 * case.config.n_layer * case.config.block_size * case.config.n_embd
+    matrices = case.plan.n_params - case.plan.layouts[0].used  # the embedding is looked up
+    flops = 6 * matrices + 6 * case.config.n_layer * case.config.block_size * case.config.n_embd
     row["tflops_per_rank"] = flops * row["tokens_per_s"] / mesh.world_size / 1e12
     if args.peak_tflops:
         row["mfu"] = row["tflops_per_rank"] / args.peak_tflops
@@ -229,8 +229,10 @@ def part_step(case, args):
         yield compare(case.but(dtype=dtype), args)
     if case.mesh.world_size == 1 and len(args.dtypes) == 2:
         fp32, bf16 = (case.but(dtype=dtype) for dtype in ("fp32", "bf16"))
-        times = alternate(case.mesh, {"ours": our_step(bf16), "plain": plain_step(fp32)}, args.repeats, args.steps)
-        yield describe(bf16) | {"plain fp32_ms": statistics.median(times["plain"]), "over_plain fp32": ratio(times, "plain", "ours")}
+        steps = {"ours": our_step(bf16), "plain": plain_step(fp32)}
+        times = alternate(case.mesh, steps, args.repeats, args.steps)
+        middle = statistics.median(times["plain"])
+        yield describe(bf16) | {"fp32_plain_ms": middle, "over_fp32_plain": ratio(times, "plain", "ours")}
 
 
 def part_growth(case, args):
@@ -254,13 +256,15 @@ def part_sync(case, args):
     """Stalls of EDiT and DiLoCo in turn, the wire alone, and the bound: what a forward cannot hide."""
     case = with_replicas(case)
     mesh, steps = case.mesh, {name: edit_step(case, name) for name in ("edit", "diloco")}
+    if case.simulation.link_mbps or case.simulation.link_latency_ms:
+        mesh.wire = simulate.Wire(case.simulation, mesh.shards, mesh.works_on)
     stalls, wires, firsts, forwards, plains = {"edit": [], "diloco": []}, [], [], [], []
     for step, *_ in steps.values():
         step(), step()
     vector = torch.zeros_like(steps["edit"][2].master)
     layers = [layout.piece for layout in case.plan.layouts]
     for _ in range(args.repeats + 1):
-        for name, (step, method, model) in steps.items():
+        for name, (step, method, _) in steps.items():
             method.finish()
             method.stats()
             in_step(mesh)
@@ -276,14 +280,14 @@ def part_sync(case, args):
             stalls[name].append(method.stats()["stall_ms"])
             in_step(mesh)
         began = time.perf_counter()
-        model.forward(case.tokens, case.targets, train=False)
+        steps["edit"][2].forward(case.tokens, case.targets, train=False)
         in_step(mesh)
         forwards.append(1e3 * (time.perf_counter() - began))
         for times, part in ((wires, vector), (firsts, vector[: layers[0]])):
             in_step(mesh)
             began = time.perf_counter()
             # [sync] all-reduce, for comparison
-            mesh.all_reduce(part, mesh.sync).wait()
+            mesh.all_reduce(part, mesh.sync, many=True).wait()
             times.append(1e3 * (time.perf_counter() - began))
     mesh.wire = None
     middle = lambda times: statistics.median(times[1:])
@@ -313,12 +317,14 @@ def part_memory(case, args):
     alone = case.but(mesh=Mesh(1, case.mesh.device, alone=True))
     for dtype in args.dtypes:
         one, all_ = alone.but(dtype=dtype), case.but(dtype=dtype)
+        peak_bytes(one), peak_bytes(all_)  # code and scratch memory come on first use, and stay
         activations = peak_bytes(one) - sum(one.plan.memory().values())
         must = sum(all_.plan.memory().values()) + all_.plan.seen() + activations
         peak = peak_bytes(all_)
         yield describe(all_) | {
             "peak_MB": peak / 1e6, "held_MB": sum(all_.plan.memory().values()) / 1e6,
-            "activations_MB": activations / 1e6, "planned_MB": all_.plan.activations() / 1e6, "peak_over_formula": peak / must,
+            "activations_MB": activations / 1e6, "planned_MB": all_.plan.activations() / 1e6,
+            "peak_over_formula": peak / must,
         }  # fmt: skip
 
 
@@ -350,8 +356,12 @@ def show(rows: list) -> None:
     row = rows[-1]
     if len(rows) == 1 or rows[-2].keys() != row.keys():
         print("\n" + "  ".join(f"{name:>10}" for name in row))
-    cells = (f"{value:.3g}" if isinstance(value, float) and abs(value) < 100 else f"{value:,.0f}" if isinstance(value, (int, float)) else value for value in row.values())
-    print("  ".join(f"{cell:>{max(10, len(name))}}" for name, cell in zip(row, cells)), flush=True)
+    cells = []
+    for name, value in row.items():
+        if isinstance(value, (int, float)):
+            value = f"{value:.3g}" if isinstance(value, float) and abs(value) < 100 else f"{value:,.0f}"
+        cells.append(f"{value:>{max(10, len(name))}}")
+    print("  ".join(cells), flush=True)
 
 
 def read_arguments(argv):
@@ -369,6 +379,9 @@ def read_arguments(argv):
         raise UserError(f"--parts {min(unknown)}: there are {', '.join(PARTS)}")
     if min(args.repeats, args.steps) < 1 or args.vocab_size < 2:
         raise UserError("--repeats and --steps are at least 1, --vocab_size at least 2")
+    ignored = {"--method", "--backend", "--replicas", "--dry_run"} & {flag.split("=")[0] for flag in rest}
+    if ignored:
+        raise UserError(f"{min(ignored)}: the benchmark does not take it")
     return args, parse(["--model", "10m", "--batch_size", "2", "--tau", "32", *rest])
 
 

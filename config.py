@@ -97,7 +97,7 @@ class Config:
         "", "names of flags that may differ from the checkpoint's: lr,batch_size,..."
     )
     # model
-    model: str = option("tiny", "size: sets flags of model, batch and rates that are not given", choices=list(SIZES))
+    model: str = option("tiny", "size: sets the flags of model, batch, rates, tau, warm-ups and intervals that are not given", choices=list(SIZES))
     n_layer: int = option(4, "blocks", low=1)
     n_head: int = option(4, "attention heads", low=1)
     n_embd: int = option(128, "channels", low=1)
@@ -182,7 +182,7 @@ def resolve_device(config):
             "lower --nproc_per_node, or let them share with --backend gloo"
         )
     native = has_native_bf16(config.device)
-    if config.dtype == "bf16" and not native:
+    if config.dtype == "bf16" and not native and not config.dry_run:
         raise UserError(f"--dtype bf16: this {config.device} has no native bf16; use --dtype fp32")
     if config.dtype == "auto":
         config.dtype = "bf16" if native else "fp32"
@@ -264,7 +264,9 @@ class Setup:
 def set_up(argv: list, rank: int, world_size: int, restarted: bool = False) -> Setup:
     """Everything that wrong input can break, before any process group exists."""
     config, *_ = read_flags(argv, saved={})
-    path, saved = checkpoint.choose(config.resume, config.out_dir, restarted), None
+    path, saved = None, None
+    if not config.dry_run:
+        path = checkpoint.choose(config.resume, config.out_dir, restarted)
     if path:
         saved = checkpoint.read(path)
         config, method_config, simulation = parse(argv, saved["flags"])

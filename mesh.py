@@ -19,7 +19,7 @@ ledger.
     sync     all-reduce      a layer's shard             gradients (mini-batch) or pseudo-gradients (local SGD)
     sync     all-gather      a vector of norms           EDiT's penalty, DiLoCo's log
 
-No other file calls torch.distributed's collectives, so nothing escapes the ledger: `sent[group]` is
+No other file calls torch.distributed's collectives (but outbox.py, once, to set up), so nothing escapes the ledger: `sent[group]` is
 what this rank has sent, in bytes, as a bandwidth-optimal algorithm would: all-gather and
 reduce-scatter (n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload. `calls["group
 operation"]` counts them.
@@ -30,12 +30,15 @@ each other then goes through host memory.
 A rank that has died, or says nothing for `timeout_s`, makes the operations of the others raise LostRank
 (gloo; NCCL's watchdog ends the process after the same time).
 
-Every operation returns a handle at once; `wait()` orders what follows after it (NCCL: the stream
+Every operation returns a handle at once (through an outbox, see below: as soon as there is a free slot, so
+no more than two may be under way in a group); `wait()` orders what follows after it (NCCL: the stream
 waits, gloo: the host does). Ranks of a group must issue its operations in the same order. A group
 of one rank has nothing to say: the operation costs nothing and is not counted.
 
 gloo's own all-gather and reduce-scatter pass everything around a ring with a copy at every hop.
-Here each rank exchanges the pieces with each other rank directly, into their final place: on two
+Here, on one machine, layers go through shared memory (outbox.py); EDiT's all-reduces, of which all layers'
+are under way at once, and everything between machines, stay with gloo. Where there is no outbox,
+each rank exchanges the pieces with each other rank directly, into their final place: on two
 ranks of one machine this took 0.6x to 0.8x the time for an all-gather of 2 to 8 million elements (and
 as long as gloo's own for 0.2 million), and 0.4x to 0.5x for a reduce-scatter.
 """
@@ -183,6 +186,7 @@ class Mesh:
         self.sync = self._group("sync", grid.T, self.shard_index)
         self.exchange_directly = started and dist.get_backend() == "gloo"
         self.staged = self.exchange_directly and device.type == "cuda"  # through host memory
+        self.works_on = torch.device("cpu") if self.staged else device  # where operations happen
         self.sent = {"shard": 0.0, "sync": 0.0}  # bytes
         self.calls = Counter()
         self.wire = None  # simulate.py's slow link, which sync-group operations then travel on
@@ -226,15 +230,20 @@ class Mesh:
         return Handle(works, name, then, self.waited_s)
 
     def share_memory(self, layer_bytes: int):
-        """From now on let groups whose ranks are on one machine exchange layers through outbox.py. Collective."""
+        """From now on let groups whose ranks are on one machine exchange layers through outbox.py. Collective; for
+        one model per mesh."""
         if self.exchange_directly and not self.staged:
             with contact():
                 for group, slot_bytes in ((self.shard, layer_bytes), (self.sync, layer_bytes // self.shards)):
                     group.outbox = open_outbox(group, slot_bytes, self.timeout.total_seconds())
+            # All replicas or none: with another order of sums they would drift apart by a bit.
+            if not all(self.exchange(self.shard.outbox is not None)):
+                self.shard.outbox = None
 
-    def _outbox(self, group, payload_bytes):
-        """The outbox for an exchange, if there is one, it fits, and no simulated link has to carry it."""
-        if group.outbox is None or payload_bytes > group.outbox.slot_bytes or (group is self.sync and self.wire):
+    def outbox(self, group: Group, payload_bytes: int = 0):
+        """The group's outbox if there is one, the payload fits, and no simulated link has to carry it; or None."""
+        simulated = group is self.sync and self.wire is not None
+        if simulated or group.outbox is None or payload_bytes > group.outbox.slot_bytes:
             return None
         return group.outbox
 
@@ -254,7 +263,7 @@ class Mesh:
         pieces = here.chunk(group.size)
         own = pieces[group.index]
         with contact(), record_function(f"{group.name} all-gather"):
-            if outbox := self._outbox(group, own.nbytes):
+            if outbox := self.outbox(group, own.nbytes):
                 works = [gather_through(outbox, own, pieces)]
             elif self.exchange_directly:
                 works = self._exchange([own] * group.size, pieces, group, tag=1)
@@ -272,12 +281,13 @@ class Mesh:
             with contact(), named:
                 works = [_reduce_scatter(part, whole, group=group.process_group, async_op=True)]
             return self._launch(works, group, "reduce-scatter", whole.nbytes, 1)
-        if outbox := self._outbox(group, whole.nbytes):
+        if outbox := self.outbox(group, whole.nbytes):
             with contact(), named:
                 works = [add_through(outbox, whole, part, outbox.index * part.nbytes)]
             return self._launch(works, group, "reduce-scatter", whole.nbytes, 1)
-        here, mine = self._stage(part), self._stage(whole).chunk(group.size)
-        arriving = [own if i == group.index else torch.empty_like(part) for i, own in enumerate(mine)]
+        mine = self._stage(whole).chunk(group.size)
+        here = torch.empty_like(mine[0]) if self.staged else part
+        arriving = [own if i == group.index else torch.empty_like(here) for i, own in enumerate(mine)]
 
         def add():  # in rank order on every rank
             torch.add(arriving[0], arriving[1], out=here)
@@ -307,7 +317,7 @@ class Mesh:
         way at once than an outbox has slots."""
         if group.size == 1:
             return Handle()
-        here, outbox = self._stage(x), None if many else self._outbox(group, x.nbytes)
+        here, outbox = self._stage(x), None if many else self.outbox(group, x.nbytes)
         with contact(), record_function(f"{group.name} all-reduce"):
             if outbox:
                 works = [add_through(outbox, x, x, 0)]

@@ -22,7 +22,7 @@ time). Layer l is initialised from (seed, l) alone, so that neither the mesh nor
 layers are built can change it.
 
 Two layers have a backward of their own. `Linear` puts its weight's gradient where whoever trains it wants
-it (`weight.main_grad`), instead of into new memory from which it is then copied. The loss computes
+it (`weight.main_grad`), in fp32 without a copy, in bf16 matrix by matrix. The loss computes
 gradients chunk by chunk along with the logits, which therefore never exist whole.
 
 Source: Llama, arXiv 2302.13971; RoPE, arXiv 2104.09864; SwiGLU, arXiv 2002.05202.
@@ -90,7 +90,7 @@ class Linear(nn.Linear):
         super().__init__(n_in, n_out, bias=False)
 
     def forward(self, x):
-        if hasattr(self.weight, "main_grad") and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and hasattr(self.weight, "main_grad"):
             return LinearInPlace.apply(x, self.weight)
         return F.linear(x, self.weight)
 
@@ -133,8 +133,8 @@ class Block(nn.Module):
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
         cos, sin = self.cos[:T], self.sin[:T]  # fp32, and so is the rotation
-        q, k = rotate(q, cos, sin).to(x.dtype), rotate(k, cos, sin).to(x.dtype)
-        if x.dtype == torch.bfloat16 and x.device.type == "cpu" and T <= 1024:
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        if v.dtype == torch.bfloat16 and x.device.type == "cpu" and T <= 1024:
             y = attend(q, k, v)  # torch's kernel for CPUs takes up to four times as long in bf16
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
@@ -181,7 +181,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_loss, (grad_weight * grad_loss).to(ctx.dtype), None, None
+        return grad_x * grad_loss, grad_weight.mul_(grad_loss).to(ctx.dtype), None, None
 
 
 class Head(nn.Module):

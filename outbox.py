@@ -11,10 +11,10 @@ Here every rank of a shard group has an outbox, memory that its neighbours can r
     take(n):    for each neighbour: wait until posted[neighbour, n mod SLOTS] = n, use its piece
                 taken[me, n mod SLOTS] <- n
 
-No lock, no system call, no thread: each word of `posted` and `taken` has one writer, and an x86 processor
-shows stores to others in the order in which they were made (so elsewhere, sockets it is). Who has nothing
-to do but wait lets others run. The group posts its n-th exchange when it must, so all count alike; at
-most SLOTS exchanges may be under way.
+No lock and no thread, and no system call if nobody has to wait: each word of `posted` and `taken` has one writer, and an x86 processor
+shows stores to others in the order in which they were made (so elsewhere, sockets it is). Who has to
+wait sleeps for moments, so that others can run. All ranks post the same exchanges in the same order, and
+each has at most SLOTS of them under way.
 
 The memory has no name in any file system (memfd_create) and goes with the last process that maps it,
 however that ends. A neighbour that dies while it is waited for is noticed through its pidfd, one that
@@ -30,6 +30,7 @@ import platform
 import select
 import time
 import uuid
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,11 @@ class Outbox:
     """This rank's slots and the neighbours'. slot_bytes: the largest exchange, equal on all ranks of the group."""
 
     def __init__(self, memories: list, neighbours: list, index: int, slot_bytes: int, timeout_s: float):
-        self.index, self.neighbours, self.timeout_s = index, neighbours, timeout_s
+        self.index, self.timeout_s, self.deaths = index, timeout_s, []
+        for neighbour in neighbours:  # pidfds, readable from the moment that the process has ended
+            self.deaths.append(select.poll())
+            self.deaths[-1].register(neighbour, select.POLLIN)
+            weakref.finalize(self, os.close, neighbour)
         self.size = len(memories)
         self.slot_bytes, self.count = slot_bytes, 0
         self.slots, self.posted, self.taken = [], [], []
@@ -56,6 +61,8 @@ class Outbox:
         """Put a flat tensor into the next slot. Returns the exchange's number."""
         self.count += 1
         n, slot = self.count, self.count % SLOTS
+        if self.taken[self.index][slot] < n - SLOTS:
+            raise AssertionError(f"more than {SLOTS} exchanges under way: wait for one, or say many=True")
         for other in range(self.size):
             self._wait(self.taken[other], slot, n - SLOTS, other)
         self._view(self.index, slot, 0, flat).copy_(flat)
@@ -82,7 +89,7 @@ class Outbox:
             time.sleep(min(tries, 20) * 2e-5)
             if tries % 50 == 0:
                 deadline = deadline or time.monotonic() + self.timeout_s
-                if select.select([self.neighbours[other]], [], [], 0)[0] and words[slot] < n:
+                if self.deaths[other].poll(0) and words[slot] < n:
                     raise RuntimeError("a neighbour has died")
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"a neighbour is silent for {self.timeout_s:g} s")
@@ -94,7 +101,7 @@ def slot_size(payload_bytes: int) -> int:
 
 def open_outbox(group, slot_bytes: int, timeout_s: float):
     """An Outbox for a mesh's group, or None, for all of it, where that cannot be: ranks on several machines or in
-    several containers, not Linux on x86, a limit on memory or files. Collective."""
+    several containers, not Linux on x86, a limit on the size of files. Collective."""
     if group.size == 1:
         return None
     slot_bytes, name = slot_size(slot_bytes), f"outbox-{uuid.uuid4().hex}"

@@ -94,7 +94,11 @@ class Plan:
         """About how many bytes the activations of one micro-step take at their peak."""
         config, tokens = self.setup.config, self.tokens_per_micro_step
         layers = config.n_layer + KEPT if config.recompute else KEPT * (config.n_layer + 1)
-        of_layers = tokens * config.n_embd * layers * self.dtype.itemsize
+        numbers = tokens * config.n_embd * layers
+        if self.on_cpu and self.dtype == torch.bfloat16 and config.block_size <= 1024:  # model.attend's softmax
+            blocks = 1 if config.recompute else config.n_layer
+            numbers += blocks * tokens * config.n_head * config.block_size
+        of_layers = numbers * self.dtype.itemsize
         logits = min(tokens * self.model_config.vocab_size, model.LOGITS)
         return of_layers + 4 * logits * self.master.itemsize
 

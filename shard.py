@@ -35,14 +35,15 @@ With N = 1 in fp32 the parameters are views of `master` itself: no buffer, no co
 Overlap. While layer l computes, the next one's all-gather is in flight, and in the backward also
 the previous one's reduce-scatter. When gradients are averaged over replicas too (mini-batch,
 warm-up), the all-reduce of layer l+1's shard is issued as soon as its reduce-scatter has arrived,
-one layer later, and waited for at the end of the backward.
+one layer later, and waited for at the end of the backward (in an outbox: one layer later).
 
     name         shape         dtype                 what
     master       (sum P/N,)    fp32                  parameters, this rank's shard
     grad         (sum P/N,)    fp32                  their gradient, accumulated over micro-steps
     exp_avg, exp_avg_sq        fp32                  AdamW's moments, laid out alike
     whole[2]     (max P,)      compute (bf16, fp32)  two gathered layers
-    outgoing[2]  (max P,)      fp32                  a layer's gradient in the making and one on its way
+    outgoing[2]  (max P,)      fp32                  a layer's gradient in the making and one on its way (the same
+                                                     memory if an outbox takes a copy, see outbox.py)
 
 Gradients are summed in fp32 even when the layers compute in bf16. The backward of a matrix product writes
 them to their place in `outgoing` (with N = 1: in `grad`) itself, see model.Linear.
@@ -134,9 +135,11 @@ class ShardedModel:
         make = lambda dtype: torch.empty(size, dtype=dtype, device=self.mesh.device)
         self.whole = [] if self.aliased else [make(self.dtype), make(self.dtype)]
         self.mesh.share_memory(size * self.master.itemsize)
-        self.outgoing = [] if alone else [make(self.master.dtype)] * 2
-        if not alone and self.mesh.shard.outbox is None:  # nobody takes a copy: one on its way, one in the making
-            self.outgoing[1] = make(self.master.dtype)
+        self.outgoing = []
+        if not alone:
+            making = make(self.master.dtype)
+            # An outbox takes a copy; without it, one layer's gradient may still be on its way.
+            self.outgoing = [making, making if self.mesh.shard.outbox else make(self.master.dtype)]
         for l, (layer, master) in enumerate(zip(self.layers, self.masters)):
             home = master if self.aliased else self.whole[l % 2]
             # .data: an alias with a version counter of its own. Autograd must not take a refilled buffer for
@@ -219,7 +222,7 @@ class ShardedModel:
             grad_x = self._backward_layer(l, grad_x, first)
             if leaving:
                 averaging.append(self._settle(*leaving, average_replicas))
-            if self.mesh.sync.outbox and len(averaging) > 1:  # whose slots are few
+            if self.mesh.outbox(self.mesh.sync) and len(averaging) > 1:  # its slots are few
                 averaging.pop(0).wait()
             leaving = (l, self._start_reduce(l, first))
         averaging.append(self._settle(*leaving, average_replicas))

@@ -115,7 +115,8 @@ class Parcel:
 
 
 class Wire:
-    """One replica's link to the others, as this rank sees its 1/N of it."""
+    """One replica's link to the others, as this rank sees its 1/N of it. device: where the operations are carried out,
+    cuda only for NCCL."""
 
     def __init__(self, config: Config, sharers: int, device: torch.device):
         self.bytes_per_s = (

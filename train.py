@@ -188,7 +188,7 @@ def train(setup: Setup, mesh, store, leaving):
     method = METHODS[config.method][0](model, mesh, method_config, config.max_steps, clock.train_s)
     stragglers = simulate.Stragglers(simulation, mesh.replicas, config.seed)
     if simulation.link_mbps or simulation.link_latency_ms:
-        mesh.wire = simulate.Wire(simulation, mesh.shards, mesh.device)
+        mesh.wire = simulate.Wire(simulation, mesh.shards, mesh.works_on)
     record = Record(
         Path(config.out_dir, "metrics.jsonl"), config, mesh, store, clock, method.lockstep
     )

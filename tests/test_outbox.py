@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +84,13 @@ def two_outboxes(process, timeout_s):
     """This process's and that of another one, which says nothing."""
     memories = [torch.zeros(outbox.WORDS + outbox.SLOTS * 64, dtype=torch.uint8) for _ in range(2)]
     return outbox.Outbox(memories, [os.pidfd_open(os.getpid()), os.pidfd_open(process.pid)], 0, 64, timeout_s)
+
+
+def test_more_exchanges_than_slots_are_refused():
+    box, piece = two_outboxes(SimpleNamespace(pid=os.getpid()), timeout_s=60), torch.zeros(4)
+    [box.post(piece) for _ in range(outbox.SLOTS)]
+    with pytest.raises(AssertionError, match="many=True"):
+        box.post(piece)
 
 
 def test_dead_and_silent_neighbours_are_noticed():
