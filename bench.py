@@ -11,7 +11,8 @@ all, and what a sync costs.
               many independent single processes at once. One rank: a plain training loop
     growth    the same over layers, widths and meshes                              two ranks
     sync      EDiT's and DiLoCo's sync, beside a bare all-reduce of the same bytes   two replicas (N = 1 if need be)
-    round     tau steps of EDiT with their sync, and as many without communication  two replicas
+    round     tau steps of EDiT with their sync, and as many without communication.  any
+              One rank: what EDiT costs where there is nobody to synchronise with
     memory    peak per rank, beside what must be held (plan.py)                     any
 
 All are timed A B C, B C A, ..., a few steps at a time, in one run, because a machine's speed drifts; a
@@ -44,6 +45,7 @@ from plan import Plan
 from shard import ShardedModel
 
 PARTS = ("step", "growth", "sync", "round", "memory")
+ALONE = ("step", "round", "memory")  # what one rank can do
 LR, DECAY, CLIP = 1e-3, 0.1, 1.0
 
 
@@ -54,7 +56,12 @@ class Case:
     """A model, a batch and a dtype, on the ranks of this run."""
 
     def __init__(self, config, method_config, simulation, vocab_size: int, mesh):
-        self.config, self.method_config, self.simulation, self.mesh = config, method_config, simulation, mesh
+        self.config, self.method_config, self.simulation, self.mesh = (
+            config,
+            method_config,
+            simulation,
+            mesh,
+        )
         setup = SimpleNamespace(
             config=config, method_config=method_config, simulation=simulation,
             corpus=SimpleNamespace(vocab_size=vocab_size),
@@ -196,10 +203,14 @@ def compare(case, args) -> dict:
         steps["bound"] = our_step(case.but(mesh=Mesh(1, mesh.device, alone=True)))
     times = alternate(mesh, steps, args.repeats, args.steps)
     row = describe(case) | {f"{name}_ms": statistics.median(times[name]) for name in times}
-    row |= {f"over_{name}": ratio(times, name, "ours") for name in ("plain", "fsdp2") if name in times}
+    row |= {
+        f"over_{name}": ratio(times, name, "ours") for name in ("plain", "fsdp2") if name in times
+    }
     if "bound" in times:
         row["of_bound"] = ratio(times, "bound", "ours")
-        row["overhead_ms_per_layer"] = (row["ours_ms"] - row["bound_ms"]) / (case.config.n_layer + 2)
+        row["overhead_ms_per_layer"] = (row["ours_ms"] - row["bound_ms"]) / (
+            case.config.n_layer + 2
+        )
     tokens = mesh.world_size * case.plan.tokens_per_micro_step
     row["tokens_per_s"] = 1e3 * tokens / row["ours_ms"]
     matrices = case.plan.n_params - case.plan.layouts[0].used  # the embedding is looked up
@@ -232,7 +243,10 @@ def part_step(case, args):
         steps = {"ours": our_step(bf16), "plain": plain_step(fp32)}
         times = alternate(case.mesh, steps, args.repeats, args.steps)
         middle = statistics.median(times["plain"])
-        yield describe(bf16) | {"fp32_plain_ms": middle, "over_fp32_plain": ratio(times, "plain", "ours")}
+        yield describe(bf16) | {
+            "fp32_plain_ms": middle,
+            "over_fp32_plain": ratio(times, "plain", "ours"),
+        }
 
 
 def part_growth(case, args):
@@ -306,15 +320,23 @@ def part_round(case, args):
     case = with_replicas(case)
     step, method, _ = edit_step(case)
     alone = case.but(mesh=Mesh(1, case.mesh.device, alone=True))
-    times = alternate(case.mesh, {"edit": step, "bound": our_step(alone)}, args.repeats, method.config.tau)
+    times = alternate(
+        case.mesh, {"edit": step, "bound": our_step(alone)}, args.repeats, method.config.tau
+    )
     middle = {f"{name}_ms": statistics.median(times[name]) for name in times}
-    yield describe(case) | {"tau": method.config.tau} | middle | {"of_bound": ratio(times, "bound", "edit")}
+    yield (
+        describe(case)
+        | {"tau": method.config.tau}
+        | middle
+        | {"of_bound": ratio(times, "bound", "edit")}
+    )
 
 
 def part_memory(case, args):
     """Peak over what was there before, of two steps and a sync, and the same with one rank: the difference to
     what one rank must hold are the activations, which are the same in both."""
     alone = case.but(mesh=Mesh(1, case.mesh.device, alone=True))
+    large_blocks_come_from_the_system(1 << 16)
     for dtype in args.dtypes:
         one, all_ = alone.but(dtype=dtype), case.but(dtype=dtype)
         peak_bytes(one), peak_bytes(all_)  # code and scratch memory come on first use, and stay
@@ -326,9 +348,18 @@ def part_memory(case, args):
             "activations_MB": activations / 1e6, "planned_MB": all_.plan.activations() / 1e6,
             "peak_over_formula": peak / must,
         }  # fmt: skip
+    large_blocks_come_from_the_system(1 << 25)  # where glibc's own threshold ends up
+
+
+def large_blocks_come_from_the_system(size: int):
+    """glibc: blocks of so many bytes go back to the system when they are freed. What its heap holds on to instead,
+    up to a third of the activations, depends on what came before."""
+    ctypes.CDLL(None).mallopt(-3, size)  # M_MMAP_THRESHOLD
 
 
 def peak_bytes(case) -> int:
+    for group in (case.mesh.shard, case.mesh.sync):
+        group.outboxes = {}  # the last model's
     gc.collect()
     cuda = case.mesh.device.type == "cuda"
     if cuda:
@@ -359,15 +390,21 @@ def show(rows: list) -> None:
     cells = []
     for name, value in row.items():
         if isinstance(value, (int, float)):
-            value = f"{value:.3g}" if isinstance(value, float) and abs(value) < 100 else f"{value:,.0f}"
+            value = (
+                f"{value:.3g}" if isinstance(value, float) and abs(value) < 100 else f"{value:,.0f}"
+            )
         cells.append(f"{value:>{max(10, len(name))}}")
     print("  ".join(cells), flush=True)
 
 
 def read_arguments(argv):
-    parser = Parser(description="Speed, memory and the cost of a sync. Takes train.py's flags, too.")
+    parser = Parser(
+        description="Speed, memory and the cost of a sync. Takes train.py's flags, too."
+    )
     add = parser.add_argument
-    add("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)} (default: all)")
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    possible = PARTS if ranks > 1 else ALONE
+    add("--parts", default=",".join(possible), help=f"some of {','.join(PARTS)} (default: all)")
     add("--repeats", type=int, default=5, help="turns (default: 5)")
     add("--steps", type=int, default=2, help="steps per turn (default: 2)")
     add("--vocab_size", type=int, default=257, help="of the model (default: 257, bytes)")
@@ -377,9 +414,15 @@ def read_arguments(argv):
     args.parts = args.parts.split(",")
     if unknown := set(args.parts) - set(PARTS):
         raise UserError(f"--parts {min(unknown)}: there are {', '.join(PARTS)}")
+    if lonely := set(args.parts) - set(possible):
+        raise UserError(
+            f"--parts {min(lonely)} takes two ranks: torchrun --nproc_per_node 2 bench.py"
+        )
     if min(args.repeats, args.steps) < 1 or args.vocab_size < 2:
         raise UserError("--repeats and --steps are at least 1, --vocab_size at least 2")
-    ignored = {"--method", "--backend", "--replicas", "--dry_run"} & {flag.split("=")[0] for flag in rest}
+    ignored = {"--method", "--backend", "--replicas", "--dry_run"} & {
+        flag.split("=")[0] for flag in rest
+    }
     if ignored:
         raise UserError(f"{min(ignored)}: the benchmark does not take it")
     return args, parse(["--model", "10m", "--batch_size", "2", "--tau", "32", *rest])
@@ -403,12 +446,14 @@ def main():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if world_size > 1:
-        dist.init_process_group("nccl" if cuda else "gloo")
+        # Told its device, NCCL need not guess it when a barrier is its first operation.
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     mesh = Mesh(config.shards, device)
     case = Case(config, method_config, simulation, args.vocab_size, mesh)
-    parts = [part for part in PARTS if part in args.parts and (world_size > 1 or part in ("step", "memory"))]
     rows = {}
-    for part in sorted(parts, key="memory".__ne__):  # memory first, before others have left some
+    for part in sorted(
+        args.parts, key="memory".__ne__
+    ):  # memory first, before others have left some
         rows[part] = []
         if mesh.rank == 0:
             print(f"\n{part}", end="")

@@ -39,7 +39,13 @@ METHODS = {
 # steps. Llama shapes; rates from 124m up are GPT-3's for these sizes (arXiv 2005.14165, table 2.1), which holds them
 # for batches of 0.5 to 2 million tokens. With them come the EDiT paper's tau and warm-up (from memory).
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "lr", "lr_warmup_steps")
-LONG = {"max_steps": 20_000, "eval_interval": 1000, "log_interval": 20, "tau": 128, "sync_warmup_steps": 1024}
+LONG = {
+    "max_steps": 20_000,
+    "eval_interval": 1000,
+    "log_interval": 20,
+    "tau": 128,
+    "sync_warmup_steps": 1024,
+}
 SIZES = {
     "tiny": {},  # the defaults
     "10m": dict(zip(SHAPE, (6, 6, 384, 256, 4, 1e-3, 100))) | {"max_steps": 2000},
@@ -58,7 +64,9 @@ class Config:
     # run
     method: str = option("edit", "synchronisation method", choices=list(METHODS))
     shards: int = option(1, "N, ranks per replica; the other ranks form more replicas", low=1)
-    replicas: int = option(0, "M, to check the number of ranks by, or for --dry_run; 0: what the ranks make")
+    replicas: int = option(
+        0, "M, to check the number of ranks by, or for --dry_run; 0: what the ranks make"
+    )
     max_steps: int = option(700, "inner steps", low=1)
     seed: int = option(1337, "of initialisation and data order", below=2**40)
     out_dir: str = option("", "where metrics.jsonl and model.pt go (default: out/METHOD)")
@@ -74,8 +82,12 @@ class Config:
         choices=["auto", "fp32", "bf16", "fp64"],
     )  # fmt: skip
     compile: bool = option(False, "torch.compile each layer")
-    recompute: bool = option(False, "compute blocks again in the backward instead of keeping activations")
-    profile: bool = option(False, "record a few early steps for chrome://tracing in out_dir/trace-RANK.json")
+    recompute: bool = option(
+        False, "compute blocks again in the backward instead of keeping activations"
+    )
+    profile: bool = option(
+        False, "record a few early steps for chrome://tracing in out_dir/trace-RANK.json"
+    )
     dry_run: bool = option(False, "print what the run would take, for any mesh, and exit")
     log_interval: int = option(10, "steps between log lines", low=1)
     eval_interval: int = option(
@@ -97,7 +109,11 @@ class Config:
         "", "names of flags that may differ from the checkpoint's: lr,batch_size,..."
     )
     # model
-    model: str = option("tiny", "size: sets the flags of model, batch, rates, tau, warm-ups and intervals that are not given", choices=list(SIZES))
+    model: str = option(
+        "tiny",
+        "size: sets the flags of model, batch, rates, tau, warm-ups and intervals that are not given",
+        choices=list(SIZES),
+    )
     n_layer: int = option(4, "blocks", low=1)
     n_head: int = option(4, "attention heads", low=1)
     n_embd: int = option(128, "channels", low=1)
@@ -198,7 +214,16 @@ def has_native_bf16(device: str) -> bool:
 # ---- resuming ----
 
 # Flags of this machine or this start; all others are taken from the checkpoint where they are not given.
-NEVER_TAKEN_OVER = {"out_dir", "device", "resume", "allow_change", "backend", "replicas", "profile", "dry_run"}
+NEVER_TAKEN_OVER = {
+    "out_dir",
+    "device",
+    "resume",
+    "allow_change",
+    "backend",
+    "replicas",
+    "profile",
+    "dry_run",
+}
 # What may differ from the checkpoint at will, as it changes no more than rounding. Corpora are compared by hash.
 FREE = NEVER_TAKEN_OVER | {
     "shards", "compile", "recompute", "offload", "log_interval", "eval_interval", "eval_batches", "timeout_s", "data",

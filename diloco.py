@@ -115,11 +115,8 @@ class DiLoCo:
         self.end_round(self.outer_step)
 
     def end_round(self, outer_step):
-        sent, waited, stall = (
-            self.mesh.sent["sync"],
-            dict(self.mesh.waited_s),
-            Stall(self.mesh.device),
-        )
+        sent, waited = self.mesh.sent["sync"], dict(self.mesh.waited_s)
+        stall = Stall(self.mesh.device)
         with stall:
             norms = outer_step(self.model.master)
         self.model.forget_gathered()

@@ -234,8 +234,7 @@ class EDiT:
         self.stall, self.waited_before = Stall(self.mesh.device), dict(self.mesh.waited_s)
         self.sent_before, self.clips, self.arriving = self.mesh.sent["sync"], [], []
         with self.stall:
-            self.subtract_from_anchor()
-            row = self.inspect(self.measure())
+            row = self.inspect(self.pseudo_gradient())
             # [sync] all-gather, 2 L scalars per replica, once per round
             self.judge(self.mesh.gather_rows(row, self.mesh.sync))
             for l, d in enumerate(self.model.masters):
@@ -245,21 +244,21 @@ class EDiT:
         self.model.forget_gathered()
         self.model.sync_layer = self.complete
 
-    def subtract_from_anchor(self):
-        # d_i = a - x_i, in the place of x_i
+    def pseudo_gradient(self):
+        """d_i takes the place of x_i. Returns G_i of this replica, (L,)."""
+        squares = []
         for a, x in zip(self.anchors, self.model.masters):
-            torch.sub(self.visit(a), x, out=x)
+            # d_i = a - x_i
+            d = torch.sub(self.visit(a), x, out=x)
+            squares.append(d.norm() ** 2)
+        squares = torch.stack(squares)
+        # [shard] all-reduce, L scalars, once per round
+        self.mesh.all_reduce(squares, self.mesh.shard).wait()
+        return squares.sqrt()
 
     def visit(self, home):
         """A layer of an outer vector on the device: itself or, with --offload, a copy."""
         return home.to(self.mesh.device, non_blocking=True)
-
-    def measure(self):
-        """G_i of this replica, (L,)."""
-        squares = torch.stack([d.norm() ** 2 for d in self.model.masters])
-        # [shard] all-reduce, L scalars, once per round
-        self.mesh.all_reduce(squares, self.mesh.shard).wait()
-        return squares.sqrt()
 
     def inspect(self, G):
         """What the other replicas have to know of this one: its norms, its flags, its counts, (2 L + counts,)."""
@@ -343,13 +342,12 @@ class EDiT:
         x, dbar, rows, states = self.model.master, torch.zeros_like(self.model.master), [], []
         for i in range(replicas):
             load(i)
-            self.subtract_from_anchor()
-            rows.append(self.inspect(self.measure()))
+            rows.append(self.inspect(self.pseudo_gradient()))
             states.append(self.state_dict())  # its detector has learned
         self.judge(torch.stack(rows))
         for i in range(replicas):
             load(i)
-            self.subtract_from_anchor()
+            self.pseudo_gradient()
             for l, d in enumerate(self.model.masters):
                 self.weigh_down(d, i, l)
             dbar += x

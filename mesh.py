@@ -52,7 +52,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from outbox import open_outbox
+from outbox import open_outbox, slot_sizes
 
 # torch 2.13 renamed these and warns at the old names, which is all that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -161,7 +161,8 @@ class Group:
 
     def __init__(self, name, ranks, index, process_group):
         self.name, self.ranks, self.index, self.process_group = name, ranks, index, process_group
-        self.size, self.outbox = len(ranks), None
+        self.size = len(ranks)
+        self.outboxes = {}  # operation -> Outbox, see Mesh.share_memory
 
 
 class Mesh:
@@ -229,23 +230,29 @@ class Mesh:
             works = [self.wire.carry(works, sent_bytes, hops=share * (group.size - 1))]
         return Handle(works, name, then, self.waited_s)
 
-    def share_memory(self, layer_bytes: int):
-        """From now on let groups whose ranks are on one machine exchange layers through outbox.py. Collective; for
-        one model per mesh."""
-        if self.exchange_directly and not self.staged:
+    def share_memory(self, layer_bytes: int, gradient_bytes: int):
+        """From now on let groups whose ranks are on one machine exchange what they can through outbox.py: layers to
+        gather and their gradients, of so many bytes at most. Collective; for one model per mesh."""
+        if not self.exchange_directly or self.staged:
+            return
+        sizes = slot_sizes(self.shards, layer_bytes, gradient_bytes)
+        for group in (self.shard, self.sync):
             with contact():
-                for group, slot_bytes in ((self.shard, layer_bytes), (self.sync, layer_bytes // self.shards)):
-                    group.outbox = open_outbox(group, slot_bytes, self.timeout.total_seconds())
+                gathers, sums = (
+                    open_outbox(group, size, self.timeout) for size in sizes[group.name]
+                )
             # All replicas or none: with another order of sums they would drift apart by a bit.
-            if not all(self.exchange(self.shard.outbox is not None)):
-                self.shard.outbox = None
+            if all(self.exchange(None not in (gathers, sums))):
+                group.outboxes = {"all-gather": gathers, "reduce-scatter": sums, "all-reduce": sums}
 
-    def outbox(self, group: Group, payload_bytes: int = 0):
-        """The group's outbox if there is one, the payload fits, and no simulated link has to carry it; or None."""
-        simulated = group is self.sync and self.wire is not None
-        if simulated or group.outbox is None or payload_bytes > group.outbox.slot_bytes:
-            return None
-        return group.outbox
+    def outbox(self, group: Group, operation: str, payload_bytes: int = 0):
+        """The group's outbox for an operation, or None: if it has none, the payload is too large, or a simulated
+        link has to carry it."""
+        outbox, simulated = (
+            group.outboxes.get(operation),
+            group is self.sync and self.wire is not None,
+        )
+        return None if simulated or outbox is None or payload_bytes > outbox.slot_bytes else outbox
 
     def _stage(self, x: torch.Tensor) -> torch.Tensor:
         """What gloo can send: x itself or, of a GPU's memory, a copy on the host."""
@@ -263,7 +270,7 @@ class Mesh:
         pieces = here.chunk(group.size)
         own = pieces[group.index]
         with contact(), record_function(f"{group.name} all-gather"):
-            if outbox := self.outbox(group, own.nbytes):
+            if outbox := self.outbox(group, "all-gather", own.nbytes):
                 works = [gather_through(outbox, own, pieces)]
             elif self.exchange_directly:
                 works = self._exchange([own] * group.size, pieces, group, tag=1)
@@ -281,13 +288,15 @@ class Mesh:
             with contact(), named:
                 works = [_reduce_scatter(part, whole, group=group.process_group, async_op=True)]
             return self._launch(works, group, "reduce-scatter", whole.nbytes, 1)
-        if outbox := self.outbox(group, whole.nbytes):
+        if outbox := self.outbox(group, "reduce-scatter", whole.nbytes):
             with contact(), named:
                 works = [add_through(outbox, whole, part, outbox.index * part.nbytes)]
             return self._launch(works, group, "reduce-scatter", whole.nbytes, 1)
         mine = self._stage(whole).chunk(group.size)
         here = torch.empty_like(mine[0]) if self.staged else part
-        arriving = [own if i == group.index else torch.empty_like(here) for i, own in enumerate(mine)]
+        arriving = [
+            own if i == group.index else torch.empty_like(here) for i, own in enumerate(mine)
+        ]
 
         def add():  # in rank order on every rank
             torch.add(arriving[0], arriving[1], out=here)
@@ -317,7 +326,7 @@ class Mesh:
         way at once than an outbox has slots."""
         if group.size == 1:
             return Handle()
-        here, outbox = self._stage(x), None if many else self.outbox(group, x.nbytes)
+        here, outbox = self._stage(x), None if many else self.outbox(group, "all-reduce", x.nbytes)
         with contact(), record_function(f"{group.name} all-reduce"):
             if outbox:
                 works = [add_through(outbox, x, x, 0)]

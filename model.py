@@ -198,7 +198,9 @@ class Head(nn.Module):
         if targets is None:
             return self.output(x)
         train = torch.is_grad_enabled()
-        return ChunkedCrossEntropy.apply(x.flatten(0, 1), self.output.weight, targets.flatten(), train)
+        return ChunkedCrossEntropy.apply(
+            x.flatten(0, 1), self.output.weight, targets.flatten(), train
+        )
 
 
 def make_layer(config: ModelConfig, layer: int) -> nn.Module:

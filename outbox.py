@@ -4,7 +4,8 @@ The problem. gloo moves a tensor from one process to the next through a TCP sock
 in the kernel, and a thread on each side that has to be woken up while all cores compute. A step exchanges
 three times per layer; with small layers, the waking up is most of it.
 
-Here every rank of a shard group has an outbox, memory that its neighbours can read, with a few slots:
+Here every rank of a group has two outboxes, memory that its neighbours can read, one for what is gathered and one
+for what is summed, with a few slots each:
 
     post(n):    wait until all neighbours have taken what was in slot n mod SLOTS
                 copy my tensor into it;              posted[me, n mod SLOTS] <- n
@@ -14,15 +15,18 @@ Here every rank of a shard group has an outbox, memory that its neighbours can r
 No lock and no thread, and no system call if nobody has to wait: each word of `posted` and `taken` has one writer, and an x86 processor
 shows stores to others in the order in which they were made (so elsewhere, sockets it is). Who has to
 wait sleeps for moments, so that others can run. All ranks post the same exchanges in the same order, and
-each has at most SLOTS of them under way.
+each has at most SLOTS of them under way in an outbox. Two slots for gathers and two for sums let a rank
+be one layer ahead of its neighbours, so that they rarely wait for each other's hiccups.
 
 The memory has no name in any file system (memfd_create) and goes with the last process that maps it,
 however that ends. A neighbour that dies while it is waited for is noticed through its pidfd, one that
 is silent after the mesh's timeout.
 
-    what                  bytes per rank
-    slots                 SLOTS * slot_bytes, where a slot holds a whole layer's gradient in fp32
-    posted, taken         2 * SLOTS * 8
+    slots of              bytes per rank, SLOTS times
+    shard group, gathers  P/N in the compute dtype, the largest layer's
+            and sums      4 P, its gradient
+    sync group, gathers   ROW, for norms
+            and sums      4 P/N
 """
 
 import os
@@ -37,12 +41,15 @@ import torch.distributed as dist
 
 SLOTS = 2
 WORDS = 2 * SLOTS * 8  # bytes: posted[SLOTS], taken[SLOTS]
+ROW = 4096  # bytes of norms that EDiT's exchange can have per replica; more go through sockets
 
 
 class Outbox:
     """This rank's slots and the neighbours'. slot_bytes: the largest exchange, equal on all ranks of the group."""
 
-    def __init__(self, memories: list, neighbours: list, index: int, slot_bytes: int, timeout_s: float):
+    def __init__(
+        self, memories: list, neighbours: list, index: int, slot_bytes: int, timeout_s: float
+    ):
         self.index, self.timeout_s, self.deaths = index, timeout_s, []
         for neighbour in neighbours:  # pidfds, readable from the moment that the process has ended
             self.deaths.append(select.poll())
@@ -62,7 +69,9 @@ class Outbox:
         self.count += 1
         n, slot = self.count, self.count % SLOTS
         if self.taken[self.index][slot] < n - SLOTS:
-            raise AssertionError(f"more than {SLOTS} exchanges under way: wait for one, or say many=True")
+            raise AssertionError(
+                f"more than {SLOTS} exchanges under way: wait for one, or say many=True"
+            )
         for other in range(self.size):
             self._wait(self.taken[other], slot, n - SLOTS, other)
         self._view(self.index, slot, 0, flat).copy_(flat)
@@ -95,16 +104,21 @@ class Outbox:
                     raise RuntimeError(f"a neighbour is silent for {self.timeout_s:g} s")
 
 
-def slot_size(payload_bytes: int) -> int:
-    return -(-payload_bytes // 64) * 64  # whatever the dtype, the next slot is aligned
+def slot_sizes(shards: int, layer_bytes: int, gradient_bytes: int) -> dict:
+    """Bytes of a slot, for gathers and for sums, of the shard and the sync group."""
+    aligned = lambda size: -(-size // 64) * 64  # whatever the dtype
+    return {
+        "shard": (aligned(layer_bytes // shards), aligned(gradient_bytes)),
+        "sync": (ROW, aligned(gradient_bytes // shards)),
+    }
 
 
-def open_outbox(group, slot_bytes: int, timeout_s: float):
+def open_outbox(group, slot_bytes: int, timeout):
     """An Outbox for a mesh's group, or None, for all of it, where that cannot be: ranks on several machines or in
     several containers, not Linux on x86, a limit on the size of files. Collective."""
     if group.size == 1:
         return None
-    slot_bytes, name = slot_size(slot_bytes), f"outbox-{uuid.uuid4().hex}"
+    name = f"outbox-{uuid.uuid4().hex}"
     size, descriptor, memories, neighbours = WORDS + SLOTS * slot_bytes, None, [], []
     able = platform.machine() == "x86_64" and hasattr(os, "memfd_create")
     try:
@@ -129,7 +143,7 @@ def open_outbox(group, slot_bytes: int, timeout_s: float):
     if descriptor is not None:
         os.close(descriptor)
     if all(answers):
-        return Outbox(memories, neighbours, group.index, slot_bytes, timeout_s)
+        return Outbox(memories, neighbours, group.index, slot_bytes, timeout.total_seconds())
     for number in neighbours:
         os.close(number)
     return None

@@ -11,7 +11,7 @@ of the model is allocated.
     anchor, momentum            4 sum P/N each                     methods with an outer step; on the host with --offload
     two whole layers            2 max P * (4 or 2)                 in the compute dtype; none if N = 1 in fp32
     a layer's gradient          4 max P, on a GPU 8 max P          in the making; on its way. None if N = 1
-    outboxes                    8 max P + 8 max P/N                CPU: on its way to shards and replicas on this machine
+    outboxes                    8 max P + 8 or 12 max P/N          CPU: on its way to shards and replicas on this machine
     activations, about          B T C * (24 L + 24) * (4 or 2)     24 numbers per token and channel, with --recompute 1
                                   + 16 B T V                       for the loss: no more than LOGITS at a time
 
@@ -25,7 +25,7 @@ import torch
 
 import model
 from model import ModelConfig
-from outbox import SLOTS, slot_size
+from outbox import SLOTS, slot_sizes
 from shard import Layout
 from simulate import FRAMING
 
@@ -69,33 +69,38 @@ class Plan:
             "AdamW": 2 * self.shard_bytes,
             "anchor and momentum": outer * self.shard_bytes,
             "two whole layers": gathered,
-            "a layer's gradient": 0 if alone else whole * self.master.itemsize * (1 if self.on_cpu else 2),
-            "outboxes": sum(self.outboxes().values()),
+            "a layer's gradient": 0
+            if alone
+            else whole * self.master.itemsize * (1 if self.on_cpu else 2),
+            "outboxes": sum(sum(both) for both in self.outboxes().values()),
         }
         if not self.on_cpu and getattr(self.setup.method_config, "offload", False):
             kinds["anchor and momentum on the host"] = kinds.pop("anchor and momentum")
         return {kind: count for kind, count in kinds.items() if count}
 
     def outboxes(self) -> dict:
-        """Bytes of this rank's outbox for each of its groups, if the group is on one machine (see outbox.py)."""
-        whole = max(layout.padded for layout in self.layouts) * self.master.itemsize
-        sizes = {"shard": (self.shards, whole), "sync": (self.replicas, whole // self.shards)}
-        return {
-            name: SLOTS * slot_size(count) if self.on_cpu and ranks > 1 else 0
-            for name, (ranks, count) in sizes.items()
-        }
+        """Bytes of this rank's two outboxes, for gathers and sums, in its groups, if these are on one machine."""
+        whole = max(layout.padded for layout in self.layouts)
+        sizes = slot_sizes(self.shards, whole * self.dtype.itemsize, whole * self.master.itemsize)
+        ranks = {"shard": self.shards, "sync": self.replicas}
+        there = {name: SLOTS if self.on_cpu and ranks[name] > 1 else 0 for name in ranks}
+        return {name: tuple(there[name] * size for size in both) for name, both in sizes.items()}
 
     def seen(self) -> int:
         """Bytes of other ranks' outboxes that this rank reads: the system counts them among its own as well."""
-        own = self.outboxes()
-        return own["shard"] * (self.shards - 1) // self.shards + own["sync"] * (self.replicas - 1)
+        (gathers, sums), of_sync = self.outboxes().values()
+        return (self.shards - 1) * (gathers + sums // self.shards) + (self.replicas - 1) * sum(
+            of_sync
+        )
 
     def activations(self) -> int:
         """About how many bytes the activations of one micro-step take at their peak."""
         config, tokens = self.setup.config, self.tokens_per_micro_step
         layers = config.n_layer + KEPT if config.recompute else KEPT * (config.n_layer + 1)
         numbers = tokens * config.n_embd * layers
-        if self.on_cpu and self.dtype == torch.bfloat16 and config.block_size <= 1024:  # model.attend's softmax
+        if (
+            self.on_cpu and self.dtype == torch.bfloat16 and config.block_size <= 1024
+        ):  # model.attend's softmax
             blocks = 1 if config.recompute else config.n_layer
             numbers += blocks * tokens * config.n_head * config.block_size
         of_layers = numbers * self.dtype.itemsize
@@ -142,7 +147,9 @@ class Plan:
         if hasattr(method_config, "tau_time_s"):
             print(f"round   {method_config.tau_time_s:g} s of training: {each}")
         elif tau:
-            print(f"round   {tau} steps x {tokens:,} tokens = {tau * tokens:,} tokens: {each} (mini-batch: x {tau})")
+            print(
+                f"round   {tau} steps x {tokens:,} tokens = {tau * tokens:,} tokens: {each} (mini-batch: x {tau})"
+            )
         else:
             print(f"round   every step: {each}")
         given = self.setup.simulation.link_mbps

@@ -119,7 +119,9 @@ class ShardedModel:
 
     def _own_piece(self, layout):
         """Copy this rank's share of a freshly initialised layer, in the master's dtype, and free the layer."""
-        master = torch.promote_types(self.dtype, torch.float32)  # or fp64, when a test computes in it
+        master = torch.promote_types(
+            self.dtype, torch.float32
+        )  # or fp64, when a test computes in it
         whole = torch.zeros(layout.padded, dtype=master, device=self.mesh.device)
         for (_, parameter), place in zip(layout.parameters, layout.cut(whole).values()):
             place.copy_(parameter.detach())
@@ -134,12 +136,13 @@ class ShardedModel:
         size = max(layout.padded for layout in self.layouts)
         make = lambda dtype: torch.empty(size, dtype=dtype, device=self.mesh.device)
         self.whole = [] if self.aliased else [make(self.dtype), make(self.dtype)]
-        self.mesh.share_memory(size * self.master.itemsize)
+        self.mesh.share_memory(size * self.dtype.itemsize, size * self.master.itemsize)
         self.outgoing = []
         if not alone:
             making = make(self.master.dtype)
             # An outbox takes a copy; without it, one layer's gradient may still be on its way.
-            self.outgoing = [making, making if self.mesh.shard.outbox else make(self.master.dtype)]
+            copied = self.mesh.outbox(self.mesh.shard, "reduce-scatter")
+            self.outgoing = [making, making if copied else make(self.master.dtype)]
         for l, (layer, master) in enumerate(zip(self.layers, self.masters)):
             home = master if self.aliased else self.whole[l % 2]
             # .data: an alias with a version counter of its own. Autograd must not take a refilled buffer for
@@ -202,7 +205,10 @@ class ShardedModel:
             if not syncing:
                 self.start_gather(l + 1)
             again = self.recompute and 0 < l < last  # in the backward
-            with torch.set_grad_enabled(train and not again), record_function(f"forward, layer {l}"):
+            with (
+                torch.set_grad_enabled(train and not again),
+                record_function(f"forward, layer {l}"),
+            ):
                 x_in = x.detach().requires_grad_(train and l > 0)
                 x = layer(x_in, targets) if l == last else layer(x_in)
             if train:
@@ -222,7 +228,9 @@ class ShardedModel:
             grad_x = self._backward_layer(l, grad_x, first)
             if leaving:
                 averaging.append(self._settle(*leaving, average_replicas))
-            if self.mesh.outbox(self.mesh.sync) and len(averaging) > 1:  # its slots are few
+            if (
+                self.mesh.outbox(self.mesh.sync, "all-reduce") and len(averaging) > 1
+            ):  # its slots are few
                 averaging.pop(0).wait()
             leaving = (l, self._start_reduce(l, first))
         averaging.append(self._settle(*leaving, average_replicas))
@@ -256,7 +264,9 @@ class ShardedModel:
         layout, grad = self.layouts[l], self.grads[l]
         whole = self.outgoing[l % 2][: layout.padded]
         whole[layout.used :].zero_()
-        if not first:  # what earlier micro-steps left here rides along: the sum needs no other buffer
+        if (
+            not first
+        ):  # what earlier micro-steps left here rides along: the sum needs no other buffer
             whole.chunk(self.mesh.shards)[self.mesh.shard_index].add_(grad)
         # [shard] reduce-scatter, P fp32, backward, once per layer and micro-step
         return self.mesh.reduce_scatter(grad, whole, self.mesh.shard)
@@ -280,7 +290,9 @@ class ShardedModel:
         # [shard] all-reduce, 4 scalars, once per step
         self.mesh.all_reduce(shared, self.mesh.shard).wait()
         norm = shared[0].sqrt_()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
+        factor = (
+            (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
+        )
         # Not finite: times 0 all is 0 or NaN, and then 0. One pass each; masked_fill_ takes as long as five.
         self.grad.mul_(factor.where(norm.isfinite(), 0.0))
         self.grad.nan_to_num_(0.0, 0.0, 0.0)

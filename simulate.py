@@ -129,7 +129,10 @@ class Wire:
     def carry(self, works: list, sent_bytes: float, hops: int) -> Parcel:
         """Queue what `works` (collectives in flight) send behind what is on the wire already."""
         parcel = Parcel(
-            works, sent_bytes * FRAMING / self.bytes_per_s, hops * self.latency_s, self.device.type == "cuda"
+            works,
+            sent_bytes * FRAMING / self.bytes_per_s,
+            hops * self.latency_s,
+            self.device.type == "cuda",
         )
         self.parcels.put(parcel)
         return parcel
@@ -143,9 +146,7 @@ class Wire:
                 self._wait(parcel.works)
                 free = max(time.perf_counter(), free) + parcel.seconds
                 parcel.finish = free + parcel.latency_s
-            except (
-                Exception
-            ) as error:  # a lost neighbour: it belongs to whoever waits for the parcel
+            except Exception as error:  # a lost neighbour: for whoever waits for the parcel
                 parcel.error = error
             parcel.begun.set()
 

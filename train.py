@@ -301,7 +301,9 @@ def train(setup: Setup, mesh, store, leaving):
 
 def start_tracing(config, rank: int):
     """torch's profiler: after the first steps, which also compile and allocate, three steps go to a file."""
-    steps = torch.profiler.schedule(wait=min(4, max(0, config.max_steps - 4)), warmup=1, active=3, repeat=1)
+    steps = torch.profiler.schedule(
+        wait=min(4, max(0, config.max_steps - 4)), warmup=1, active=3, repeat=1
+    )
     path = Path(config.out_dir, f"trace-{rank}.json")
 
     def write(tracer):

@@ -15,7 +15,11 @@ PARTS = ["--parts", "step,sync,round,memory"]  # growth is many of step, and tak
 
 
 def bench(ranks, *flags):
-    command = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node".split(), str(ranks)]
+    command = [
+        sys.executable,
+        *"-m torch.distributed.run --standalone --nproc_per_node".split(),
+        str(ranks),
+    ]
     if ranks == 1:
         command = [sys.executable]
     done = subprocess.run(
@@ -27,7 +31,9 @@ def bench(ranks, *flags):
 
 def test_parts_run_and_write_what_they_print(tmp_path):
     file = tmp_path / "bench.json"
-    code, out, err = bench(2, *SMALL, *PARTS, "--shards", "2", "--dtype", "fp32", "--json", str(file))
+    code, out, err = bench(
+        2, *SMALL, *PARTS, "--shards", "2", "--dtype", "fp32", "--json", str(file)
+    )
     assert (code, err) == (0, "")
     parts = json.loads(file.read_text())["parts"]
     assert set(parts) == {"step", "sync", "round", "memory"} and all(parts.values())
@@ -41,10 +47,12 @@ def test_one_rank_is_compared_with_a_plain_loop(tmp_path):
     code, _, err = bench(1, *SMALL, "--dtype", "fp32", "--json", str(file))
     assert (code, err) == (0, "")
     parts = json.loads(file.read_text())["parts"]
-    assert set(parts) == {"step", "memory"} and parts["step"][0]["over_plain"] > 0
+    assert set(parts) == {"step", "round", "memory"} and parts["step"][0]["over_plain"] > 0
 
 
-@pytest.mark.parametrize("flags", ["--parts all", "--shards 3", "--repeats 0", "--widht 3"])
+@pytest.mark.parametrize(
+    "flags", ["--parts all", "--parts growth", "--shards 3", "--repeats 0", "--widht 3"]
+)
 def test_wrong_flags_are_one_line(flags):
     code, out, err = bench(1, *flags.split())
     assert code == 2 and out == "" and len(err.splitlines()) == 1 and "bench.py: error: " in err

@@ -141,7 +141,9 @@ def test_removal_that_is_cut_short_leaves_nothing_that_looks_complete(tmp_path, 
     path = tmp_path / "checkpoint-00000010"
     path.mkdir()
     (path / "state.json").write_text("{}")
-    monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)  # killed before it has begun
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda *args, **options: None
+    )  # killed before it has begun
     checkpoint.remove(path)
     assert checkpoint.complete(tmp_path) == []
 
@@ -596,7 +598,9 @@ def leaves(value, path=()):
         yield path, value
 
 
-def test_state_with_any_one_value_forged_is_taken_or_refused_but_never_trips(saved_run, tmp_path, corpus_folder):
+def test_state_with_any_one_value_forged_is_taken_or_refused_but_never_trips(
+    saved_run, tmp_path, corpus_folder
+):
     from config import set_up
 
     run = shutil.copytree(saved_run, tmp_path / "run")
@@ -625,7 +629,9 @@ def test_file_names_that_lead_elsewhere_are_refused(saved_run, tmp_path, corpus_
     for name in ("/dev/zero", "../checkpoint-00000006/__0_0.distcp", "state.json"):
         run = shutil.copytree(saved_run, tmp_path / name.replace("/", "-"))
         edit_state(run / "checkpoint-00000009", lambda s: s["files"].update({name: [0, 0]}))
-        assert f"{name} is not a file of a checkpoint" in refused(capsys, "--device", "cpu", "--resume", run)
+        assert f"{name} is not a file of a checkpoint" in refused(
+            capsys, "--device", "cpu", "--resume", run
+        )
 
 
 def test_checkpoint_of_a_newer_python_is_read(saved_run):

@@ -241,7 +241,10 @@ class Both:
                 )
                 model.master.fill_(self.value)
 
-        method.after_step, method.state_dict = after_step_and_spoil, lambda: state_dict() | method.outer_vectors | kept
+        method.after_step, method.state_dict = (
+            after_step_and_spoil,
+            lambda: state_dict() | method.outer_vectors | kept,
+        )
 
 
 def test_clipped_pseudo_gradient_is_at_most_phi_in_every_layer(corpus_folder):
@@ -402,5 +405,7 @@ def watch_order(method, model, mesh):
         return handle
 
     for l, layer in enumerate(model.layers):
-        layer.register_forward_pre_hook(lambda *_, l=l: events.append(f"compute {l}") if "send" in events else None)
+        layer.register_forward_pre_hook(
+            lambda *_, l=l: events.append(f"compute {l}") if "send" in events else None
+        )
     mesh.all_reduce, method.state_dict = watched_all_reduce, lambda: {"events": events}

@@ -9,9 +9,11 @@ from ranks import run_ranks
 
 def collectives(shards, through):
     mesh = Mesh(shards, torch.device("cpu"))
-    mesh.staged = through == "host copies"  # as if gloo could not reach the tensors, which is so on a GPU
+    mesh.staged = (
+        through == "host copies"
+    )  # as if gloo could not reach the tensors, which is so on a GPU
     if through == "shared memory":
-        mesh.share_memory(1000)
+        mesh.share_memory(1000, 1000)
     results = {"place": (mesh.replica, mesh.shard_index, mesh.shard.ranks, mesh.sync.ranks)}
     for name, group in (("shard", mesh.shard), ("sync", mesh.sync)):
         n, own = group.size, group.index

@@ -97,12 +97,16 @@ def test_logits_never_exist_whole(model, monkeypatch):
     x = torch.randn(3, 12, 16, requires_grad=True)
     with Sizes():
         model.layers[-1](x, torch.zeros(3, 12, dtype=torch.long)).backward()
-    assert max(seen) == 50 * 16 < 36 * 50  # the output matrix and its gradient, not 36 tokens' logits
+    assert (
+        max(seen) == 50 * 16 < 36 * 50
+    )  # the output matrix and its gradient, not 36 tokens' logits
 
 
 def test_attention_by_hand_equals_torchs():
     q, k, v = torch.randn(3, 2, 4, 9, 8, dtype=torch.float64)
-    torch.testing.assert_close(attend(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    torch.testing.assert_close(
+        attend(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    )
 
 
 def test_linear_leaves_its_gradient_where_it_is_wanted():

@@ -74,7 +74,13 @@ def test_links_lead_somewhere():
 def test_flags_in_the_text_exist(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
     bench_help = lambda: bench.read_arguments(["--help"])
-    for show_help in (lambda: parse(["--help"]), data.main, sample.main, checkpoint.main, bench_help):
+    for show_help in (
+        lambda: parse(["--help"]),
+        data.main,
+        sample.main,
+        checkpoint.main,
+        bench_help,
+    ):
         with pytest.raises(SystemExit):
             show_help()
     known = capsys.readouterr().out

@@ -90,7 +90,9 @@ def test_recomputing_changes_no_bit_and_no_collective_and_keeps_only_block_input
 
     def kept(recompute):
         sizes = {}
-        model = ShardedModel(CONFIG, Mesh(1, torch.device("cpu")), torch.float32, recompute=recompute)
+        model = ShardedModel(
+            CONFIG, Mesh(1, torch.device("cpu")), torch.float32, recompute=recompute
+        )
 
         def note(tensor):
             storage = tensor.untyped_storage()
@@ -233,7 +235,11 @@ def order_of_events(shards):
         events.append(("arrived", l))
         return settle(l, *rest)
 
-    model.start_gather, model._start_reduce, model._settle = watched_start, watched_reduce, watched_settle
+    model.start_gather, model._start_reduce, model._settle = (
+        watched_start,
+        watched_reduce,
+        watched_settle,
+    )
     inputs, targets = batches(1)[0]
     model.forward(inputs, targets)
     forward, events[:] = list(events), []

@@ -36,7 +36,9 @@ def test_parcels_queue_behind_one_another_at_the_links_rate():
     wire = Wire(Config(link_mbps=8.0), sharers=2, device=CPU)  # 1 MB/s, half of it this rank's
     a, b, c = finish_times(wire, ([Done()], 5_000, 1), ([Done()], 10_000, 1), ([Done()], 0, 1))
     assert a >= 0.010 * FRAMING
-    assert b - a == pytest.approx(0.020 * FRAMING, abs=1e-6) and c - b == pytest.approx(0.0, abs=1e-6)
+    assert b - a == pytest.approx(0.020 * FRAMING, abs=1e-6) and c - b == pytest.approx(
+        0.0, abs=1e-6
+    )
 
 
 def test_latency_counts_per_hop_and_does_not_occupy_the_wire():
