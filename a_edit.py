@@ -8,13 +8,13 @@ longer than one step of the slowest.
     sync_warmup_steps steps of mini-batch; then anchor = x, round_began = now
     repeat, replica i:
         inner steps; at the end of each:
-            vote = (now - round_began >= tau_time_s)           # by shard 0's clock alone,
-            all-reduce [norm^2, loss, vote] over the shards    # on the gradient norm's trip: all N ranks agree
+            vote = (now - round_began >= tau_time_s)         # by shard 0's clock alone,
+            all-reduce [norm^2, loss, vote] over the shards  # on the norm's trip: all N ranks agree
             if somebody voted: the next forward synchronises, as in edit.py;
                 its exchange of norms and flags carries steps_i, this replica's steps in the round
         at the end of the sync: round_began = now
 
-    sync k:  position <- position + 1/M sum_i steps_i          # global steps' worth of training, all know it
+    sync k:  position <- position + 1/M sum_i steps_i        # global steps' worth, all know it
 
 `position` takes the place of the step number wherever replicas have to agree: the learning rate,
 when to evaluate, and the end, which is the first sync with position >= max_steps, for all. Between
@@ -22,10 +22,10 @@ syncs a replica extrapolates, position + (its own steps) * rate with rate = (mea
 steps_i) of the last round, and when that reaches max_steps it votes for an early sync, so that the
 budget is not overshot by a round.
 
-    paper     variable       unit
-    tau_time  tau_time_s     seconds
-    -         steps          (M,) inner steps of each replica in the last round
-    -         position       global steps' worth (tokens = position * tokens of one step of all ranks)
+    paper     variable    unit
+    tau_time  tau_time_s  seconds
+    -         steps       (M,) inner steps of each replica in the last round
+    -         position    global steps' worth (tokens = position * tokens of one step of all ranks)
 
 Deviations from the authors' code: (1) a monotonic clock, differences only; an fp32 tensor of
 wall-clock seconds has a resolution of 128 s. (2) The clock restarts at the end of the sync, not
@@ -54,7 +54,8 @@ class Config(SyncConfig):
 
 
 def weigh_by_steps(weights, steps):
-    """Weights (M, L) times steps (M,), normalised again; columns of zeros (everybody flagged) stay zero."""
+    """Weights (M, L) times steps (M,), normalised again;
+    columns of zeros (everybody flagged) stay zero."""
     # w_i <- w_i steps_i / sum_j w_j steps_j
     weights = weights * steps[:, None]
     return weights / weights.sum(dim=0).clamp(min=torch.finfo(weights.dtype).tiny)
@@ -79,7 +80,8 @@ class AEDiT(EDiT):
         super().before_step(step)
 
     def vote(self) -> float:
-        """Called by the gradient norm's all-reduce at the end of every step; counts if this is shard 0."""
+        """Called by the gradient norm's all-reduce at the end of every step;
+        counts if this is shard 0."""
         if self.steps < self.config.sync_warmup_steps or self.mesh.shard_index != 0:
             return 0.0
         time_is_up = self.clock() - self.round_began >= self.config.tau_time_s
@@ -116,7 +118,8 @@ class AEDiT(EDiT):
     def end(self):
         super().end()
         if self.mesh.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # until now the host has only queued the waiting
+            # until now the host has only queued the waiting
+            torch.cuda.current_stream().synchronize()
         self.round_began = self.clock()
 
     # ---- where the training is ----

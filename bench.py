@@ -1,23 +1,26 @@
-"""How fast, and how lean: this repository's step against torch's own FSDP2, against no communication at
-all, and what a sync costs.
+"""How fast, and how lean: this repository's step against torch's own FSDP2, against no
+communication at all, and what a sync costs.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 bench.py --shards 2       # 1 replica x 2 shards
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 bench.py --shards 2       # 2 x 2
-    python bench.py --device cuda --model 124m --vocab_size 50304 --compile              # one GPU
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 bench.py --shards 2  # mesh 1x2
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 bench.py --shards 2  # mesh 2x2
+    python bench.py --device cuda --model 124m --vocab_size 50304 --compile         # one GPU
 
-    part      what is timed in turn                                                needs
-    step      (a) one mini-batch step of ours, (b) FSDP2 (`fully_shard`, HSDP mesh) with  two ranks
-              the same layers, batch, dtype, fused AdamW and clipping, (c) the bound: as
-              many independent single processes at once. One rank: a plain training loop
-    growth    the same over layers, widths and meshes                              two ranks
-    sync      EDiT's and DiLoCo's sync, beside a bare all-reduce of the same bytes   two replicas (N = 1 if need be)
-    round     tau steps of EDiT with their sync, and as many without communication.  any
-              One rank: what EDiT costs where there is nobody to synchronise with
-    memory    peak per rank, beside what must be held (plan.py)                     any
+    part      what is timed in turn                                               needs
+    step      (a) one mini-batch step of ours, (b) FSDP2 (`fully_shard`, HSDP     any
+              mesh) with the same layers, batch, dtype, fused AdamW and
+              clipping, (c) the bound: as many independent single processes at
+              once. One rank: a plain training loop
+    growth    the same over layers, widths and meshes                             two ranks
+    sync      EDiT's and DiLoCo's sync, beside a bare all-reduce of the same      two replicas
+              bytes                                                               (N = 1 if need be)
+    round     tau steps of EDiT with their sync, and as many without              any
+              communication. One rank: what EDiT costs where there is nobody to
+              synchronise with
+    memory    peak per rank, beside what must be held (plan.py)                   any
 
-All are timed A B C, B C A, ..., a few steps at a time, in one run, because a machine's speed drifts; a
-ratio is the median of the ratios of one round of turns. Model, batch, --shards, --dtype, --device, --compile,
---recompute, --tau, --offload and --link_mbps are train.py's flags.
+All are timed A B C, B C A, ..., a few steps at a time, in one run, because a machine's speed
+drifts; a ratio is the median of the ratios of one round of turns. Model, batch, --shards, --dtype,
+--device, --compile, --recompute, --tau, --offload and --link_mbps are train.py's flags.
 """
 
 import ctypes
@@ -42,7 +45,7 @@ from flags import Parser, UserError
 from mesh import Mesh
 from model import Llama
 from plan import Plan
-from shard import ShardedModel
+from shard import ShardedModel, keep_freed_memory
 
 PARTS = ("step", "growth", "sync", "round", "memory")
 ALONE = ("step", "round", "memory")  # what one rank can do
@@ -56,12 +59,8 @@ class Case:
     """A model, a batch and a dtype, on the ranks of this run."""
 
     def __init__(self, config, method_config, simulation, vocab_size: int, mesh):
-        self.config, self.method_config, self.simulation, self.mesh = (
-            config,
-            method_config,
-            simulation,
-            mesh,
-        )
+        self.config, self.method_config = config, method_config
+        self.simulation, self.mesh = simulation, mesh
         setup = SimpleNamespace(
             config=config, method_config=method_config, simulation=simulation,
             corpus=SimpleNamespace(vocab_size=vocab_size),
@@ -194,7 +193,8 @@ def ratio(times, above: str, below: str) -> float:
 
 
 def compare(case, args) -> dict:
-    """Ours, and what it is measured against; on one rank the plain loop, on several FSDP2 and the bound."""
+    """Ours, and what it is measured against; on one rank the plain loop,
+    on several FSDP2 and the bound."""
     mesh, steps = case.mesh, {"ours": our_step(case)}
     if mesh.world_size == 1:
         steps["plain"] = plain_step(case)
@@ -203,14 +203,12 @@ def compare(case, args) -> dict:
         steps["bound"] = our_step(case.but(mesh=Mesh(1, mesh.device, alone=True)))
     times = alternate(mesh, steps, args.repeats, args.steps)
     row = describe(case) | {f"{name}_ms": statistics.median(times[name]) for name in times}
-    row |= {
-        f"over_{name}": ratio(times, name, "ours") for name in ("plain", "fsdp2") if name in times
-    }
+    others = [name for name in ("plain", "fsdp2") if name in times]
+    row |= {f"over_{name}": ratio(times, name, "ours") for name in others}
     if "bound" in times:
         row["of_bound"] = ratio(times, "bound", "ours")
-        row["overhead_ms_per_layer"] = (row["ours_ms"] - row["bound_ms"]) / (
-            case.config.n_layer + 2
-        )
+        overhead_ms = row["ours_ms"] - row["bound_ms"]
+        row["overhead_ms_per_layer"] = overhead_ms / (case.config.n_layer + 2)
     tokens = mesh.world_size * case.plan.tokens_per_micro_step
     row["tokens_per_s"] = 1e3 * tokens / row["ours_ms"]
     matrices = case.plan.n_params - case.plan.layouts[0].used  # the embedding is looked up
@@ -226,9 +224,9 @@ def compare(case, args) -> dict:
 def describe(case) -> dict:
     config = case.config
     return {
-        "mesh": f"{case.mesh.replicas}x{case.mesh.shards}", "dtype": config.dtype, "n_layer": config.n_layer,
-        "n_embd": config.n_embd, "tokens": f"{config.batch_size}x{config.block_size}",
-        "n_params": case.plan.n_params,
+        "mesh": f"{case.mesh.replicas}x{case.mesh.shards}", "dtype": config.dtype,
+        "n_layer": config.n_layer, "n_embd": config.n_embd,
+        "tokens": f"{config.batch_size}x{config.block_size}", "n_params": case.plan.n_params,
     }  # fmt: skip
 
 
@@ -243,10 +241,8 @@ def part_step(case, args):
         steps = {"ours": our_step(bf16), "plain": plain_step(fp32)}
         times = alternate(case.mesh, steps, args.repeats, args.steps)
         middle = statistics.median(times["plain"])
-        yield describe(bf16) | {
-            "fp32_plain_ms": middle,
-            "over_fp32_plain": ratio(times, "plain", "ours"),
-        }
+        over = ratio(times, "plain", "ours")
+        yield describe(bf16) | {"fp32_plain_ms": middle, "over_fp32_plain": over}
 
 
 def part_growth(case, args):
@@ -267,7 +263,8 @@ def with_replicas(case):
 
 
 def part_sync(case, args):
-    """Stalls of EDiT and DiLoCo in turn, the wire alone, and the bound: what a forward cannot hide."""
+    """Stalls of EDiT and DiLoCo in turn, the wire alone, and the bound: what a forward
+    cannot hide."""
     case = with_replicas(case)
     mesh, steps = case.mesh, {name: edit_step(case, name) for name in ("edit", "diloco")}
     if case.simulation.link_mbps or case.simulation.link_latency_ms:
@@ -300,7 +297,7 @@ def part_sync(case, args):
         for times, part in ((wires, vector), (firsts, vector[: layers[0]])):
             in_step(mesh)
             began = time.perf_counter()
-            # [sync] all-reduce, for comparison
+            # [sync] all-reduce, sum P/N and then a layer's P/N fp32, once per turn, for comparison
             mesh.all_reduce(part, mesh.sync, many=True).wait()
             times.append(1e3 * (time.perf_counter() - began))
     mesh.wire = None
@@ -310,8 +307,9 @@ def part_sync(case, args):
     for name in stalls:
         stall, bound = middle(stalls[name]), hidden if name == "edit" else wire
         row = describe(case) | {
-            "method": name, "link_mbps": case.simulation.link_mbps, "stall_ms": stall, "bound_ms": bound,
-            "wire_ms": wire, "step_ms": step_ms, "forward_ms": forward, "stall_in_steps": stall / step_ms,
+            "method": name, "link_mbps": case.simulation.link_mbps,
+            "stall_ms": stall, "bound_ms": bound, "wire_ms": wire,
+            "step_ms": step_ms, "forward_ms": forward, "stall_in_steps": stall / step_ms,
         }  # fmt: skip
         yield row | {f"tau {tau}": stall / (tau * step_ms) for tau in (8, 32, 128)}
 
@@ -320,23 +318,18 @@ def part_round(case, args):
     case = with_replicas(case)
     step, method, _ = edit_step(case)
     alone = case.but(mesh=Mesh(1, case.mesh.device, alone=True))
-    times = alternate(
-        case.mesh, {"edit": step, "bound": our_step(alone)}, args.repeats, method.config.tau
-    )
+    steps, tau = {"edit": step, "bound": our_step(alone)}, method.config.tau
+    times = alternate(case.mesh, steps, args.repeats, tau)
     middle = {f"{name}_ms": statistics.median(times[name]) for name in times}
-    yield (
-        describe(case)
-        | {"tau": method.config.tau}
-        | middle
-        | {"of_bound": ratio(times, "bound", "edit")}
-    )
+    of_bound = ratio(times, "bound", "edit")
+    yield describe(case) | {"tau": tau} | middle | {"of_bound": of_bound}
 
 
 def part_memory(case, args):
-    """Peak over what was there before, of two steps and a sync, and the same with one rank: the difference to
-    what one rank must hold are the activations, which are the same in both."""
+    """Peak over what was there before, of two steps and a sync, and the same with one rank: the
+    difference to what one rank must hold are the activations, which are the same in both."""
     alone = case.but(mesh=Mesh(1, case.mesh.device, alone=True))
-    large_blocks_come_from_the_system(1 << 16)
+    give_back_freed_memory()
     for dtype in args.dtypes:
         one, all_ = alone.but(dtype=dtype), case.but(dtype=dtype)
         peak_bytes(one), peak_bytes(all_)  # code and scratch memory come on first use, and stay
@@ -348,13 +341,15 @@ def part_memory(case, args):
             "activations_MB": activations / 1e6, "planned_MB": all_.plan.activations() / 1e6,
             "peak_over_formula": peak / must,
         }  # fmt: skip
-    large_blocks_come_from_the_system(1 << 25)  # where glibc's own threshold ends up
+    keep_freed_memory()
 
 
-def large_blocks_come_from_the_system(size: int):
-    """glibc: blocks of so many bytes go back to the system when they are freed. What its heap holds on to instead,
-    up to a third of the activations, depends on what came before."""
-    ctypes.CDLL(None).mallopt(-3, size)  # M_MMAP_THRESHOLD
+def give_back_freed_memory():
+    """Let large blocks go back to the system at once. How much glibc keeps of them otherwise, up to
+    a third of the activations, depends on what came before."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD, bytes
 
 
 def peak_bytes(case) -> int:
@@ -389,18 +384,17 @@ def show(rows: list) -> None:
         print("\n" + "  ".join(f"{name:>10}" for name in row))
     cells = []
     for name, value in row.items():
-        if isinstance(value, (int, float)):
-            value = (
-                f"{value:.3g}" if isinstance(value, float) and abs(value) < 100 else f"{value:,.0f}"
-            )
+        if isinstance(value, float) and abs(value) < 100:
+            value = f"{value:.3g}"
+        elif isinstance(value, (int, float)):
+            value = f"{value:,.0f}"
         cells.append(f"{value:>{max(10, len(name))}}")
     print("  ".join(cells), flush=True)
 
 
 def read_arguments(argv):
-    parser = Parser(
-        description="Speed, memory and the cost of a sync. Takes train.py's flags, too."
-    )
+    description = "Speed, memory and the cost of a sync. Takes train.py's flags, too."
+    parser = Parser(description=description)
     add = parser.add_argument
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     possible = PARTS if ranks > 1 else ALONE
@@ -420,9 +414,8 @@ def read_arguments(argv):
         )
     if min(args.repeats, args.steps) < 1 or args.vocab_size < 2:
         raise UserError("--repeats and --steps are at least 1, --vocab_size at least 2")
-    ignored = {"--method", "--backend", "--replicas", "--dry_run"} & {
-        flag.split("=")[0] for flag in rest
-    }
+    given = {flag.split("=")[0] for flag in rest}
+    ignored = {"--method", "--backend", "--replicas", "--dry_run"} & given
     if ignored:
         raise UserError(f"{min(ignored)}: the benchmark does not take it")
     return args, parse(["--model", "10m", "--batch_size", "2", "--tau", "32", *rest])
@@ -437,6 +430,7 @@ def main():
         raise UserError(f"--shards {config.shards} must divide the number of ranks, {world_size}")
     if cuda and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    keep_freed_memory()  # as train.py does; here it speeds up the others, too
     args.dtypes = [config.dtype]
     if config.dtype == "auto":
         args.dtypes = ["fp32", "bf16"] if has_native_bf16(config.device) else ["fp32"]
@@ -451,9 +445,8 @@ def main():
     mesh = Mesh(config.shards, device)
     case = Case(config, method_config, simulation, args.vocab_size, mesh)
     rows = {}
-    for part in sorted(
-        args.parts, key="memory".__ne__
-    ):  # memory first, before others have left some
+    # memory first, before others have left some
+    for part in sorted(args.parts, key="memory".__ne__):
         rows[part] = []
         if mesh.rank == 0:
             print(f"\n{part}", end="")

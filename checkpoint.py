@@ -1,19 +1,21 @@
 """Checkpoints: all that a run needs to go on bit by bit, on the same ranks or on others.
 
     out/edit/checkpoint-00000400/
-        state.json               step, tokens, flags, mesh, corpus; each replica's counters and statistics;
-                                 size and CRC-32 of every other file
-        .metadata, __R_0.distcp  the vectors, written by torch.distributed.checkpoint, a file per rank R
+        state.json               step, tokens, flags, mesh, corpus; each replica's counters and
+                                 statistics; size and CRC-32 of every other file
+        .metadata, __R_0.distcp  the vectors, written by torch.distributed.checkpoint,
+                                 a file per rank R
 
-    vector                  key, for each layer            who writes it
-    parameters, exp_avg,    replica{i}/{vector}/{layer}    the N ranks of replica i, 1/N each
+    vector                key, for each layer          who writes it
+    parameters, exp_avg,  replica{i}/{vector}/{layer}  the N ranks of replica i, 1/N each
       exp_avg_sq
-    anchor, momentum        outer/{vector}/{layer}         equal in all replicas: replica l mod M writes layer l
+    anchor, momentum      outer/{vector}/{layer}       equal in all replicas:
+                                                       replica l mod M writes layer l
 
 Until the local phase begins (always, in mini-batch) replicas are equal in everything: then there is
-one replica0, shared out like the anchor. Right after a DiLoCo sync the parameters are the anchor, and
-only that is written. A layer's vector is stored whole and without padding: it is a DTensor over the
-shard group, so that any number of shards can read it.
+one replica0, shared out like the anchor. Right after a DiLoCo sync the parameters are the anchor,
+and only that is written. A layer's vector is stored whole and without padding: it is a DTensor over
+the shard group, so that any number of shards can read it.
 
 Saving changes nothing: it happens between two steps, reads the vectors, and uses no collective of
 the method; torch's library agrees on its plan over a gloo group. The folder is written as
@@ -22,17 +24,20 @@ disk. So whatever happens, `complete` finds only complete ones.
 
 Loading: every rank reads its pieces, no collective.
 
-    same replicas            exact: the run continues bit for bit; with another N, but for the order of sums
-    other replicas, between  replica i continues saved replica (i mod M): parameters (all equal there), AdamW's
-      rounds or in warm-up   moments, detector. Those beyond the first M share a past, not a future: other data.
-    other replicas, in the   first the method's own sync of the M saved replicas ends the round early, one replica
-      middle of a round      after the other (method.sync_saved); the order of sums apart, it is the sync that
-                             they would have made. Then as above.
+    same replicas            exact: the run continues bit for bit;
+                             with another N, but for the order of sums
+    other replicas, between  replica i continues saved replica (i mod M): parameters (all equal
+      rounds or in warm-up   there), AdamW's moments, detector. Those beyond the first M share a
+                             past, not a future: other data.
+    other replicas, in the   first the method's own sync of the M saved replicas ends the round
+      middle of a round      early, one replica after the other (method.sync_saved); the order of
+                             sums apart, it is the sync that they would have made. Then as above.
 
-No code from a file is executed. Numbers come as JSON; tensors through torch.load(weights_only=True);
-`.metadata` is a pickle, and is read by an unpickler that knows the names it is made of and no others.
+No code from a file is executed. Numbers come as JSON; tensors through
+torch.load(weights_only=True); `.metadata` is a pickle, and is read by an unpickler that knows the
+names it is made of and no others.
 
-    python checkpoint.py --checkpoint out/edit --out model.pt       # a checkpoint as a model for sample.py
+    python checkpoint.py --checkpoint out/edit --out model.pt  # a checkpoint as model for sample.py
 """
 
 import contextlib
@@ -55,7 +60,8 @@ from mesh import Mesh, contact
 from model import ModelConfig
 from shard import ShardedModel
 
-# torch.distributed.checkpoint and .tensor take a second to import: runs without a checkpoint do without.
+# torch.distributed.checkpoint and .tensor take a second to import:
+# runs without a checkpoint do without.
 
 FORMAT = 1  # of the folder; older programs refuse newer ones
 NAME = re.compile(r"checkpoint-(\d{8,})")
@@ -80,15 +86,16 @@ def find(flag: str, folder: str) -> Path:
     found = [path] if (path / "state.json").exists() else complete(path)
     if not found:
         raise UserError(
-            f"{flag} {folder}: there is no checkpoint; name a run's folder or a checkpoint-... in it"
+            f"{flag} {folder}: there is no checkpoint; "
+            "name a run's folder or a checkpoint-... in it"
         )
     return found[-1]
 
 
 def choose(resume: str, out_dir: str, restarted: bool = False) -> Path | None:
-    """The checkpoint to go on from, None to start afresh. resume: "", "auto" or a folder (a run's or a
-    checkpoint's). A run that torchrun has restarted goes on from its own last checkpoint. Raises UserError if
-    there is none, or if the run would mix with another one in out_dir."""
+    """The checkpoint to go on from, None to start afresh. resume: "", "auto" or a folder (a run's
+    or a checkpoint's). A run that torchrun has restarted goes on from its own last checkpoint.
+    Raises UserError if there is none, or if the run would mix with another one in out_dir."""
     own = complete(out_dir)
     if own and (resume == "auto" or restarted):
         return own[-1]
@@ -135,7 +142,8 @@ def shard_grid(process_group, device_type: str):
 
 
 def replica_vectors(model, at_the_anchor: bool) -> dict:
-    """What a replica has of its own. at_the_anchor: its parameters are the anchor, which all have alike."""
+    """What a replica has of its own.
+    at_the_anchor: its parameters are the anchor, which all have alike."""
     moments = {"exp_avg": model.exp_avg, "exp_avg_sq": model.exp_avg_sq}
     return moments if at_the_anchor else {"parameters": model.master} | moments
 
@@ -166,9 +174,10 @@ def no_process_group_is_fine():
 
 
 def save(folder, step: int, run: dict, replica: dict, model, method, keep: int) -> Path:
-    """Write folder/checkpoint-{step}, keep the last `keep` of them. step: rank 0's, for all; run: what all ranks
-    know alike; replica: this replica's own state. All ranks call it between two steps, and return when it is
-    complete. Raises UserError, on all ranks, if it cannot be written; what was there before stays as it was."""
+    """Write folder/checkpoint-{step}, keep the last `keep` of them. step: rank 0's,
+    for all; run: what all ranks know alike; replica: this replica's own state. All
+    ranks call it between two steps, and return when it is complete. Raises UserError,
+    on all ranks, if it cannot be written; what was there before stays as it was."""
     mesh = model.mesh
     final = Path(folder, f"checkpoint-{step:08d}")
     unfinished = final.with_suffix(".tmp")
@@ -199,34 +208,32 @@ def write_vectors(folder, tensors, mesh) -> str:
             dcp.save(tensors, storage_writer=writer, process_group=mesh.host_group())
     except dcp.CheckpointException as failed:
         rank, (reason, _) = sorted(failed.failures.items())[0]
-        return (
-            f"no checkpoint could be written to {folder.parent} by rank {rank}: {one_line(reason)}"
-        )
+        reason = one_line(reason)
+        return f"no checkpoint could be written to {folder.parent} by rank {rank}: {reason}"
     return ""
 
 
 def finish_folder(unfinished, final, run, reports, method, mesh, keep) -> str:
-    """Rank 0's part: check, describe, rename, remove the oldest. Returns what went wrong, or nothing."""
+    """Rank 0's part: check, describe, rename, remove the oldest.
+    Returns what went wrong, or nothing."""
     error = next((report["error"] for report in reports if report["error"]), "")
     files = {name: entry for report in reports for name, entry in report["files"].items()}
     unseen = [name for name in files if not (unfinished / name).is_file()]
     if unseen and not error:
-        error = f"rank 0 does not see {unseen[0]} in {unfinished}: all nodes must share --out_dir's file system"
+        error = (
+            f"rank 0 does not see {unseen[0]} in {unfinished}: "
+            "all nodes must share --out_dir's file system"
+        )
     distinct = reports[:: mesh.shards] if method.replicas_differ else reports[:1]
-    state = run | {
-        "format": FORMAT,
-        "files": files,
-        "replicas": [report["replica"] for report in distinct],
-    }
+    replicas = [report["replica"] for report in distinct]
+    state = run | {"format": FORMAT, "files": files, "replicas": replicas}
     state["outer"] = sorted(method.outer_vectors) if method.replicas_differ else []
     try:
         if error:
             shutil.rmtree(unfinished, ignore_errors=True)
             return error
-        write_whole(
-            unfinished / "state.json",
-            json.dumps(state | {"crc32": own_checksum(state)}, indent=1).encode(),
-        )
+        text = json.dumps(state | {"crc32": own_checksum(state)}, indent=1)
+        write_whole(unfinished / "state.json", text.encode())
         sync_folder(unfinished)
         os.rename(unfinished, final)
     except OSError as failed:
@@ -247,7 +254,8 @@ def remove(path):
 
 
 def clean_up(folder):
-    """Remove what a run that was killed while it saved has left. Rank 0 calls it before training."""
+    """Remove what a run that was killed while it saved has left.
+    Rank 0 calls it before training."""
     for path in Path(folder).glob("checkpoint-*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -295,17 +303,20 @@ def damaged(path, what) -> UserError:
 
 NUMBER = (int, float)
 STATE = {  # what state.json has, and of what type; a list holds any number of its one kind
-    "position": NUMBER, "tokens": int, "tokens_per_step": int, "train_s": NUMBER, "metrics_bytes": int,
-    "flags": {"method": str, "dtype": str, "max_steps": int},
+    "position": NUMBER, "tokens": int, "tokens_per_step": int, "train_s": NUMBER,
+    "metrics_bytes": int, "flags": {"method": str, "dtype": str, "max_steps": int},
     "sent": {"shard": NUMBER, "sync": NUMBER}, "mesh": {"replicas": int, "shards": int},
-    "model_config": {"n_layer": int, "n_head": int, "n_embd": int, "block_size": int, "vocab_size": int},
+    "model_config": {
+        "n_layer": int, "n_head": int, "n_embd": int, "block_size": int, "vocab_size": int,
+    },
     "tokenizer": str, "corpus_hash": str, "evaluated_at": NUMBER, "files": dict, "outer": [str],
     "replicas": [{"step": int, "method": {"local_steps": int}, "news": [[NUMBER]]}],
 }  # fmt: skip
 
 
 def check_types(value, kind, name="it"):
-    """Raise TypeError if a JSON value is not what `kind` says: a type, a list of one kind, or fields with kinds."""
+    """Raise TypeError if a JSON value is not what `kind` says:
+    a type, a list of one kind, or fields with kinds."""
     expected = type(kind) if isinstance(kind, (list, dict)) else kind
     if not isinstance(value, expected) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}"[:80])
@@ -339,7 +350,8 @@ def read(path) -> dict:
 
 
 def verify(path, state: dict, rank: int = 0, world_size: int = 1):
-    """Compare this rank's share of the files with what state.json says of them. Raises UserError."""
+    """Compare this rank's share of the files with
+    what state.json says of them. Raises UserError."""
     for name in sorted(state["files"])[rank::world_size]:
         size, crc = state["files"][name]
         try:
@@ -357,8 +369,9 @@ def verify(path, state: dict, rank: int = 0, world_size: int = 1):
 
 
 def load(path, state: dict, model, method, same_method: bool = True) -> dict:
-    """Fill the model's vectors and the method from a checkpoint; returns this replica's saved state. Every rank
-    calls it. Raises UserError for a file that does not hold what state.json promises."""
+    """Fill the model's vectors and the method from a checkpoint;
+    returns this replica's saved state. Every rank calls it. Raises
+    UserError for a file that does not hold what state.json promises."""
     mesh, saved = model.mesh, state["replicas"]
     i = mesh.replica % len(saved)
     # a momentum that is 0 now is not kept; one that was is not there
@@ -400,12 +413,8 @@ def fetch(path, vectors: dict, model):
         with no_process_group_is_fine():
             dcp.load(tensors, storage_reader=reader(path), no_dist=True)
     except (
-        dcp.CheckpointException,
-        pickle.UnpicklingError,
-        OSError,
-        RuntimeError,
-        EOFError,
-    ) as error:
+        dcp.CheckpointException, pickle.UnpicklingError, OSError, RuntimeError, EOFError,
+    ) as error:  # fmt: skip
         failures = getattr(error, "failures", {})
         reason = next(iter(failures.values()))[0] if failures else error
         raise damaged(path, one_line(reason)) from None
@@ -432,8 +441,8 @@ class Unpickler(pickle.Unpickler):
 
     NAMES = {
         "torch.distributed.checkpoint.metadata": {
-            "Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata", "TensorStorageMetadata",
-            "TensorProperties", "_MEM_FORMAT_ENCODING",
+            "Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata",
+            "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
         },
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "torch.serialization": {"_get_layout"},
@@ -452,8 +461,9 @@ class Unpickler(pickle.Unpickler):
 
 
 def export(path, model, tokenizer: str, flags: dict):
-    """Write the whole model in fp32, and what is needed to use it, for sample.py: whole or not at all. The ranks
-    of replica 0 call it when all replicas are equal. Raises UserError on rank 0 if it cannot be written."""
+    """Write the whole model in fp32, and what is needed to use it, for
+    sample.py: whole or not at all. The ranks of replica 0 call it when all
+    replicas are equal. Raises UserError on rank 0 if it cannot be written."""
     weights = model.state_dict()
     if model.mesh.rank != 0:
         return
@@ -483,9 +493,8 @@ def main():
         verify(path, state)
         config, method_config, _ = parse([], state["flags"])
         master = torch.float64 if config.dtype == "fp64" else torch.float32
-        model = ShardedModel(
-            ModelConfig(**state["model_config"]), Mesh(1, torch.device("cpu")), master
-        )
+        mesh = Mesh(1, torch.device("cpu"))
+        model = ShardedModel(ModelConfig(**state["model_config"]), mesh, master)
         model.adamw(0.0)
         method_class, _ = METHODS[config.method]
         method = method_class(model, model.mesh, method_config, config.max_steps, lambda: 0.0)

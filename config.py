@@ -1,11 +1,11 @@
-"""The command line: what all methods share, which method, what a resumed run takes over, and all that
-can be wrong with it.
+"""The command line: what all methods share, which method, what a resumed run takes over, and all
+that can be wrong with it.
 
 `set_up` turns the flags into a Setup before any process group exists, and whatever wrong input can
 break it breaks here, as a UserError. What a method needs beside these flags stands in its own file.
 
-When a run goes on from a checkpoint (--resume), flags that are not given come from there. Those that
-change the trajectory must be the same, or be named in --allow_change.
+When a run goes on from a checkpoint (--resume), flags that are not given come from there. Those
+that change the trajectory must be the same, or be named in --allow_change.
 """
 
 import dataclasses
@@ -35,17 +35,15 @@ METHODS = {
 }
 
 
-# --model: blocks, heads, channels, context; sequences per rank and micro-step; peak learning rate and its warm-up, in
-# steps. Llama shapes; rates from 124m up are GPT-3's for these sizes (arXiv 2005.14165, table 2.1), which holds them
-# for batches of 0.5 to 2 million tokens. With them come the EDiT paper's tau and warm-up (from memory).
+# --model: blocks, heads, channels, context; sequences per rank and micro-step; peak
+# learning rate and its warm-up, in steps. Llama shapes; rates from 124m up are GPT-3's
+# for these sizes (arXiv 2005.14165, table 2.1), which holds them for batches of 0.5 to
+# 2 million tokens. With them come the EDiT paper's tau and warm-up (from memory).
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "lr", "lr_warmup_steps")
 LONG = {
-    "max_steps": 20_000,
-    "eval_interval": 1000,
-    "log_interval": 20,
-    "tau": 128,
+    "max_steps": 20_000, "eval_interval": 1000, "log_interval": 20, "tau": 128,
     "sync_warmup_steps": 1024,
-}
+}  # fmt: skip
 SIZES = {
     "tiny": {},  # the defaults
     "10m": dict(zip(SHAPE, (6, 6, 384, 256, 4, 1e-3, 100))) | {"max_steps": 2000},
@@ -59,7 +57,8 @@ SIZES = {
 
 @dataclass
 class Config:
-    """What all methods share. Numbers are finite and at least `low` (0 if not said), see check_limits."""
+    """What all methods share.
+    Numbers are finite and at least `low` (0 if not said), see check_limits."""
 
     # run
     method: str = option("edit", "synchronisation method", choices=list(METHODS))
@@ -74,13 +73,15 @@ class Config:
         "auto", "cpu, cuda, or cuda where there is one", choices=["auto", "cpu", "cuda"]
     )
     backend: str = option(
-        "auto", "of torch.distributed; auto: nccl on cuda, else gloo. With gloo ranks may share a GPU",
+        "auto",
+        "of torch.distributed; auto: nccl on cuda, else gloo. With gloo ranks may share a GPU",
         choices=["auto", "nccl", "gloo"],
-    )  # fmt: skip
+    )
     dtype: str = option(
-        "auto", "of the layers; auto: bf16 where the device has it natively; fp64 takes the masters along",
+        "auto",
+        "of the layers; auto: bf16 where the device has it natively; fp64 takes the masters along",
         choices=["auto", "fp32", "bf16", "fp64"],
-    )  # fmt: skip
+    )
     compile: bool = option(False, "torch.compile each layer")
     recompute: bool = option(
         False, "compute blocks again in the backward instead of keeping activations"
@@ -111,7 +112,8 @@ class Config:
     # model
     model: str = option(
         "tiny",
-        "size: sets the flags of model, batch, rates, tau, warm-ups and intervals that are not given",
+        "size: sets the flags of model, batch, rates, tau, warm-ups and intervals "
+        "that are not given",
         choices=list(SIZES),
     )
     n_layer: int = option(4, "blocks", low=1)
@@ -145,24 +147,23 @@ GROUPS = {
 
 
 def parse(argv: list, saved: dict | None = None) -> tuple:
-    """Flags -> (Config, the method's, simulate's). Flags of other methods are checked and then not used, so that
-    one command line serves to compare methods. saved: a checkpoint's flags, for those not given. Raises
-    UserError, naming the flag, for what cannot be."""
+    """Flags -> (Config, the method's, simulate's). Flags of other methods are checked and
+    then not used, so that one command line serves to compare methods. saved: a checkpoint's
+    flags, for those not given. Raises UserError, naming the flag, for what cannot be."""
     config, *others = read_flags(argv, saved or {})
     if config.n_embd % config.n_head or config.n_embd // config.n_head % 2:
         raise UserError(
-            f"--n_embd {config.n_embd} --n_head {config.n_head}: channels per head must be a whole, even number"
+            f"--n_embd {config.n_embd} --n_head {config.n_head}: "
+            "channels per head must be a whole, even number"
         )
     return config, *others
 
 
 def read_flags(argv: list, saved: dict) -> tuple:
-    owners = {None: [Config, simulate.Config]} | {
-        name: [config] for name, (_, config) in METHODS.items()
-    }
-    texts = dict(
-        description="Train with " + ", ".join(METHODS) + ".", usage="train.py [--flag value ...]"
-    )
+    owners = {name: [config] for name, (_, config) in METHODS.items()}
+    owners = {None: [Config, simulate.Config]} | owners
+    texts = dict(description="Train with " + ", ".join(METHODS) + ".")
+    texts["usage"] = "train.py [--flag value ...]"
     given = flags.parse(argv, owners, GROUPS, **texts)
     before = saved.get("method")
     if given.get("method", before) != before:  # each has defaults of its own
@@ -194,8 +195,8 @@ def resolve_device(config):
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if config.backend == "nccl" and local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"--device cuda: more ranks than the {torch.cuda.device_count()} CUDA devices of this machine; "
-            "lower --nproc_per_node, or let them share with --backend gloo"
+            f"--device cuda: more ranks than the {torch.cuda.device_count()} CUDA devices of "
+            "this machine; lower --nproc_per_node, or let them share with --backend gloo"
         )
     native = has_native_bf16(config.device)
     if config.dtype == "bf16" and not native and not config.dry_run:
@@ -213,27 +214,24 @@ def has_native_bf16(device: str) -> bool:
 
 # ---- resuming ----
 
-# Flags of this machine or this start; all others are taken from the checkpoint where they are not given.
+# Flags of this machine or this start;
+# all others are taken from the checkpoint where they are not given.
 NEVER_TAKEN_OVER = {
-    "out_dir",
-    "device",
-    "resume",
-    "allow_change",
-    "backend",
-    "replicas",
-    "profile",
-    "dry_run",
-}
-# What may differ from the checkpoint at will, as it changes no more than rounding. Corpora are compared by hash.
+    "out_dir", "device", "resume", "allow_change", "backend", "replicas", "profile", "dry_run",
+}  # fmt: skip
+# What may differ from the checkpoint at will, as it changes no more than rounding.
+# Corpora are compared by hash.
 FREE = NEVER_TAKEN_OVER | {
-    "shards", "compile", "recompute", "offload", "log_interval", "eval_interval", "eval_batches", "timeout_s", "data",
-    "checkpoint_interval", "keep", "save_on_exit", *(f.name for f in dataclasses.fields(simulate.Config)),
+    "shards", "compile", "recompute", "offload", "log_interval", "eval_interval", "eval_batches",
+    "timeout_s", "data", "checkpoint_interval", "keep", "save_on_exit",
+    *(f.name for f in dataclasses.fields(simulate.Config)),
 }  # fmt: skip
 FIXED = {"model", "n_layer", "n_head", "n_embd"}  # another model
 
 
 def check_resume(saved: dict, config, method_config, corpus, path):
-    """Raise UserError if a flag that changes the trajectory differs from the checkpoint's and was not allowed to."""
+    """Raise UserError if a flag that changes the trajectory
+    differs from the checkpoint's and was not allowed to."""
     allowed, now = set(config.allow_change.split(",")), vars(config) | vars(method_config)
     if unknown := allowed - now.keys() - {""}:
         raise UserError(f"--allow_change {config.allow_change}: there is no flag {min(unknown)}")
@@ -244,14 +242,14 @@ def check_resume(saved: dict, config, method_config, corpus, path):
         )
     if saved["corpus_hash"] != corpus.hash and "data" not in allowed:
         raise UserError(
-            f"checkpoint {path} was trained on another corpus ({saved['corpus_hash']}, this is {corpus.hash}): "
-            "give it with --data, or --allow_change data"
+            f"checkpoint {path} was trained on another corpus ({saved['corpus_hash']}, "
+            f"this is {corpus.hash}): give it with --data, or --allow_change data"
         )
     if config.method != saved["flags"]["method"]:
         if saved["outer"]:
             raise UserError(
-                f"--method {config.method}: checkpoint {path} is from {saved['flags']['method']}'s local phase; "
-                "methods can be changed up to the end of the warm-up"
+                f"--method {config.method}: checkpoint {path} is from {saved['flags']['method']}'s "
+                "local phase; methods can be changed up to the end of the warm-up"
             )
         now = vars(config)  # the other flags have other meanings
     for name, value in now.items():
@@ -265,8 +263,9 @@ def check_resume(saved: dict, config, method_config, corpus, path):
     warmup = getattr(method_config, "sync_warmup_steps", math.inf)
     if bool(saved["outer"]) != (max(replica["step"] for replica in saved["replicas"]) > warmup):
         raise UserError(
-            f"--sync_warmup_steps {warmup}: checkpoint {path} is {'past' if saved['outer'] else 'still in'} its "
-            "warm-up, which cannot be moved to the other side of it"
+            f"--sync_warmup_steps {warmup}: checkpoint {path} is "
+            f"{'past' if saved['outer'] else 'still in'} its warm-up, "
+            "which cannot be moved to the other side of it"
         )
 
 
@@ -301,12 +300,14 @@ def set_up(argv: list, rank: int, world_size: int, restarted: bool = False) -> S
         world_size = config.replicas * config.shards or max(world_size, config.shards)
     if config.replicas and world_size != config.replicas * config.shards:
         raise UserError(
-            f"--replicas {config.replicas} --shards {config.shards}: these are {config.replicas * config.shards} ranks, "
-            f"but {world_size} have been started; change --nproc_per_node or --nnodes, or leave out --replicas"
+            f"--replicas {config.replicas} --shards {config.shards}: "
+            f"these are {config.replicas * config.shards} ranks, but {world_size} have been "
+            "started; change --nproc_per_node or --nnodes, or leave out --replicas"
         )
     if world_size % config.shards:
         raise UserError(
-            f"--shards {config.shards}: {world_size} ranks do not divide into replicas of {config.shards}"
+            f"--shards {config.shards}: "
+            f"{world_size} ranks do not divide into replicas of {config.shards}"
         )
     resolve_device(config)
     simulate.Stragglers(simulation, world_size // config.shards, config.seed)  # looks at its flags

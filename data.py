@@ -19,7 +19,8 @@ generator (Philox) draws the starts of *all* windows of a global step, and each 
 So nothing needs saving to resume, and the global batch of a step does not depend on the mesh.
 
     python data.py --input book.txt more.jsonl --tokenizer byte --out my_corpus
-    python data.py --dataset fineweb-edu --max_tokens 1e9 --tokenizer gpt2 --out fineweb   # needs `datasets`
+    # needs `datasets`
+    python data.py --dataset fineweb-edu --max_tokens 1e9 --tokenizer gpt2 --out fineweb
     torchrun ... train.py --data my_corpus
 
 Input is UTF-8: a .jsonl file has one document a line, in its field `text`; any other file is one
@@ -121,21 +122,20 @@ def standard_library() -> Corpus:
 
 
 def load(folder: str | None) -> Corpus:
-    """Open a corpus folder (None: the built-in corpus). Raises UserError if it is missing or damaged."""
+    """Open a corpus folder (None: the built-in corpus).
+    Raises UserError if it is missing or damaged."""
     if folder is None:
         return standard_library()
     path = Path(folder)
     if not path.is_dir():
         raise UserError(
-            f"--data {folder}: no such folder; make one with python data.py --input ... --out {folder}"
+            f"--data {folder}: no such folder; "
+            f"make one with python data.py --input ... --out {folder}"
         )
     try:
         meta = json.loads((path / "meta.json").read_text())
-        dtype, count = (
-            {"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]],
-            int(meta["tokens"]),
-        )
-        dtype = np.dtype(dtype)
+        dtype = np.dtype({"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]])
+        count = int(meta["tokens"])
         size = (path / "tokens.bin").stat().st_size
         fields = (int(meta["train_tokens"]), str(meta["tokenizer"]), int(meta["vocab_size"]))
         fields += (float(meta["bytes_per_token"]), str(meta["hash"]))
@@ -150,19 +150,19 @@ def load(folder: str | None) -> Corpus:
             f"--data {folder}: tokens.bin has {size:,} bytes where meta.json promises "
             f"{count * dtype.itemsize:,}; it is damaged, make it again"
         )
-    mapped.madvise(
-        mmap.MADV_RANDOM
-    )  # reading ahead costs milliseconds a batch where windows lie anywhere
+    # reading ahead costs milliseconds a batch where windows lie anywhere
+    mapped.madvise(mmap.MADV_RANDOM)
     return Corpus(np.frombuffer(mapped, dtype), *fields)
 
 
 def check_windows(corpus: Corpus, block_size: int):
-    """Raise UserError unless both parts hold at least one window of block_size tokens and its targets."""
+    """Raise UserError unless both parts hold at least
+    one window of block_size tokens and its targets."""
     for part, tokens in (("training", corpus.train), ("validation", corpus.validation)):
         if len(tokens) <= block_size:
             raise UserError(
-                f"the {part} part of the corpus has {len(tokens):,} tokens, a window needs {block_size + 1:,}: "
-                "give it more text or lower --block_size"
+                f"the {part} part of the corpus has {len(tokens):,} tokens, "
+                f"a window needs {block_size + 1:,}: give it more text or lower --block_size"
             )
 
 
@@ -185,9 +185,10 @@ def train_batch(corpus, seed, step, micro_step, rank, world_size, batch_size, ac
 def validation_batches(corpus, eval_batches, rank, world_size, batch_size, block_size):
     """This rank's share of the validation windows: yields (inputs, targets, rows that count).
 
-    The windows, eval_batches * VALIDATION_ROWS of them, are spread evenly over the validation part: they
-    do not depend on seed, batch or mesh. Every rank gets equally many batches, because a sharded
-    forward is a collective; a rank that runs out of windows gets one that counts for 0 rows.
+    The windows, eval_batches * VALIDATION_ROWS of them, are spread evenly over the
+    validation part: they do not depend on seed, batch or mesh. Every rank gets equally
+    many batches, because a sharded forward is a collective; a rank that runs out of
+    windows gets one that counts for 0 rows.
     """
     total = eval_batches * VALIDATION_ROWS
     starts = np.linspace(0, len(corpus.validation) - block_size - 1, total).astype(np.int64)
@@ -202,7 +203,8 @@ def validation_batches(corpus, eval_batches, rank, world_size, batch_size, block
 
 
 def text_documents(paths):
-    """Yield each document as an iterable of pieces of text. Raises UserError for what cannot be read."""
+    """Yield each document as an iterable of pieces of text.
+    Raises UserError for what cannot be read."""
     for path in map(Path, paths):
         if path.suffix != ".jsonl":
             yield ("".join(lines) for lines in read_lines(path, 1 << 24))
@@ -239,7 +241,8 @@ def jsonl_text(path, number, line) -> str:
 
 
 def fineweb_documents():
-    """The paper's corpus, streamed: HuggingFaceFW/fineweb-edu, sample-10BT (needs `pip install datasets`)."""
+    """The paper's corpus, streamed: HuggingFaceFW/fineweb-edu, sample-10BT
+    (needs `pip install datasets`)."""
     try:
         import datasets
     except ImportError:
@@ -254,15 +257,16 @@ def fineweb_documents():
             yield [row["text"]]
     except Exception as error:  # the hub's errors have no common class
         raise UserError(
-            f"--dataset fineweb-edu: the download failed ({type(error).__name__}); check the network, "
-            "or give local text with --input"
+            f"--dataset fineweb-edu: the download failed ({type(error).__name__}); "
+            "check the network, or give local text with --input"
         ) from None
 
 
 def write_corpus(
     documents, tokenizer_name: str, out: str, max_tokens: float = float("inf")
 ) -> dict:
-    """Tokenize `documents` into the new folder `out`, whole or not at all; returns what meta.json says."""
+    """Tokenize `documents` into the new folder `out`,
+    whole or not at all; returns what meta.json says."""
     encoding = tokenizer(tokenizer_name)
     dtype = np.dtype(np.uint16 if encoding.n_vocab <= 1 << 16 else np.uint32)
     out, partial = Path(out), Path(f"{out}.partial-{os.getpid()}")
@@ -331,7 +335,8 @@ def main():
         print(f"data.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     print(
-        f"{args.out}: {meta['tokens']:,} tokens ({args.tokenizer}), {meta['train_tokens']:,} of them for training"
+        f"{args.out}: {meta['tokens']:,} tokens ({args.tokenizer}), "
+        f"{meta['train_tokens']:,} of them for training"
     )
 
 

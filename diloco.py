@@ -62,12 +62,9 @@ class DiLoCo:
         self.anchor = model.outer_vector(config.offload)
         nesterov = config.outer_momentum > 0  # torch refuses nesterov without momentum
         self.outer = torch.optim.SGD(
-            [self.anchor],
-            lr=config.outer_lr,
-            momentum=config.outer_momentum,
-            nesterov=nesterov,
+            [self.anchor], lr=config.outer_lr, momentum=config.outer_momentum, nesterov=nesterov,
             fused=True,
-        )
+        )  # fmt: skip
         self.outer_vectors = {"anchor": self.anchor}
         if nesterov:  # there from the start, as a checkpoint has to know where it is
             self.outer_vectors["momentum"] = model.outer_vector(config.offload)
@@ -81,7 +78,8 @@ class DiLoCo:
 
     @property
     def replicas_differ(self) -> bool:
-        """Has the local phase begun? Until then replicas are equal, and anchor and momentum unused."""
+        """Has the local phase begun? Until then replicas
+        are equal, and anchor and momentum unused."""
         return self.steps > self.config.sync_warmup_steps
 
     def averages_gradients(self, step: int) -> bool:
@@ -128,7 +126,8 @@ class DiLoCo:
         self.norms, self.stall, self.local_steps = norms, stall, 0
 
     def outer_step(self, x):
-        """x (sum P/N,), this replica's parameters, becomes the new anchor. Returns ||d_i||, (M,)."""
+        """x (sum P/N,), this replica's parameters, becomes the new anchor.
+        Returns ||d_i||, (M,)."""
         d = self.subtract_from_anchor(x)
         norms = self.exchange_norms(d)
         # d = 1/M sum_i d_i
@@ -160,7 +159,8 @@ class DiLoCo:
         return self.mesh.gather_rows(square.sqrt(), self.mesh.sync)[:, 0]
 
     def stats(self) -> dict | None:
-        """What the record's `sync` row says of a sync since the last call, else None. Reads the device."""
+        """What the record's `sync` row says of a sync since
+        the last call, else None. Reads the device."""
         if self.last_sync is None:
             return None
         row, self.last_sync = self.last_sync, None
@@ -177,9 +177,10 @@ class DiLoCo:
     # ---- checkpoints ----
 
     def sync_saved(self, replicas: int, load):
-        """End the round that `replicas` saved replicas had begun, on ranks that are now another number: the same
-        outer step, with the replicas one after the other. load(i) brings replica i's parameters into
-        model.master. Leaves all ranks in sync, with the new anchor in model.master."""
+        """End the round that `replicas` saved replicas had begun, on ranks that are now another
+        number: the same outer step, with the replicas one after the other. load(i) brings replica
+        i's parameters into model.master. Leaves all ranks in sync, with the new anchor in
+        model.master."""
 
         def outer_step(x):
             mean, squares = torch.zeros_like(x), []

@@ -6,20 +6,20 @@ synchronises layer l just before the forward needs it, so that the traffic of la
 with the computation of earlier ones, and (2) puts the *pseudo-gradient penalty* between the
 replicas and the model: drop anomalies, weigh by norm, clip, or roll back.
 
-    sync_warmup_steps steps of mini-batch; then anchor = x, and after every tau inner steps, at the start of
-    the next forward (M replicas; every layer l):
+    sync_warmup_steps steps of mini-batch; then anchor = x, and after every tau inner steps, at the
+    start of the next forward (M replicas; every layer l):
 
-        d_i   = anchor - x_i                                       # in the storage of x_i
-        G_i   = ||d_i||                                            # [shard] one all-reduce for all layers
-                flag i if (G_i - mu_i) / sigma_i > threshold       # running statistics of replica i
-        G, flags of all replicas                                   # [sync] one all-gather for all layers
-        w_i   = exp(-G_i) / sum_j exp(-G_j) over the unflagged     # on the device, no host read
-        issue dbar = sum_i w_i d_i for l = 0, 1, ...               # [sync] all-reduce per layer, asynchronous
+        d_i   = anchor - x_i                                    # in the storage of x_i
+        G_i   = ||d_i||                                         # [shard] one all-reduce, all layers
+                flag i if (G_i - mu_i) / sigma_i > threshold    # running statistics of replica i
+        G, flags of all replicas                                # [sync] one all-gather, all layers
+        w_i   = exp(-G_i) / sum_j exp(-G_j) over the unflagged  # on the device, no host read
+        issue dbar = sum_i w_i d_i for l = 0, 1, ...            # [sync] all-reduce per layer, async
         for each layer l, when the forward gets there:
             wait for dbar
-            dhat    = dbar * min(1, phi / (||dbar|| + 1e-6))       # [shard] all-gather of one scalar
+            dhat    = dbar * min(1, phi / (||dbar|| + 1e-6))    # [shard] all-gather of one scalar
             b      <- mu b + dhat
-            anchor <- anchor - lr (dhat + mu b)                    # unless all replicas are flagged
+            anchor <- anchor - lr (dhat + mu b)                 # unless all replicas are flagged
             x_i    <- anchor
             all-gather, compute (shard.py)
 
@@ -96,7 +96,8 @@ class Config(SyncConfig):
 
 
 class Detector:
-    """Replica i's running mean and variance of each layer's norm: (L,) each, and how many norms they hold."""
+    """Replica i's running mean and variance of each layer's norm: (L,) each, and how many
+    norms they hold."""
 
     def __init__(self, n_layers, device, dtype, threshold, ema, warmup):
         self.count, self.mean, self.variance = torch.zeros(3, n_layers, device=device, dtype=dtype)
@@ -135,12 +136,12 @@ class Detector:
 
 
 def replica_weights(norms, flagged, weighted=True):
-    """Weights (M, L) that sum to 1 over the unflagged replicas; all 0 where every replica is flagged."""
+    """Weights (M, L) that sum to 1 over the unflagged replicas; all 0 where every
+    replica is flagged."""
     # w_i = exp(-G_i) / sum_j exp(-G_j), j unflagged; equal weights are the case G = 0
     G = norms if weighted else torch.zeros_like(norms)
-    weights = torch.softmax(
-        (-G).masked_fill(flagged, -torch.inf), dim=0
-    )  # subtracts the smallest G
+    exponents = (-G).masked_fill(flagged, -torch.inf)
+    weights = torch.softmax(exponents, dim=0)  # subtracts the smallest G
     return weights.masked_fill(flagged, 0.0)
 
 
@@ -150,8 +151,8 @@ def clip_factor(norm, phi):
 
 
 def outer_nesterov(anchor, momentum, dhat, lr, mu, alive):
-    """One Nesterov step in place (torch.optim.SGD's form). Where `alive` (0 or 1) is 0, dhat must be 0 and
-    nothing changes, bit for bit: the rollback."""
+    """One Nesterov step in place (torch.optim.SGD's form). Where `alive` (0 or 1) is 0, dhat must
+    be 0 and nothing changes, bit for bit: the rollback."""
     # b <- mu b + dhat;  a <- a - lr (dhat + mu b)
     momentum.mul_(mu**alive).add_(dhat)
     anchor.addcmul_(dhat, alive, value=-lr).addcmul_(momentum, alive, value=-lr * mu)
@@ -190,7 +191,8 @@ class EDiT:
 
     @property
     def replicas_differ(self) -> bool:
-        """Has the local phase begun? Until then replicas are equal, and anchor and momentum unused."""
+        """Has the local phase begun? Until then replicas are equal, and anchor and
+        momentum unused."""
         return self.steps > self.config.sync_warmup_steps
 
     def averages_gradients(self, step: int) -> bool:
@@ -229,8 +231,8 @@ class EDiT:
     # ---- the sync ----
 
     def start(self):
-        """All norms, one exchange, all weights; then every layer's all-reduce is on its way, and the next
-        forward will complete() layer after layer."""
+        """All norms, one exchange, all weights; then every layer's all-reduce is on its way, and
+        the next forward will complete() layer after layer."""
         self.stall, self.waited_before = Stall(self.mesh.device), dict(self.mesh.waited_s)
         self.sent_before, self.clips, self.arriving = self.mesh.sent["sync"], [], []
         with self.stall:
@@ -261,7 +263,8 @@ class EDiT:
         return home.to(self.mesh.device, non_blocking=True)
 
     def inspect(self, G):
-        """What the other replicas have to know of this one: its norms, its flags, its counts, (2 L + counts,)."""
+        """What the other replicas have to know of this one: its norms, its flags, its counts,
+        (2 L + counts,)."""
         flagged = self.detector.flag(G) if self.config.anomaly_elimination else torch.zeros_like(G)
         return torch.cat([G, flagged.to(G.dtype), self.counts(G)])
 
@@ -269,7 +272,8 @@ class EDiT:
         return G[:0]  # A-EDiT has something to add
 
     def judge(self, rows):
-        """From the rows of all replicas: norms, flags, weights (M, L), and which layers have anybody left (L,)."""
+        """From the rows of all replicas: norms, flags, weights (M, L), and which layers
+        have anybody left (L,)."""
         L = len(self.model.layers)
         self.norms, flags, self.all_counts = rows.split([L, L, rows.shape[1] - 2 * L], dim=1)
         self.flagged = flags > 0
@@ -280,20 +284,22 @@ class EDiT:
         return replica_weights(norms, flagged, self.config.weighted_averaging)
 
     def weigh_down(self, d, i: int, l: int):
-        """d <- w_i d, replica i's share in layer l's dbar. If it is flagged w_i = 0, and 0 * NaN, which is NaN,
-        is overwritten; if not, all of d is finite."""
+        """d <- w_i d, replica i's share in layer l's dbar. If it is flagged w_i = 0, and 0 * NaN,
+        which is NaN, is overwritten; if not, all of d is finite."""
         d.mul_(self.weights[i, l]).nan_to_num_(0.0, 0.0, 0.0)
 
     def complete(self, l: int):
-        """The forward's call just before it gathers layer l, l = 0, 1, ..., L-1: x_l becomes the new anchor."""
+        """The forward's call just before it gathers layer l, l = 0, 1, ..., L-1:
+        x_l becomes the new anchor."""
         with self.stall:
             self.arriving[l].wait()
             dbar = self.model.masters[l]
             clip = torch.ones_like(self.alive[l])
             if self.config.pseudo_grad_clipping:
                 square = (dbar.norm() ** 2).view(1)
-                # [shard] all-gather, N scalars, once per round and layer (summed in the same order in every
-                # replica, where all-reduce may differ in the last bit, and the replicas with it)
+                # Summed in the same order in every replica, where all-reduce may differ in the last
+                # bit, and the replicas with it.
+                # [shard] all-gather, N scalars, once per round and layer
                 squares = self.mesh.gather_rows(square, self.mesh.shard)
                 clip = clip_factor(squares.sum().sqrt(), self.config.pseudo_grad_clip)
             anchor, momentum = self.visit(self.anchors[l]), self.visit(self.momenta[l])
@@ -318,7 +324,8 @@ class EDiT:
         self.local_steps = 0
 
     def stats(self) -> dict | None:
-        """What the record's `sync` row says of a sync since the last call, else None. Reads the device."""
+        """What the record's `sync` row says of a sync since the last call, else None.
+        Reads the device."""
         if self.last_sync is None:
             return None
         row, self.last_sync = self.last_sync, None
@@ -334,9 +341,10 @@ class EDiT:
     # ---- checkpoints ----
 
     def sync_saved(self, replicas: int, load):
-        """End the round that `replicas` saved replicas had begun, on ranks that are now another number: the same
-        sync with the replicas one after the other. load(i) brings replica i's parameters into model.master
-        and its state into this object. Leaves all ranks in sync, with the new anchor in model.master."""
+        """End the round that `replicas` saved replicas had begun, on ranks that are now another
+        number: the same sync with the replicas one after the other. load(i) brings replica i's
+        parameters into model.master and its state into this object. Leaves all ranks in sync, with
+        the new anchor in model.master."""
         self.stall, self.waited_before = Stall(self.mesh.device), dict(self.mesh.waited_s)
         self.sent_before, self.clips = self.mesh.sent["sync"], []
         x, dbar, rows, states = self.model.master, torch.zeros_like(self.model.master), [], []

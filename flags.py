@@ -1,11 +1,12 @@
-"""Dataclasses as strict command-line flags: a field is a flag, its metadata the help and the limits.
+"""Dataclasses as strict command-line flags: a field is a flag, its metadata the help and the
+limits.
 
     @dataclass
     class Config:
         tau: int = option(16, "inner steps per round", low=1)      # --tau 8
 
-Numbers must be finite and at least `low` (0 if not said), above `above`, below `below`. Booleans are
---name and --no-name. A flag may belong to several dataclasses, each with a default of its own.
+Numbers must be finite and at least `low` (0 if not said), above `above`, below `below`. Booleans
+are --name and --no-name. A flag may belong to several dataclasses, each with a default of its own.
 Whatever is wrong raises UserError, whose text is the one line that the user sees.
 """
 
@@ -16,11 +17,13 @@ from dataclasses import field
 
 
 class UserError(Exception):
-    """Wrong input. Its text is the one line that the user sees; the process then exits with code 2."""
+    """Wrong input. Its text is the one line that the user sees;
+    the process then exits with code 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises UserError instead of printing its usage, and does not guess at shortened flags."""
+    """argparse that raises UserError instead of printing
+    its usage, and does not guess at shortened flags."""
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, **options)
@@ -34,8 +37,8 @@ def option(default, help, **limits):
 
 
 def parse(argv: list, owners: dict, groups: dict, **texts) -> dict:
-    """The flags given in argv, checked: name -> value. owners: method name or None (all methods) -> list of
-    dataclasses; groups: a flag's name -> title of the --help group that begins with it."""
+    """The flags given in argv, checked: name -> value. owners: method name or None (all methods) ->
+    list of dataclasses; groups: a flag's name -> title of the --help group that begins with it."""
     fields = {}  # flag -> [(owner, field)]
     for owner, classes in owners.items():
         for config_class in classes:
@@ -75,23 +78,21 @@ def add_flag(group, name, owned):
 def check_limits(name, value, limits):
     if isinstance(value, (str, bool)):
         return
-    low, above, below = (
-        limits.get("low", 0),
-        limits.get("above", -math.inf),
-        limits.get("below", math.inf),
-    )
+    low, below = limits.get("low", 0), limits.get("below", math.inf)
+    above = limits.get("above", -math.inf)
     if not (low <= value < below and value > above):  # also refuses NaN and infinity
         bound = f"above {above}" if above >= low else f"at least {low}"
         raise UserError(
-            f"--{name} {value}: must be {bound} and {f'below {below}' if below < math.inf else 'finite'}"
+            f"--{name} {value}: must be {bound} and "
+            f"{f'below {below}' if below < math.inf else 'finite'}"
         )
 
 
 def check_saved(values: dict, owners: dict) -> dict:
-    """Those of a file's values that are flags, checked as if they had been given. Raises UserError."""
-    fields = {
-        f.name: f for classes in owners.values() for c in classes for f in dataclasses.fields(c)
-    }
+    """Those of a file's values that are flags, checked
+    as if they had been given. Raises UserError."""
+    classes = [config_class for some in owners.values() for config_class in some]
+    fields = {f.name: f for config_class in classes for f in dataclasses.fields(config_class)}
     known = {name: value for name, value in values.items() if name in fields}
     for name, value in known.items():
         choices = fields[name].metadata.get("choices", [value])

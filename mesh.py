@@ -5,42 +5,44 @@ ledger.
 
                    shard 0     shard 1
                  +-----------+-----------+
-      replica 0  |  rank 0   |  rank 1   |  <- shard group: one replica, consecutive ranks, fast links,
-                 +-----------+-----------+     talks every step (all-gather, reduce-scatter)
+      replica 0  |  rank 0   |  rank 1   |  <- shard group: one replica, consecutive ranks, fast
+                 +-----------+-----------+     links, talks every step (all-gather, reduce-scatter)
       replica 1  |  rank 2   |  rank 3   |
                  +-----------+-----------+
-                       ^ sync group: the ranks that hold the same shard, slow links, talks once per round
+                       ^ sync group: the ranks that hold the same shard, slow links,
+                         talks once per round
 
-    group    operation       payload                     what for
-    shard    all-gather      one layer                   parameters, before computing the layer
-    shard    reduce-scatter  one layer                   its gradient
-    shard    all-reduce      a few scalars               norms that span the shards
-    shard    all-gather      one scalar                  EDiT's clipping
-    sync     all-reduce      a layer's shard             gradients (mini-batch) or pseudo-gradients (local SGD)
-    sync     all-gather      a vector of norms           EDiT's penalty, DiLoCo's log
+    group  operation       payload            what for
+    shard  all-gather      one layer          parameters, before computing the layer
+    shard  reduce-scatter  one layer          its gradient
+    shard  all-reduce      a few scalars      norms that span the shards, what their ranks have to tell
+    shard  all-gather      one scalar         EDiT's clipping
+    sync   all-reduce      a layer's shard    gradients (mini-batch) or pseudo-gradients (local SGD)
+    sync   all-gather      a vector of norms  EDiT's penalty, DiLoCo's log
 
-No other file calls torch.distributed's collectives (but outbox.py, once, to set up), so nothing escapes the ledger: `sent[group]` is
+No other file lets tensors cross ranks in training, so nothing escapes the ledger: `sent[group]` is
 what this rank has sent, in bytes, as a bandwidth-optimal algorithm would: all-gather and
-reduce-scatter (n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload. `calls["group
-operation"]` counts them.
+reduce-scatter (n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload.
+`calls["group operation"]` counts them.
 
-gloo and GPUs: with --backend gloo ranks may share a GPU, to try things on one; everything they say to
-each other then goes through host memory.
+gloo and GPUs: with --backend gloo ranks may share a GPU, to try things on one; everything they say
+to each other then goes through host memory.
 
-A rank that has died, or says nothing for `timeout_s`, makes the operations of the others raise LostRank
-(gloo; NCCL's watchdog ends the process after the same time).
+A rank that has died, or says nothing for `timeout_s`, makes the operations of the others raise
+LostRank (gloo; NCCL's watchdog ends the process after the same time).
 
-Every operation returns a handle at once (through an outbox, see below: as soon as there is a free slot, so
-no more than two may be under way in a group); `wait()` orders what follows after it (NCCL: the stream
-waits, gloo: the host does). Ranks of a group must issue its operations in the same order. A group
-of one rank has nothing to say: the operation costs nothing and is not counted.
+Every operation returns a handle at once (through an outbox, see below: as soon as there is a free
+slot, so no more than two gathers and two sums may be under way in a group); `wait()` orders what
+follows after it (NCCL: the stream waits, gloo: the host does). Ranks of a group must issue its
+operations in the same order. A group of one rank has nothing to say: the operation costs nothing
+and is not counted.
 
 gloo's own all-gather and reduce-scatter pass everything around a ring with a copy at every hop.
-Here, on one machine, layers go through shared memory (outbox.py); EDiT's all-reduces, of which all layers'
-are under way at once, and everything between machines, stay with gloo. Where there is no outbox,
-each rank exchanges the pieces with each other rank directly, into their final place: on two
-ranks of one machine this took 0.6x to 0.8x the time for an all-gather of 2 to 8 million elements (and
-as long as gloo's own for 0.2 million), and 0.4x to 0.5x for a reduce-scatter.
+Here, on one machine, all exchanges go through shared memory (outbox.py) but EDiT's all-reduces, of
+which all layers' are under way at once; these and everything between machines stay with gloo. Where there is no
+outbox, each rank exchanges the pieces with each other rank directly, into their final place: on two
+ranks of one machine this took 0.6x to 0.8x the time for an all-gather of 2 to 8 million elements
+(and as long as gloo's own for 0.2 million), and 0.4x to 0.5x for a reduce-scatter.
 """
 
 import time
@@ -73,8 +75,8 @@ def contact():
 
 
 class Handle:
-    """Operations in flight, named for a profile, and what to do, once, when they have arrived. `waited_s`, if
-    given, is where the seconds that the host waits are added up."""
+    """Operations in flight, named for a profile, and what to do, once, when they have arrived.
+    `waited_s`, if given, is where the seconds that the host waits are added up."""
 
     def __init__(self, works=(), name="", then=None, waited_s=None):
         self.works, self.name, self.then, self.waited_s = works, name, then, waited_s
@@ -130,8 +132,9 @@ def add_through(outbox, flat, part, first: int) -> Pickup:
 
 
 class Stall:
-    """How long the device stands in `with stall:` blocks: `ms()` adds them up (and reads the device).
-    On CUDA the host only queues the waiting, so the time is taken by events in the stream."""
+    """How long the device stands in `with stall:` blocks: `ms()` adds them up (and
+    reads the device). On CUDA the host only queues the waiting, so the time is
+    taken by events in the stream."""
 
     def __init__(self, device: torch.device):
         self.cuda, self.spans = device.type == "cuda", []
@@ -171,7 +174,8 @@ class Mesh:
     def __init__(
         self, shards: int, device: torch.device, timeout_s: float = 600, alone: bool = False
     ):
-        # Plain `python train.py` is a world of one, without process groups; so is a rank that wants to be alone.
+        # Plain `python train.py` is a world of one, without process groups; so is a
+        # rank that wants to be alone.
         started = dist.is_initialized() and not alone
         self.world_size = dist.get_world_size() if started else 1
         self.rank = dist.get_rank() if started else 0
@@ -191,8 +195,9 @@ class Mesh:
         self.sent = {"shard": 0.0, "sync": 0.0}  # bytes
         self.calls = Counter()
         self.wire = None  # simulate.py's slow link, which sync-group operations then travel on
-        # Seconds this rank's host has waited for sync-group operations: for the simulated link, and for the
-        # other replicas (and the real link, if that is slow). NCCL's waits are the stream's: see Stall.
+        # Seconds this rank's host has waited for sync-group operations: for the
+        # simulated link, and for the other replicas (and the real link, if that is
+        # slow). NCCL's waits are the stream's: see Stall.
         self.waited_s = {"others": 0.0, "link": 0.0}
 
     def _group(self, name, grid, row):
@@ -204,7 +209,8 @@ class Mesh:
         return Group(name, ranks, ranks.index(self.rank), process_groups[row])
 
     def exchange(self, thing) -> list:
-        """What every rank passes, in rank order, through the host: for the rare things that are not tensors."""
+        """What every rank passes, in rank order, through the host: for the rare things
+        that are not tensors."""
         if self.world_size == 1:
             return [thing]
         things = [None] * self.world_size
@@ -213,13 +219,15 @@ class Mesh:
         return things
 
     def host_group(self):
-        """A gloo group of all ranks, for what has to be agreed on outside the device (None: the default group)."""
+        """A gloo group of all ranks, for what has to be agreed on outside the device
+        (None: the default group)."""
         if self.world_size > 1 and dist.get_backend() != "gloo" and self.host is None:
             self.host = dist.new_group(backend="gloo", timeout=self.timeout)
         return self.host
 
     def _launch(self, works, group, operation, payload_bytes, share, then=None):
-        """Count an operation of which this rank sends share * (n-1)/n * payload_bytes; a handle for `works`."""
+        """Count an operation of which this rank sends share * (n-1)/n * payload_bytes;
+        a handle for `works`."""
         sent_bytes = share * (group.size - 1) / group.size * payload_bytes
         name = f"{group.name} {operation}"
         self.calls[name] += 1
@@ -231,27 +239,25 @@ class Mesh:
         return Handle(works, name, then, self.waited_s)
 
     def share_memory(self, layer_bytes: int, gradient_bytes: int):
-        """From now on let groups whose ranks are on one machine exchange what they can through outbox.py: layers to
-        gather and their gradients, of so many bytes at most. Collective; for one model per mesh."""
+        """From now on let groups whose ranks are on one machine exchange what they can
+        through outbox.py: layers to gather and their gradients, of so many bytes at most.
+        Collective; for one model per mesh."""
         if not self.exchange_directly or self.staged:
             return
         sizes = slot_sizes(self.shards, layer_bytes, gradient_bytes)
         for group in (self.shard, self.sync):
             with contact():
-                gathers, sums = (
-                    open_outbox(group, size, self.timeout) for size in sizes[group.name]
-                )
+                both = sizes[group.name]
+                gathers, sums = (open_outbox(group, size, self.timeout) for size in both)
             # All replicas or none: with another order of sums they would drift apart by a bit.
             if all(self.exchange(None not in (gathers, sums))):
                 group.outboxes = {"all-gather": gathers, "reduce-scatter": sums, "all-reduce": sums}
 
     def outbox(self, group: Group, operation: str, payload_bytes: int = 0):
-        """The group's outbox for an operation, or None: if it has none, the payload is too large, or a simulated
-        link has to carry it."""
-        outbox, simulated = (
-            group.outboxes.get(operation),
-            group is self.sync and self.wire is not None,
-        )
+        """The group's outbox for an operation, or None: if it has none, the payload is too large,
+        or a simulated link has to carry it."""
+        outbox = group.outboxes.get(operation)
+        simulated = group is self.sync and self.wire is not None
         return None if simulated or outbox is None or payload_bytes > outbox.slot_bytes else outbox
 
     def _stage(self, x: torch.Tensor) -> torch.Tensor:
@@ -263,7 +269,8 @@ class Mesh:
         return None if here is x else lambda: x.copy_(here)
 
     def all_gather(self, whole: torch.Tensor, group: Group) -> Handle:
-        """Fill `whole` (flat, group.size equal pieces), in which this rank's own piece is in place already."""
+        """Fill `whole` (flat, group.size equal pieces), in which this rank's own piece is
+        in place already."""
         if group.size == 1:
             return Handle()
         here = self._stage(whole)
@@ -312,18 +319,16 @@ class Mesh:
         """Send outgoing[i] to the i-th other rank of the group and receive incoming[i] from it."""
         works = []
         for distance in range(1, group.size):  # everyone starts with another neighbour
-            to, source = (
-                (group.index + distance) % group.size,
-                (group.index - distance) % group.size,
-            )
+            to = (group.index + distance) % group.size
+            source = (group.index - distance) % group.size
             pg = group.process_group
             works.append(dist.irecv(incoming[source], group.ranks[source], group=pg, tag=tag))
             works.append(dist.isend(outgoing[to], group.ranks[to], group=pg, tag=tag))
         return works
 
     def all_reduce(self, x: torch.Tensor, group: Group, many: bool = False) -> Handle:
-        """x <- its sum over the group, in place; bit-identical on all its ranks. many: more of them will be under
-        way at once than an outbox has slots."""
+        """x <- its sum over the group, in place; bit-identical on all its ranks. many: more of them
+        will be under way at once than an outbox has slots."""
         if group.size == 1:
             return Handle()
         here, outbox = self._stage(x), None if many else self.outbox(group, "all-reduce", x.nbytes)

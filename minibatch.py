@@ -1,8 +1,8 @@
 """Mini-batch: the baseline. Gradients are averaged over all ranks in every step.
 
     for each step:
-        g   = mean over all M * N ranks of the gradient     # [shard] reduce-scatter, [sync] all-reduce
-        x  <- AdamW(x, clip(g))                             # identical on all replicas
+        g   = mean over all M * N ranks of the gradient  # [shard] reduce-scatter, [sync] all-reduce
+        x  <- AdamW(x, clip(g))                          # identical on all replicas
 
 This is synchronous data parallelism on sharded parameters (HSDP). The whole method is one answer,
 "yes, average the gradients over the replicas": the all-reduce itself stands in shard.py, where it

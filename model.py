@@ -13,16 +13,17 @@ same loop on gathered ones. Nothing in this file knows about distribution.
     symbol   meaning                                  shape of the tensors that carry it
     B T C    batch, time (positions), channels        activations (B, T, C)
     H D      heads, channels per head (C = H * D)     queries, keys, values (B, H, T, D)
-    F        hidden width of the SwiGLU               about 8/3 C, so that a block has 12 C^2 parameters
-    V        vocabulary                               logits (B, T, V), with targets a chunk of tokens at a time
+    F        hidden width of the SwiGLU               about 8/3 C: a block has 12 C^2 parameters
+    V        vocabulary                               logits (B, T, V), with targets a chunk of
+                                                      tokens at a time
 
 Choices. Pre-norm RMSNorm, rotary positions (RoPE), SwiGLU, no biases, an output matrix of its own
 (untied: tying would chain the first and the last layer together, which are never whole at the same
 time). Layer l is initialised from (seed, l) alone, so that neither the mesh nor the order in which
 layers are built can change it.
 
-Two layers have a backward of their own. `Linear` puts its weight's gradient where whoever trains it wants
-it (`weight.main_grad`), in fp32 without a copy, in bf16 matrix by matrix. The loss computes
+Two layers have a backward of their own. `Linear` puts its weight's gradient where whoever trains it
+wants it (`weight.main_grad`), in fp32 without a copy, in bf16 matrix by matrix. The loss computes
 gradients chunk by chunk along with the logits, which therefore never exist whole.
 
 Source: Llama, arXiv 2302.13971; RoPE, arXiv 2104.09864; SwiGLU, arXiv 2002.05202.
@@ -51,7 +52,8 @@ class ModelConfig:
 
 
 class Embedding(nn.Module):
-    # d loss / d weight needs the token ids, not the weight: ZeRO-3 skips this layer's second gather.
+    # d loss / d weight needs the token ids, not the weight: ZeRO-3 skips this layer's
+    # second gather.
     backward_reads_parameters = False
 
     def __init__(self, config: ModelConfig):
@@ -63,7 +65,8 @@ class Embedding(nn.Module):
 
 
 class LinearInPlace(torch.autograd.Function):
-    """y = x W^T for x (..., I), W (O, I). backward adds dW to W.main_grad, or overwrites it, as W.adds says."""
+    """y = x W^T for x (..., I), W (O, I). backward adds dW to
+    W.main_grad, or overwrites it, as W.adds says."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -76,8 +79,10 @@ class LinearInPlace(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         place, adds = ctx.weight.main_grad, ctx.weight.adds
         rows = grad_y.flatten(0, -2).t()  # (O, B T)
-        if place.dtype == x.dtype:
-            place.addmm_(rows, x.flatten(0, -2), beta=int(adds))
+        if place.dtype == x.dtype and adds:
+            place.addmm_(rows, x.flatten(0, -2))
+        elif place.dtype == x.dtype:  # addmm_ with beta=0 would take 5% longer
+            torch.mm(rows, x.flatten(0, -2), out=place)
         elif adds:
             place += rows @ x.flatten(0, -2)
         else:
@@ -96,13 +101,15 @@ class Linear(nn.Linear):
 
 
 def rotary_angles(positions: int, channels: int, base: float = 10000.0) -> torch.Tensor:
-    """angle[t, k] = t * base^(-2k/D): fp32 (positions, channels / 2), radians. arXiv 2104.09864, eq. 15."""
+    """angle[t, k] = t * base^(-2k/D): fp32 (positions, channels / 2), radians.
+    arXiv 2104.09864, eq. 15."""
     frequency = base ** (-torch.arange(0, channels, 2).float() / channels)
     return torch.outer(torch.arange(positions).float(), frequency)
 
 
 def rotate(x, cos, sin):
-    """Turn each pair (x[k], x[k + D/2]) of the last dimension by its position's angle; x is (..., T, D)."""
+    """Turn each pair (x[k], x[k + D/2]) of the last dimension by its position's
+    angle; x is (..., T, D)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
@@ -142,7 +149,8 @@ class Block(nn.Module):
 
 
 def attend(q, k, v):
-    """softmax(q k^T / sqrt(D)) v, each position with itself and those before it; all (B, H, T, D)."""
+    """softmax(q k^T / sqrt(D)) v, each position with itself and
+    those before it; all (B, H, T, D)."""
     T, D = q.shape[-2:]
     future = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
     q, k, values = (z.flatten(0, 1) for z in (q * D**-0.5, k, v))  # (B H, T, D)
@@ -154,8 +162,9 @@ LOGITS = 2**25  # of one chunk, at most: 128 MiB in fp32
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean over n tokens of -log softmax(x W^T)[target], nats; x (n, C), W (V, C), targets (n,). The gradient,
-    (softmax - onehot) / n, needs what the loss needs, so forward keeps d loss / d x and d W, not the logits."""
+    """Mean over n tokens of -log softmax(x W^T)[target], nats; x (n, C), W (V, C), targets (n,).
+    The gradient, (softmax - onehot) / n, needs what the loss needs, so forward keeps d loss / d x
+    and d W, not the logits."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, train: bool):
@@ -193,14 +202,13 @@ class Head(nn.Module):
         self.output = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(self, x, targets=None):
-        """Logits (B, T, V), or with targets (B, T) the mean cross-entropy in nats per token, at least fp32."""
+        """Logits (B, T, V), or with targets (B, T) the mean cross-entropy in
+        nats per token, at least fp32."""
         x = self.norm(x)
         if targets is None:
             return self.output(x)
-        train = torch.is_grad_enabled()
-        return ChunkedCrossEntropy.apply(
-            x.flatten(0, 1), self.output.weight, targets.flatten(), train
-        )
+        weight, train = self.output.weight, torch.is_grad_enabled()
+        return ChunkedCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), train)
 
 
 def make_layer(config: ModelConfig, layer: int) -> nn.Module:
@@ -224,14 +232,14 @@ def build_layer(config: ModelConfig, layer: int, seed: int) -> nn.Module:
 
 
 class Llama(nn.Module):
-    """The whole model on one device. Its state dict has the names that `model.pt` uses: `layers.<l>.<name>`."""
+    """The whole model on one device. Its state dict has the names
+    that `model.pt` uses: `layers.<l>.<name>`."""
 
     def __init__(self, config: ModelConfig, seed: int = 0):
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(
-            build_layer(config, layer, seed) for layer in range(config.n_layer + 2)
-        )
+        layers = [build_layer(config, layer, seed) for layer in range(config.n_layer + 2)]
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, tokens, targets=None):
         x = tokens

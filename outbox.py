@@ -1,26 +1,27 @@
 """Ranks of one machine read each other's memory, instead of sending it through sockets.
 
-The problem. gloo moves a tensor from one process to the next through a TCP socket: four copies, half of them
-in the kernel, and a thread on each side that has to be woken up while all cores compute. A step exchanges
-three times per layer; with small layers, the waking up is most of it.
+The problem. gloo moves a tensor from one process to the next through a TCP socket: four copies,
+half of them in the kernel, and a thread on each side that has to be woken up while all cores
+compute. A step exchanges three times per layer; with small layers, the waking up is most of it.
 
-Here every rank of a group has two outboxes, memory that its neighbours can read, one for what is gathered and one
-for what is summed, with a few slots each:
+Here every rank of a group has two outboxes, memory that its neighbours can read, one for what is
+gathered and one for what is summed, with a few slots each:
 
     post(n):    wait until all neighbours have taken what was in slot n mod SLOTS
                 copy my tensor into it;              posted[me, n mod SLOTS] <- n
     take(n):    for each neighbour: wait until posted[neighbour, n mod SLOTS] = n, use its piece
                 taken[me, n mod SLOTS] <- n
 
-No lock and no thread, and no system call if nobody has to wait: each word of `posted` and `taken` has one writer, and an x86 processor
-shows stores to others in the order in which they were made (so elsewhere, sockets it is). Who has to
-wait sleeps for moments, so that others can run. All ranks post the same exchanges in the same order, and
-each has at most SLOTS of them under way in an outbox. Two slots for gathers and two for sums let a rank
-be one layer ahead of its neighbours, so that they rarely wait for each other's hiccups.
+No lock and no thread, and no system call if nobody has to wait: each word of `posted` and `taken`
+has one writer, and an x86 processor shows stores to others in the order in which they were made (so
+elsewhere, sockets it is). Who has to wait sleeps for moments, so that others can run. All ranks
+post the same exchanges in the same order, and each has at most SLOTS of them under way in an
+outbox. Two slots for gathers and two for sums let a rank be one layer ahead of its neighbours, so
+that they rarely wait for each other's hiccups.
 
-The memory has no name in any file system (memfd_create) and goes with the last process that maps it,
-however that ends. A neighbour that dies while it is waited for is noticed through its pidfd, one that
-is silent after the mesh's timeout.
+The memory has no name in any file system (memfd_create) and goes with the last process that maps
+it, however that ends. A neighbour that dies while it is waited for is noticed through its pidfd,
+one that is silent after the mesh's timeout.
 
     slots of              bytes per rank, SLOTS times
     shard group, gathers  P/N in the compute dtype, the largest layer's
@@ -45,7 +46,8 @@ ROW = 4096  # bytes of norms that EDiT's exchange can have per replica; more go 
 
 
 class Outbox:
-    """This rank's slots and the neighbours'. slot_bytes: the largest exchange, equal on all ranks of the group."""
+    """This rank's slots and the neighbours'.
+    slot_bytes: the largest exchange, equal on all ranks of the group."""
 
     def __init__(
         self, memories: list, neighbours: list, index: int, slot_bytes: int, timeout_s: float
@@ -79,8 +81,8 @@ class Outbox:
         return n
 
     def take(self, n: int, rank: int, first: int, like: torch.Tensor) -> torch.Tensor:
-        """What `rank` of the group has posted in exchange n, from byte `first` on and as long as `like`: a view of its
-        memory, good until took(n)."""
+        """What `rank` of the group has posted in exchange n, from byte `first`
+        on and as long as `like`: a view of its memory, good until took(n)."""
         self._wait(self.posted[rank], n % SLOTS, n, rank)
         return self._view(rank, n % SLOTS, first, like)
 
@@ -114,8 +116,9 @@ def slot_sizes(shards: int, layer_bytes: int, gradient_bytes: int) -> dict:
 
 
 def open_outbox(group, slot_bytes: int, timeout):
-    """An Outbox for a mesh's group, or None, for all of it, where that cannot be: ranks on several machines or in
-    several containers, not Linux on x86, a limit on the size of files. Collective."""
+    """An Outbox for a mesh's group, or None, for all of it, where that
+    cannot be: ranks on several machines or in several containers, not
+    Linux on x86, a limit on the size of files. Collective."""
     if group.size == 1:
         return None
     name = f"outbox-{uuid.uuid4().hex}"

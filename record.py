@@ -4,16 +4,18 @@ Rank 0 writes one JSON object a row and flushes it; the first key is `event`. A 
 inner steps that are done.
 
     config  every resolved flag, world_size, mesh, n_params, corpus_hash, torch, device_name
-    resume  the same and step: where a run goes on from a checkpoint. What was written after that is cut off, so that
-            every step stands in the file once
-    step    step, tokens, loss, lr, grad_norm, step_ms, train_s, tokens_per_s, shard_bytes, sync_bytes
-    sync    round, step, tau, steps, pseudo_grad_norm, weight, dropped, clip, stall_ms, wait_others_ms,
-            wait_link_ms, sync_bytes
+    resume  the same and step: where a run goes on from a checkpoint. What was written after that
+            is cut off, so that every step stands in the file once
+    step    step, tokens, loss, lr, grad_norm, step_ms, train_s, tokens_per_s, shard_bytes,
+            sync_bytes
+    sync    round, step, tau, steps, pseudo_grad_norm, weight, dropped, clip, stall_ms,
+            wait_others_ms, wait_link_ms, sync_bytes
     eval    step, tokens, train_s, val_loss, bits_per_byte
     end     step, val_loss, train_s, tokens_per_s, peak_memory_bytes, exit
 
-`steps` lists each replica's inner steps in the round. Of the stall, wait_others_ms is the host's waiting
-for the other replicas and wait_link_ms that for a simulated link (simulate.py); the rest is arithmetic.
+`steps` lists each replica's inner steps in the round. Of the stall, wait_others_ms is the host's
+waiting for the other replicas and wait_link_ms that for a simulated link (simulate.py); the rest is
+arithmetic.
 
 `loss` is the mean over all ranks. Between syncs replicas run freely, and a collective for the log
 would chain them together in every logged step. So each replica leaves its loss in torchrun's
@@ -37,7 +39,8 @@ from plan import size
 
 
 class Clock:
-    """Seconds of training. `with clock:` stops it, for what is not training (evaluation, saving)."""
+    """Seconds of training. `with clock:` stops it, for what is not training (evaluation,
+    saving)."""
 
     def __init__(self, device: torch.device):
         self.device, self.paused_s, self.stopped_at = device, 0.0, None
@@ -68,9 +71,8 @@ class Record:
 
     def __init__(self, path, config, mesh, store, clock, lockstep: bool):
         self.path, self.config, self.mesh, self.store = path, config, mesh, store
-        self.tokens_per_step = (
-            mesh.world_size * config.accum * config.batch_size * config.block_size
-        )
+        rows = mesh.world_size * config.accum * config.batch_size
+        self.tokens_per_step = rows * config.block_size
         self.file = None
         self.lockstep = lockstep
         self.pending = deque()  # step rows that wait for other replicas' losses
@@ -93,8 +95,8 @@ class Record:
             raise UserError(f"{self.path} could not be written: {error.strerror}") from None
 
     def start(self, method_config, simulation, model, corpus, saved, same_file: bool, position):
-        """Open the file. saved: the state.json of the checkpoint that the run goes on from, or None; same_file: its
-        record is the file's beginning; position: where the training is now."""
+        """Open the file. saved: the state.json of the checkpoint that the run goes on from, or
+        None; same_file: its record is the file's beginning; position: where the training is now."""
         mesh = self.mesh
         if mesh.rank == 0:
             with self.writable():
@@ -134,7 +136,8 @@ class Record:
 
     def resumed(self, path, saved: dict, method):
         was, now = saved["mesh"], self.mesh
-        line = f"resume  {path}: step {self.last_step}, {was['replicas']} replicas x {was['shards']} shards"
+        line = f"resume  {path}: step {self.last_step}, "
+        line += f"{was['replicas']} replicas x {was['shards']} shards"
         if (was["replicas"], was["shards"]) != (now.replicas, now.shards):
             line += f" -> {now.replicas} x {now.shards}"
         if self.file:
@@ -151,8 +154,8 @@ class Record:
         return self.first_tokens + round((position - self.first_position) * self.tokens_per_step)
 
     def state(self, position: float) -> dict:
-        """What a checkpoint has to know to go on with this record; all rows so far are written. The other replicas
-        have left their losses already."""
+        """What a checkpoint has to know to go on with this record; all rows so far are written.
+        The other replicas have left their losses already."""
         metrics_bytes = 0
         if self.file:
             self.flush_steps(wait=True)
@@ -169,8 +172,9 @@ class Record:
         }
 
     def step(self, step: int, position: float, lr: float, shared):
-        """This replica has done `step` steps, all replicas together what is worth `position` of all ranks'.
-        shared: [gradient norm, loss, ...], on its way to the host, equal in a shard group. All ranks call it."""
+        """This replica has done `step` steps, all replicas together what is
+        worth `position` of all ranks'. shared: [gradient norm, loss, ...],
+        on its way to the host, equal in a shard group. All ranks call it."""
         due = step % self.config.log_interval == 0 or step in (1, self.config.max_steps)
         if not due or self.mesh.shard_index != 0:
             return
@@ -189,25 +193,22 @@ class Record:
         self.flush_steps(wait=False)
 
     def _shelf(self, step):
-        """Where the losses of one row are. Without lockstep there is no common step: the latest ones count."""
+        """Where the losses of one row are.
+        Without lockstep there is no common step: the latest ones count."""
         return step if self.lockstep else "latest"
 
     def flush_steps(self, wait: bool):
         """Write the step rows for which all replicas' losses are there (wait: all rows)."""
         while self.pending:
             row = self.pending[0]
-            keys = [
-                f"loss/{self._shelf(row['step'])}/{replica}"
-                for replica in range(1, self.mesh.replicas)
-            ]
+            shelf = f"loss/{self._shelf(row['step'])}"
+            keys = [f"{shelf}/{replica}" for replica in range(1, self.mesh.replicas)]
             if self.lockstep and keys and not wait and not self.store.check(keys):
                 return
             losses = [row["loss"]]
-            losses += [
-                float(self.store.get(key))
-                for key in keys
-                if self.lockstep or self.store.check([key])
-            ]
+            for key in keys:
+                if self.lockstep or self.store.check([key]):
+                    losses.append(float(self.store.get(key)))
             for key in keys if self.lockstep else []:
                 self.store.delete_key(key)
             row["loss"] = sum(losses) / len(losses)
@@ -217,14 +218,15 @@ class Record:
     def _print_step(self, row):
         left_s = round((self.tokens(self.config.max_steps) - row["tokens"]) / row["tokens_per_s"])
         print(
-            f"step {row['step']:05d}/{self.config.max_steps:05d} | loss {row['loss']:.4f} | lr {row['lr']:.1e} | "
-            f"gnorm {row['grad_norm']:.2f} | {row['step_ms']:.0f} ms | {row['tokens_per_s']:,.0f} tok/s | "
-            f"{left_s // 60}m{left_s % 60:02d}s left",
+            f"step {row['step']:05d}/{self.config.max_steps:05d} | loss {row['loss']:.4f} | "
+            f"lr {row['lr']:.1e} | gnorm {row['grad_norm']:.2f} | {row['step_ms']:.0f} ms | "
+            f"{row['tokens_per_s']:,.0f} tok/s | {left_s // 60}m{left_s % 60:02d}s left",
             flush=True,
         )
 
     def sync(self, method):
-        """A sync that has finished since the last call, if there was one. Only rank 0 reads its figures."""
+        """A sync that has finished since the last call, if there was one.
+        Only rank 0 reads its figures."""
         row = method.stats() if self.file else None
         if row is None:
             return
@@ -243,19 +245,18 @@ class Record:
         for i, layers in enumerate(row["dropped"]):
             if layers:
                 print(
-                    f"left out replica {i} in {layers} layers of sync {row['round']:04d}: norm {norms[i]:.3g}",
+                    f"left out replica {i} in {layers} layers of sync {row['round']:04d}: "
+                    f"norm {norms[i]:.3g}",
                     flush=True,
                 )
 
     def eval(self, step: int, position: float, val_loss: float, bytes_per_token: float):
         bits = val_loss / math.log(2) / bytes_per_token
         train_s, tokens = self.clock.train_s(), self.tokens(position)
-        self.flush_steps(
-            wait=True
-        )  # all replicas have come to the evaluation, and left their losses before
-        self.write(
-            "eval", step=step, tokens=tokens, train_s=train_s, val_loss=val_loss, bits_per_byte=bits
-        )
+        # all replicas have come to the evaluation, and left their losses before
+        self.flush_steps(wait=True)
+        row = dict(step=step, tokens=tokens, train_s=train_s)
+        self.write("eval", **row, val_loss=val_loss, bits_per_byte=bits)
         if self.file:
             print(
                 f"eval {step:05d} | val loss {val_loss:.4f} nats/token | {bits:.3f} bits/byte",
@@ -268,17 +269,12 @@ class Record:
         self.flush_steps(wait=True)
         train_s = self.clock.train_s()
         speed, peak = self.tokens(position) / train_s, peak_memory_bytes(self.mesh.device)
-        row = dict(
-            step=step,
-            val_loss=val_loss,
-            train_s=train_s,
-            tokens_per_s=speed,
-            peak_memory_bytes=peak,
-        )
+        row = dict(step=step, val_loss=val_loss, train_s=train_s)
+        row |= dict(tokens_per_s=speed, peak_memory_bytes=peak)
         self.write("end", **row, exit="done")
         print(
-            f"done | {step} steps in {train_s:.0f} s | {speed:,.0f} tok/s | val loss {val_loss:.4f} | "
-            f"peak {size(peak)} on rank 0",
+            f"done | {step} steps in {train_s:.0f} s | {speed:,.0f} tok/s | "
+            f"val loss {val_loss:.4f} | peak {size(peak)} on rank 0",
             flush=True,
         )
 

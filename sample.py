@@ -39,7 +39,8 @@ def load_model(path: str, device="cpu"):
 
 @torch.no_grad()
 def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0):
-    """Yield `count` more token ids, each drawn given the last block_size ones. temperature 0: the likeliest."""
+    """Yield `count` more token ids, each drawn given the last block_size ones.
+    temperature 0: the likeliest."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = list(tokens)
@@ -98,10 +99,8 @@ def main():
                 "--tokens, --temperature, --top_k and --seed cannot be negative, NaN or too large"
             )
         model, encoding = load_model(args.model)
-        longest, length = (
-            model.config.block_size,
-            len(encoding.encode(args.prompt, disallowed_special=())),
-        )
+        longest = model.config.block_size
+        length = len(encoding.encode(args.prompt, disallowed_special=()))
         if length > longest:
             print(
                 f"sample.py: note: of {length} prompt tokens the model sees the last {longest}",

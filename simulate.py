@@ -8,16 +8,19 @@ The slow link. `--link_mbps`, `--link_latency_ms`: every replica reaches the oth
 of that rate, shared by its N ranks. A collective of a sync group really happens, at the speed of
 this machine, but its handle's wait() returns no earlier than the wire would allow:
 
-    begin_k  = max(all its ranks have arrived, free)     # free: when the wire has sent what was queued before
-    free     = begin_k + bytes_k * FRAMING / (rate / N)  # bytes as the ledger of mesh.py counts them
-    finish_k = free + latency * hops_k                   # M-1 hops for an all-gather, 2 (M-1) for an all-reduce
+    begin_k  = max(all its ranks have arrived, free)     # free: when the wire has sent
+                                                         #   what was queued before
+    free     = begin_k + bytes_k * FRAMING / (rate / N)  # bytes as mesh.py's ledger counts them
+    finish_k = free + latency * hops_k                   # M-1 hops for an all-gather,
+                                                         #   2 (M-1) for an all-reduce
 
 Nothing blocks in between, so what a method overlaps stays overlapped. All of it is off by default
 and then costs nothing; it is written for every method, on gloo and on NCCL (where a simulated wait
 blocks the host; not run there yet).
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 train.py --method a_edit --slow_replica 1:2.0
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 train.py --method minibatch --link_mbps 100
+    export OMP_NUM_THREADS=1
+    torchrun --standalone --nproc_per_node 2 train.py --method a_edit --slow_replica 1:2.0
+    torchrun --standalone --nproc_per_node 2 train.py --method minibatch --link_mbps 100
 """
 
 import queue
@@ -51,13 +54,15 @@ def pair(flag: str, text: str, low: tuple, high: tuple) -> tuple:
         fits = False
     if not fits:
         raise UserError(
-            f"--{flag} {text}: must be two numbers A:B, {low[0]:g} <= A <= {high[0]:g} and B >= {low[1]:g}"
+            f"--{flag} {text}: must be two numbers A:B, "
+            f"{low[0]:g} <= A <= {high[0]:g} and B >= {low[1]:g}"
         )
     return numbers
 
 
 class Stragglers:
-    """Makes this rank's replica late, if it is its turn. Raises UserError for flags that name no replica."""
+    """Makes this rank's replica late, if it is its turn.
+    Raises UserError for flags that name no replica."""
 
     def __init__(self, config: Config, replicas: int, seed: int):
         self.slow = self.lag = None
@@ -75,9 +80,8 @@ class Stragglers:
         """How long `replica` has to wait in `step`, which kept it busy for busy_s seconds."""
         pause = (self.slow[1] - 1) * busy_s if self.slow and replica == self.slow[0] else 0.0
         if self.lag:
-            generator = np.random.Generator(
-                np.random.Philox(key=self.seed, counter=[0, 0, 1, step])
-            )
+            philox = np.random.Philox(key=self.seed, counter=[0, 0, 1, step])
+            generator = np.random.Generator(philox)
             late, unlucky = generator.random() < self.lag[0], generator.integers(self.replicas)
             pause += self.lag[1] if late and unlucky == replica else 0.0
         return pause
@@ -115,30 +119,26 @@ class Parcel:
 
 
 class Wire:
-    """One replica's link to the others, as this rank sees its 1/N of it. device: where the operations are carried out,
-    cuda only for NCCL."""
+    """One replica's link to the others, as this rank sees its 1/N of it.
+    device: where the operations are carried out, cuda only for NCCL."""
 
     def __init__(self, config: Config, sharers: int, device: torch.device):
-        self.bytes_per_s = (
-            config.link_mbps * 1e6 / 8 / sharers if config.link_mbps else float("inf")
-        )
+        rate = config.link_mbps * 1e6 / 8
+        self.bytes_per_s = rate / sharers if config.link_mbps else float("inf")
         self.latency_s, self.device = config.link_latency_ms / 1e3, device
         self.parcels = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
 
     def carry(self, works: list, sent_bytes: float, hops: int) -> Parcel:
         """Queue what `works` (collectives in flight) send behind what is on the wire already."""
-        parcel = Parcel(
-            works,
-            sent_bytes * FRAMING / self.bytes_per_s,
-            hops * self.latency_s,
-            self.device.type == "cuda",
-        )
+        seconds, on_cuda = sent_bytes * FRAMING / self.bytes_per_s, self.device.type == "cuda"
+        parcel = Parcel(works, seconds, hops * self.latency_s, on_cuda)
         self.parcels.put(parcel)
         return parcel
 
     def _run(self):
-        """Watch each collective really happen, in order, and work out when the wire would be done with it."""
+        """Watch each collective really happen, in order,
+        and work out when the wire would be done with it."""
         free = 0.0
         while True:
             parcel = self.parcels.get()

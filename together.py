@@ -1,31 +1,32 @@
 """How ranks start and leave together: all of them, in bounded time, with one line for the user.
 
-Starting. torchrun gives all ranks a key-value store, and keeps it, keys and all, when it restarts them
-(--max-restarts). So the first thing that they do is to find a name for this attempt (`meet`); all
-they say later, the process groups too, is said under that name. Then they compare notes (`agree`).
+Starting. torchrun gives all ranks a key-value store, and keeps it, keys and all, when it restarts
+them (--max-restarts). So the first thing that they do is to find a name for this attempt (`meet`);
+all they say later, the process groups too, is said under that name. Then they compare notes
+(`agree`).
 
 Leaving.
 
-    why                        what happens                                              exit code
-    wrong input                all ranks compare notes before training and leave         2
-    disk full, divergence      as found; rank by rank, or all at once                    2
-    a rank is lost             gloo's others notice at once or after --timeout_s         1
-    SIGTERM, Ctrl-C            at once, or with --save_on_exit after a checkpoint        128 + signal
+    why                    what happens                                          exit code
+    wrong input            all ranks compare notes before training and leave     2
+    disk full, divergence  as found; rank by rank, or all at once                2
+    a rank is lost         gloo's others notice at once or after --timeout_s     1
+    SIGTERM, Ctrl-C        at once, or with --save_on_exit after a checkpoint    128 + signal
 
 Whoever comes first says why, the others leave silently. torchrun stops the remaining ranks of its
 node as soon as one has gone (SIGTERM, after 30 s SIGKILL) and adds a report of its own.
 
 Stopping together. A signal reaches the ranks at different moments, and a rank that stops where
-another does not leaves it waiting for ever. So the first to have one leaves word in the store, where
-every replica looks at the end of each step, and each replica passes a gate before every step that it
-may share with others (`together`). The first to come decides for all what a gate is, by one atomic
-compare-and-set:
+another does not leaves it waiting for ever. So the first to have one leaves word in the store,
+where every replica looks at the end of each step, and each replica passes a gate before every step
+that it may share with others (`together`). The first to come decides for all what a gate is, by one
+atomic compare-and-set:
 
     between two steps:
-        asked = somebody has had a signal                      # known to all ranks of this replica alike: it
-        if asked or together:                                  #   rides on the gradient norm's all-reduce
+        asked = somebody has had a signal  # known to all ranks of this replica alike:
+        if asked or together:              #   it rides on the gradient norm's all-reduce
             gate k is "open" or, if asked, "closed", unless somebody has decided before
-            if it is closed: save a checkpoint and leave       # so does everybody, right here
+            if it is closed: save a checkpoint and leave  # so does everybody, right here
             if together: k <- k + 1
 
 Nobody is past a gate that is closed, so all replicas stop in the same round: methods in lockstep,
@@ -51,9 +52,9 @@ MEET_S = 600  # how long ranks wait for the slowest to start
 
 
 def meet(store, rank: int, world_size: int) -> tuple:
-    """(a store of this attempt alone, has torchrun restarted the run?). Rank 0 names the attempt; another rank
-    believes the name only beside its own latest hello, as it may be one that an earlier attempt has left.
-    Raises LostRank if not all ranks have come within MEET_S."""
+    """(a store of this attempt alone, has torchrun restarted the run?). Rank 0 names the attempt;
+    another rank believes the name only beside its own latest hello, as it may be one that an
+    earlier attempt has left. Raises LostRank if not all ranks have come within MEET_S."""
     store.set_timeout(timedelta(seconds=MEET_S))
     hello, deadline = uuid.uuid4().hex, time.monotonic() + MEET_S
     # counted by each node for itself
@@ -80,7 +81,8 @@ def meet(store, rank: int, world_size: int) -> tuple:
 
 
 def agree(store, rank: int, world_size: int, error: str, fingerprint: str):
-    """Raises UserError, on all ranks alike, if one of them has an error or differs from the others."""
+    """Raises UserError, on all ranks alike, if one of
+    them has an error or differs from the others."""
     store.set(f"set-up/{rank}", f"{error}\n{fingerprint}")
     answers = [store.get(f"set-up/{r}").decode().split("\n", 1) for r in range(world_size)]
     error = next((theirs for theirs, _ in answers if theirs), "")
@@ -91,8 +93,9 @@ def agree(store, rank: int, world_size: int, error: str, fingerprint: str):
 
 
 class Store:
-    """torch's store with patience that ends: whatever fails, or takes longer than timeout_s, raises LostRank. (A
-    TCPStore waits for ever for a host that is silent.) Costs a tenth of a millisecond a call on one machine."""
+    """torch's store with patience that ends: whatever fails, or takes longer
+    than timeout_s, raises LostRank. (A TCPStore waits for ever for a host
+    that is silent.) Costs a tenth of a millisecond a call on one machine."""
 
     def __init__(self, store, timeout_s: float):
         self.store, self.timeout_s = store, timeout_s
@@ -135,7 +138,8 @@ class Leaving:
             self.on_signal(self.signal, None)
 
     def asked(self, speaks: bool) -> float:
-        """The signal that any rank has had, 0 for none or if it is for another rank to say so. At each step's end."""
+        """The signal that any rank has had, 0 for none or if it
+        is for another rank to say so. At each step's end."""
         if self.save_first and self.signal and not self.told:
             self.store.set("asked", str(int(self.signal)))
             self.told = True
@@ -157,8 +161,9 @@ class Leaving:
         return True
 
     def end(self, code: int, line: str, lost: bool = False):
-        """Leave at once; the first rank to do so prints the line, and so does whoever has lost the others and the
-        store with them. No destructor gets to wait for lost ranks, and nobody waits for the store for long."""
+        """Leave at once; the first rank to do so prints the line, and so does
+        whoever has lost the others and the store with them. No destructor gets
+        to wait for lost ranks, and nobody waits for the store for long."""
         threading.Timer(5, os._exit, [code]).start()
         mine = f"{self.rank} {os.getpid()}"
         try:

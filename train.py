@@ -1,25 +1,28 @@
-"""Train a small Llama-style model with one of several synchronisation methods.
+r"""Train a small Llama-style model with one of several synchronisation methods.
 
     python train.py --method minibatch                                      # one process
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 train.py --method edit --shards 2
-    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 train.py --shards 8
+    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 \
+        train.py --shards 8
 
-The command line is read in config.py; here a run starts, loops and ends. The loop knows nothing of any
-method but the verbs
+The command line is read in config.py; here a run starts, loops and ends. The loop knows nothing of
+any method but the verbs
 
-    before_step(step)           a sync that is due starts here; EDiT's completes inside the next forward
-    finished(step)              is the training over?
-    position(step)              how far it is, in steps of all ranks: rules the learning rate and evaluations
-    in_sync                     are all replicas equal now (or will the next forward make them so)?
-    averages_gradients(step)    over the replicas? true for mini-batch and in the warm-up
-    after_step(step)            DiLoCo synchronises here
-    finish()                    complete a sync that has started, end a round early: all replicas equal
-    stats()                     what there is to tell of a sync since the last call
-    common_position(step)       the position, if all replicas are at the same point here: where a checkpoint can be
-    replicas_differ             has the local phase begun?
-    mends_replicas              does a sync leave out a replica whose parameters are not finite?
-    lockstep, outer_vectors     same steps in all replicas? anchor and momentum, by name
-    state_dict(), load_state_dict(), sync_saved()                     see checkpoint.py
+    before_step(step)         a sync that is due starts here; EDiT's completes in the next forward
+    finished(step)            is the training over?
+    position(step)            how far it is, in steps of all ranks: rules the learning rate and
+                              evaluations
+    in_sync                   are all replicas equal now (or will the next forward make them so)?
+    averages_gradients(step)  over the replicas? true for mini-batch and in the warm-up
+    after_step(step)          DiLoCo synchronises here
+    finish()                  complete a begun sync, end a round early: all replicas equal
+    stats()                   what there is to tell of a sync since the last call
+    common_position(step)     the position, if all replicas are at the same point here: where a
+                              checkpoint can be
+    replicas_differ           has the local phase begun?
+    mends_replicas            does a sync leave out a replica whose parameters are not finite?
+    lockstep, outer_vectors   same steps in all replicas? anchor and momentum, by name
+    state_dict(), load_state_dict(), sync_saved()   see checkpoint.py
 
 Wrong input ends every rank with exit code 2 after one line on rank 0 (torchrun adds a report of its
 own).
@@ -47,7 +50,7 @@ from mesh import LostRank, Mesh, contact
 from plan import Plan
 from record import Clock, Record
 from sample import continue_text, load_model
-from shard import Arriving, ShardedModel
+from shard import Arriving, ShardedModel, keep_freed_memory
 
 
 def main(argv: list):
@@ -65,6 +68,7 @@ def main(argv: list):
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    keep_freed_memory()
     try:
         with contact():
             if world_size > 1:
@@ -86,7 +90,8 @@ def main(argv: list):
 
 
 def start(argv: list, rank: int, world_size: int, leaving) -> tuple:
-    """(the store of this attempt, the Setup that all ranks agree on); exits, on all ranks alike, if they do not."""
+    """(the store of this attempt, the Setup that all ranks agree on);
+    exits, on all ranks alike, if they do not."""
     error, fingerprint, setup, code = "", "", None, 2
     try:
         if is_dry_run(argv):
@@ -100,13 +105,11 @@ def start(argv: list, rank: int, world_size: int, leaving) -> tuple:
         store, restarted = together.meet(store, rank, world_size)
         try:
             setup = set_up(argv, rank, world_size, restarted)
-            alike = dataclasses.replace(
-                setup.config, out_dir="", data="", resume=""
-            )  # nodes' paths may differ
+            # nodes' paths may differ
+            alike = dataclasses.replace(setup.config, out_dir="", data="", resume="")
             where = (setup.path.name, setup.saved) if setup.saved else None
-            fingerprint = (
-                f"{alike} {setup.method_config} {setup.simulation} {setup.corpus.hash} {where}"
-            )
+            fingerprint = f"{alike} {setup.method_config} {setup.simulation} "
+            fingerprint += f"{setup.corpus.hash} {where}"
         except UserError as wrong:
             error = str(wrong)
         leaving.busy = True
@@ -126,7 +129,8 @@ def start(argv: list, rank: int, world_size: int, leaving) -> tuple:
 
 
 def is_dry_run(argv: list) -> bool:
-    """Ranks of a dry run need not hear of one another. (Wrong flags are reported where all runs' are.)"""
+    """Ranks of a dry run need not hear of one another.
+    (Wrong flags are reported where all runs' are.)"""
     try:
         return read_flags(argv, saved={})[0].dry_run
     except UserError:
@@ -149,7 +153,8 @@ def evaluate(model, mesh, corpus, config) -> float:
     """Mean loss over the validation windows, nats per token; the ranks share the work."""
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, rows
     batches = data.validation_batches(
-        corpus, config.eval_batches, mesh.rank, mesh.world_size, config.batch_size, config.block_size
+        corpus, config.eval_batches, mesh.rank, mesh.world_size,
+        config.batch_size, config.block_size,
     )  # fmt: skip
     for inputs, targets, rows in batches:
         loss = model.forward(inputs.to(mesh.device), targets.to(mesh.device), train=False)
@@ -189,9 +194,8 @@ def train(setup: Setup, mesh, store, leaving):
     stragglers = simulate.Stragglers(simulation, mesh.replicas, config.seed)
     if simulation.link_mbps or simulation.link_latency_ms:
         mesh.wire = simulate.Wire(simulation, mesh.shards, mesh.works_on)
-    record = Record(
-        Path(config.out_dir, "metrics.jsonl"), config, mesh, store, clock, method.lockstep
-    )
+    rows = Path(config.out_dir, "metrics.jsonl")
+    record = Record(rows, config, mesh, store, clock, method.lockstep)
     step = evaluated_at = saved_at = 0  # evaluated_at, saved_at: positions
     if saved:
         clock.start_at(saved["train_s"])
@@ -219,7 +223,8 @@ def train(setup: Setup, mesh, store, leaving):
     def save(common):
         began = time.perf_counter()
         with clock:  # stopped
-            # Its name is rank 0's step (A-EDiT's replicas are at different ones); and now we know that all are alive.
+            # Its name is rank 0's step (A-EDiT's replicas are at different ones);
+            # and now we know that all are alive.
             name, *_ = mesh.exchange(step)
             position = method.position(step) if common is None else common
             run = record.state(position) | {
@@ -229,11 +234,8 @@ def train(setup: Setup, mesh, store, leaving):
                 "tokenizer": corpus.tokenizer, "corpus_hash": corpus.hash,
                 "evaluated_at": evaluated_at, "torch": torch.__version__,
             }  # fmt: skip
-            replica = {
-                "step": step,
-                "method": method.state_dict(),
-                "news": [n.read() for n in model.shared],
-            }
+            replica = {"step": step, "method": method.state_dict()}
+            replica["news"] = [n.read() for n in model.shared]
             path = checkpoint.save(config.out_dir, name, run, replica, model, method, config.keep)
         record.saved(path, time.perf_counter() - began)
         return path, position
@@ -248,10 +250,8 @@ def train(setup: Setup, mesh, store, leaving):
             path, saved_at = save(common)
         if stopping:
             name = signal.Signals(leaving.signal).name
-            leaving.end(
-                128 + leaving.signal,
-                f"stopped by {name} after step {step}; --resume auto goes on from {path}",
-            )
+            line = f"stopped by {name} after step {step}; --resume auto goes on from {path}"
+            leaving.end(128 + leaving.signal, line)
 
         method.before_step(step)
         if method.finished(step):
@@ -264,7 +264,8 @@ def train(setup: Setup, mesh, store, leaving):
         for group in optimizer.param_groups:
             group["lr"] = lr
         average = method.averages_gradients(step)
-        # A mean over all that is summed: micro-steps, the N ranks of a replica and, if asked, the M replicas.
+        # A mean over all that is summed:
+        # micro-steps, the N ranks of a replica and, if asked, the M replicas.
         scale = 1 / (config.accum * mesh.shards * (mesh.replicas if average else 1))
         loss = 0.0
         stragglers.begin_step(mesh)
@@ -300,10 +301,10 @@ def train(setup: Setup, mesh, store, leaving):
 
 
 def start_tracing(config, rank: int):
-    """torch's profiler: after the first steps, which also compile and allocate, three steps go to a file."""
-    steps = torch.profiler.schedule(
-        wait=min(4, max(0, config.max_steps - 4)), warmup=1, active=3, repeat=1
-    )
+    """torch's profiler: after the first steps, which also
+    compile and allocate, three steps go to a file."""
+    first = min(4, max(0, config.max_steps - 4))
+    steps = torch.profiler.schedule(wait=first, warmup=1, active=3, repeat=1)
     path = Path(config.out_dir, f"trace-{rank}.json")
 
     def write(tracer):
@@ -318,20 +319,22 @@ def start_tracing(config, rank: int):
 
 
 def is_due(position, last, interval: int, end: float = math.inf) -> bool:
-    """Has the training come to the next multiple of interval (0: none) after `last`, or to its end?"""
+    """Has the training come to the next multiple of interval (0: none) after `last`,
+    or to its end?"""
     if not interval or position is None or position == last:
         return False
     return position >= min(last - last % interval + interval, end)
 
 
 def check_finite(step: int, news: list, method):
-    """Where replicas share their gradients, or a plain mean of their parameters, nothing mends a sick one."""
+    """Where replicas share their gradients, or a plain
+    mean of their parameters, nothing mends a sick one."""
     norm, loss = news[:2]
     if math.isfinite(norm + loss) or (method.mends_replicas and method.replicas_differ):
         return
     raise UserError(
-        f"diverged at step {step}: loss {loss:.4g}, gradient norm {norm:.4g}; nothing was saved of it; lower --lr, "
-        "or raise --lr_warmup_steps"
+        f"diverged at step {step}: loss {loss:.4g}, gradient norm {norm:.4g}; "
+        "nothing was saved of it; lower --lr, or raise --lr_warmup_steps"
     )
 
 

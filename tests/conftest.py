@@ -1,9 +1,8 @@
 import os
 import sys
 
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # before torch is imported, here and in every process started from here
-)
+# before torch is imported, here and in every process started from here
+os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 os.environ["PYTHONPATH"] = os.pathsep.join(
     sys.path[:1] + os.environ.get("PYTHONPATH", "").split(os.pathsep)[:1]

@@ -64,7 +64,8 @@ def run_ranks(world_size, function, *args, timeout_s=120):
 
 
 def _command(argv, rank, world_size, port, folder):
-    """What `python train.py argv` does under a launcher, in a process that has its imports already."""
+    """What `python train.py argv` does under a launcher,
+    in a process that has its imports already."""
     import train
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
@@ -83,8 +84,8 @@ def agent_store():
 
 
 class Launch:
-    """`train.py argv` on real processes. Of torchrun's agent there is only the store (give one to several launches,
-    and they are restarts): nobody stops the ranks but themselves and the test."""
+    """`train.py argv` on real processes. Of torchrun's agent there is only the store (give one to
+    several launches, and they are restarts): nobody stops the ranks but themselves and the test."""
 
     def __init__(self, world_size, folder, *argv, special={}, store=None):
         """special: rank -> (function, *more), called like _command and with more in its place."""
@@ -131,8 +132,8 @@ class Launch:
 
 # ---- whole trainings ----
 
-TINY = "--n_layer 2 --n_head 1 --n_embd 6 --block_size 8 --batch_size 2 --dtype fp64 --log_interval 1".split()
-TINY += "--eval_batches 1 --lr 0.01 --lr_warmup_steps 3 --device cpu".split()
+TINY = "--n_layer 2 --n_head 1 --n_embd 6 --block_size 8 --batch_size 2 --dtype fp64".split()
+TINY += "--log_interval 1 --eval_batches 1 --lr 0.01 --lr_warmup_steps 3 --device cpu".split()
 
 
 def flags(**options) -> list:
@@ -148,7 +149,8 @@ def fingerprint(tensor) -> int:
 
 
 def watch_syncs(method, model):
-    """Record a fingerprint of this rank's parameters right after every sync (of each layer, for EDiT)."""
+    """Record a fingerprint of this rank's parameters
+    right after every sync (of each layer, for EDiT)."""
     seen = []
     if hasattr(method, "complete"):
         complete = method.complete
@@ -196,15 +198,14 @@ def _train(argv, corpus_folder, tamper, out_dir):
             leaving = together.Leaving(rank)
             leaving.store = together.Store(dist.distributed_c10d._get_default_store(), 60)
             train.train(setup, mesh, leaving.store, leaving)
-        rows = (
-            [json.loads(line) for line in open(f"{out}/metrics.jsonl")] if mesh.rank == 0 else None
-        )
+        rows = saved = None
+        if mesh.rank == 0:
+            rows = [json.loads(line) for line in open(f"{out}/metrics.jsonl")]
+            saved = torch.load(f"{out}/model.pt", weights_only=True)["model"]
         return {
             "rows": rows,
             "printed": printed.getvalue(),
-            "model": torch.load(f"{out}/model.pt", weights_only=True)["model"]
-            if mesh.rank == 0
-            else None,
+            "model": saved,
             "seen": made["seen"],
             "master": made["model"].master.clone(),
             "exp_avg": made["model"].exp_avg.clone(),
@@ -216,7 +217,8 @@ def _train(argv, corpus_folder, tamper, out_dir):
 
 
 class Run:
-    """What a training left behind: `losses` by step, `model` (state dict), rows by event, `ranks` (raw)."""
+    """What a training left behind: `losses` by step, `model` (state dict), rows by event,
+    `ranks` (raw)."""
 
     def __init__(self, ranks):
         self.ranks, first = ranks, ranks[0]
@@ -232,6 +234,7 @@ class Run:
 
 
 def run_training(world_size, corpus_folder, tamper=None, out_dir=None, **options) -> Run:
-    """Train on `world_size` ranks. tamper(method, model, mesh), on every rank, may change the method first."""
+    """Train on `world_size` ranks.
+    tamper(method, model, mesh), on every rank, may change the method first."""
     out_dir = str(out_dir) if out_dir else None
     return Run(run_ranks(world_size, _train, flags(**options), str(corpus_folder), tamper, out_dir))

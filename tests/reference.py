@@ -30,7 +30,8 @@ class Replica:
         self.t = 0
 
     def gradient(self, batches):
-        """Mean loss and mean gradient over the replica's batches (its N ranks, their micro-steps)."""
+        """Mean loss and mean gradient over the replica's
+        batches (its N ranks, their micro-steps)."""
         losses = [self.net(inputs, targets) for inputs, targets in batches]
         loss = sum(losses) / len(losses)
         grads = torch.autograd.grad(loss, list(self.x.values()))
@@ -86,18 +87,16 @@ class OneDetector:
 
 
 def edit_average(d, detectors, f):
-    """EDiT's dhat of one layer from the replicas' d = [{name: tensor}, ...]; None for a rollback."""
+    """EDiT's dhat of one layer from the replicas' d = [{name: tensor}, ...];
+    None for a rollback."""
     G = [math.sqrt(sum((value**2).sum().item() for value in di.values())) for di in d]
-    flagged = [
-        f.anomaly_elimination and detector.flags(norm) for detector, norm in zip(detectors, G)
-    ]
+    pairs = zip(detectors, G)
+    flagged = [f.anomaly_elimination and detector.flags(norm) for detector, norm in pairs]
     good = [i for i in range(len(d)) if not flagged[i]]
     if not good:
         return None, flagged
-    score = {
-        i: math.exp(-(G[i] - min(G[j] for j in good))) if f.weighted_averaging else 1.0
-        for i in good
-    }
+    least = min(G[j] for j in good)
+    score = {i: math.exp(-(G[i] - least)) if f.weighted_averaging else 1.0 for i in good}
     w = {i: score[i] / sum(score.values()) for i in good}
     dbar = {name: sum(w[i] * d[i][name] for i in good) for name in d[0]}
     norm = math.sqrt(sum((value**2).sum().item() for value in dbar.values()))
@@ -106,27 +105,23 @@ def edit_average(d, detectors, f):
 
 
 def simulate(f, M, N, corpus, tamper=None):
-    """Train M replicas of N ranks each. f: an object with all flags as attributes. Returns the mean loss of
-    each step, the final parameters, and per sync the number of flagged (layer, replica) pairs.
-    tamper(step, replicas) may change them after a step."""
+    """Train M replicas of N ranks each. f: an object with all flags as attributes. Returns
+    the mean loss of each step, the final parameters, and per sync the number of flagged
+    (layer, replica) pairs. tamper(step, replicas) may change them after a step."""
     config = ModelConfig(f.n_layer, f.n_head, f.n_embd, f.block_size, corpus.vocab_size)
     replicas = [Replica(config, f.seed) for _ in range(M)]
-    layers = {
-        l: [n for n in replicas[0].x if n.startswith(f"layers.{l}.")] for l in range(f.n_layer + 2)
-    }
-    detectors = (
-        {l: [OneDetector(f) for _ in range(M)] for l in layers} if f.method == "edit" else None
-    )
+    in_layer = lambda l: [name for name in replicas[0].x if name.startswith(f"layers.{l}.")]
+    layers = {l: in_layer(l) for l in range(f.n_layer + 2)}
+    detectors = None
+    if f.method == "edit":
+        detectors = {l: [OneDetector(f) for _ in range(M)] for l in layers}
     t_warm = f.max_steps if f.method == "minibatch" else f.sync_warmup_steps
     anchor, b, local, losses, dropped = None, None, 0, [], []
 
     def outer_step():
         flagged_here = 0
         for l, names in layers.items():
-            d = [
-                {name: anchor[name] - replica.x[name].data for name in names}
-                for replica in replicas
-            ]
+            d = [{name: anchor[name] - r.x[name].data for name in names} for r in replicas]
             if f.method == "edit":
                 dhat, flagged = edit_average(d, detectors[l], f)
                 flagged_here += sum(flagged)
@@ -147,19 +142,12 @@ def simulate(f, M, N, corpus, tamper=None):
         for i, replica in enumerate(replicas):
             batches = [
                 data.train_batch(
-                    corpus,
-                    f.seed,
-                    step,
-                    micro,
-                    i * N + n,
-                    M * N,
-                    f.batch_size,
-                    f.accum,
-                    f.block_size,
+                    corpus, f.seed, step, micro, i * N + n, M * N,
+                    f.batch_size, f.accum, f.block_size,
                 )
                 for micro in range(f.accum)
                 for n in range(N)
-            ]
+            ]  # fmt: skip
             loss, g = replica.gradient(batches)
             step_losses.append(loss)
             gradients.append(g)

@@ -11,7 +11,8 @@ LONG = dict(method="a_edit", sync_warmup_steps=3, tau_time_s=4.0, dtype="fp32", 
 
 
 class VirtualClock:
-    """Replica i's clock moves by seconds[i] per step and not while it waits. pause: (replica, step, seconds)."""
+    """Replica i's clock moves by seconds[i] per step and not while it waits.
+    pause: (replica, step, seconds)."""
 
     def __init__(self, *seconds, pause=(None, None, 0.0), shards_disagree=False):
         self.seconds, self.pause, self.shards_disagree = seconds, pause, shards_disagree
@@ -37,9 +38,8 @@ def steps_of_rounds(run):
 @pytest.mark.parametrize("shards", [1, 2])
 def test_equal_clocks_equal_edit(shards, corpus_folder):
     """Bit for bit, with a last round that is shorter, evaluations in between, and accumulation."""
-    common = dict(
-        sync_warmup_steps=3, max_steps=21, shards=shards, dtype="fp32", eval_interval=5, accum=2
-    )
+    common = dict(sync_warmup_steps=3, max_steps=21, shards=shards)
+    common |= dict(dtype="fp32", eval_interval=5, accum=2)
     edit = run_training(2 * shards, corpus_folder, method="edit", tau=4, **common)
     clock = VirtualClock(0.25, 0.25, shards_disagree=True)
     a_edit = run_training(
@@ -48,19 +48,15 @@ def test_equal_clocks_equal_edit(shards, corpus_folder):
     assert steps_of_rounds(a_edit) == steps_of_rounds(edit) == [[4, 4]] * 4 + [[2, 2]]
     assert all(torch.equal(a_edit.model[name], value) for name, value in edit.model.items())
     for event, key in (
-        ("eval", "val_loss"),
-        ("eval", "step"),
-        ("step", "lr"),
-        ("step", "tokens"),
+        ("eval", "val_loss"), ("eval", "step"), ("step", "lr"), ("step", "tokens"),
         ("sync", "weight"),
-    ):
+    ):  # fmt: skip
         assert [row[key] for row in a_edit.rows(event)] == [row[key] for row in edit.rows(event)]
     for ours, theirs in zip(a_edit.ranks, edit.ranks):
         assert ours["calls"] == theirs["calls"]  # no collective more
         assert ours["sent"]["shard"] == theirs["sent"]["shard"]
-        assert (
-            ours["sent"]["sync"] == theirs["sent"]["sync"] + 5 * 4
-        )  # five syncs, one fp32 more each
+        # five syncs, one fp32 more each
+        assert ours["sent"]["sync"] == theirs["sent"]["sync"] + 5 * 4
 
 
 def test_half_speed_takes_half_the_steps_in_every_round_of_a_long_run(corpus_folder):
@@ -71,10 +67,8 @@ def test_half_speed_takes_half_the_steps_in_every_round_of_a_long_run(corpus_fol
 
 def test_three_speeds(corpus_folder):
     run = run_training(3, corpus_folder, max_steps=60, tamper=VirtualClock(1.0, 2.0, 4.0), **LONG)
-    assert (
-        steps_of_rounds(run)[:-1] == [[4, 2, 1]] * (len(run.rows("sync")) - 1)
-        and len(run.rows("sync")) > 20
-    )
+    steps = steps_of_rounds(run)
+    assert steps[:-1] == [[4, 2, 1]] * (len(steps) - 1) and len(steps) > 20
 
 
 def test_pause_of_several_rounds_costs_one_round_and_leaves_no_trace(corpus_folder):
@@ -113,11 +107,11 @@ def test_learning_rate_follows_the_tokens_of_all_replicas(corpus_folder):
     import train
     from config import parse
 
-    config, *_ = parse(
-        ["--max_steps", "60", "--lr", "0.01", "--lr_warmup_steps", "3", "--min_lr_ratio", "0"]
-    )
+    flags = ["--max_steps", "60", "--lr", "0.01", "--lr_warmup_steps", "3", "--min_lr_ratio", "0"]
+    config, *_ = parse(flags)
     lr = {row["step"]: row["lr"] for row in run.rows("step")}
-    # replica 0, rounds of [4, 2] after step 3: three steps' worth per round, extrapolated at 3/4 per own step
+    # replica 0, rounds of [4, 2] after step 3:
+    # three steps' worth per round, extrapolated at 3/4 per own step
     position = lambda step: 3 + (step - 3) * 3 / 4
     for step in range(8, 40):  # its (step+1)-th step; the first round extrapolates at 1
         assert lr[step + 1] == pytest.approx(train.learning_rate(position(step), config))

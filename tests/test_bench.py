@@ -1,4 +1,5 @@
-"""The benchmark runs from end to end. What it measures is for those who read it: no test depends on times."""
+"""The benchmark runs from end to end. What it measures is for those who read it: no test depends on
+times."""
 
 import json
 import os
@@ -9,19 +10,16 @@ import pytest
 
 from ranks import ROOT
 
-SMALL = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 8 --batch_size 1 --repeats 1 --steps 1 --tau 2".split()
-
+SMALL = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 8 --batch_size 1".split()
+SMALL += "--repeats 1 --steps 1 --tau 2".split()
 PARTS = ["--parts", "step,sync,round,memory"]  # growth is many of step, and takes minutes
 
 
 def bench(ranks, *flags):
-    command = [
-        sys.executable,
-        *"-m torch.distributed.run --standalone --nproc_per_node".split(),
-        str(ranks),
-    ]
-    if ranks == 1:
-        command = [sys.executable]
+    command = [sys.executable]
+    if ranks > 1:
+        command += "-m torch.distributed.run --standalone --nproc_per_node".split()
+        command.append(str(ranks))
     done = subprocess.run(
         [*command, "bench.py", *flags], cwd=ROOT, capture_output=True, text=True, timeout=120,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -31,9 +29,8 @@ def bench(ranks, *flags):
 
 def test_parts_run_and_write_what_they_print(tmp_path):
     file = tmp_path / "bench.json"
-    code, out, err = bench(
-        2, *SMALL, *PARTS, "--shards", "2", "--dtype", "fp32", "--json", str(file)
-    )
+    flags = [*SMALL, *PARTS, "--shards", "2", "--dtype", "fp32"]
+    code, out, err = bench(2, *flags, "--json", str(file))
     assert (code, err) == (0, "")
     parts = json.loads(file.read_text())["parts"]
     assert set(parts) == {"step", "sync", "round", "memory"} and all(parts.values())

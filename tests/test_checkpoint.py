@@ -20,14 +20,9 @@ from test_a_edit import VirtualClock
 
 ROUNDS = dict(tau=4, sync_warmup_steps=3, max_steps=17, eval_interval=5, dtype="fp32", shards=2)
 TIMES = {
-    "step_ms",
-    "train_s",
-    "tokens_per_s",
-    "stall_ms",
-    "wait_others_ms",
-    "wait_link_ms",
+    "step_ms", "train_s", "tokens_per_s", "stall_ms", "wait_others_ms", "wait_link_ms",
     "peak_memory_bytes",
-}
+}  # fmt: skip
 
 
 def rows(run, left_out=()):
@@ -44,13 +39,13 @@ def assert_same_run(a, b, left_out=()):
     for ours, theirs in zip(a.ranks, b.ranks):
         assert torch.equal(ours["master"], theirs["master"])
         assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
-        assert (
-            ours["method_state"] == theirs["method_state"]
-        )  # counters, EDiT's statistics, A-EDiT's clock
+        # counters, EDiT's statistics, A-EDiT's clock
+        assert ours["method_state"] == theirs["method_state"]
 
 
 def cut_off(folder, target, step):
-    """A run's folder as a crash leaves it: checkpoints up to a step, the record further on, and torn."""
+    """A run's folder as a crash leaves it:
+    checkpoints up to a step, the record further on, and torn."""
     shutil.copytree(folder, target)
     for path in checkpoint.complete(target):
         if int(path.name.split("-")[1]) > step:
@@ -65,11 +60,8 @@ def cut_off(folder, target, step):
     [
         ("minibatch", 1, [2, 11]),
         ("diloco", 1, [3, 11, 13]),  # 11: right after a sync
-        (
-            "edit",
-            2,
-            [3, 11, 13, 17],
-        ),  # the warm-up's end, sync due, in the middle of a round, the end
+        # the warm-up's end, sync due, in the middle of a round, the end
+        ("edit", 2, [3, 11, 13, 17]),
     ],
 )
 def test_resumed_run_is_bit_identical(method, shards, steps, tmp_path, corpus_folder):
@@ -106,7 +98,8 @@ def test_a_edit_resumes_bit_identically_under_a_virtual_clock(shards, tmp_path, 
 
 
 def test_a_edit_saved_in_the_middle_of_a_round_keeps_its_place_and_the_time_that_has_passed():
-    """Only a stop on exit saves there: replicas are at different steps, and the clock is at another zero later."""
+    """Only a stop on exit saves there:
+    replicas are at different steps, and the clock is at another zero later."""
 
     def a_edit(now):
         mesh = Mesh(1, torch.device("cpu"))
@@ -124,14 +117,9 @@ def test_a_edit_saved_in_the_middle_of_a_round_keeps_its_place_and_the_time_that
 
 
 def test_leftovers_of_a_crash_are_removed_at_the_next_start(tmp_path):
-    for name in (
-        "checkpoint-00000010",
-        "checkpoint-00000005.tmp",
-        "checkpoint-00000020.tmp",
-        "checkpoint-mine",
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("content")
+    for end in ("00000010", "00000005.tmp", "00000020.tmp", "mine"):
+        (tmp_path / f"checkpoint-{end}").mkdir()
+        (tmp_path / f"checkpoint-{end}" / "file").write_text("content")
     checkpoint.clean_up(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-00000010", "checkpoint-mine"}
     assert [path.name for path in checkpoint.complete(tmp_path)] == ["checkpoint-00000010"]
@@ -141,9 +129,8 @@ def test_removal_that_is_cut_short_leaves_nothing_that_looks_complete(tmp_path, 
     path = tmp_path / "checkpoint-00000010"
     path.mkdir()
     (path / "state.json").write_text("{}")
-    monkeypatch.setattr(
-        shutil, "rmtree", lambda *args, **options: None
-    )  # killed before it has begun
+    # killed before it has begun
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)
     checkpoint.remove(path)
     assert checkpoint.complete(tmp_path) == []
 
@@ -152,16 +139,10 @@ def test_interval_keep_and_what_is_in_the_folder(tmp_path, corpus_folder):
     options = ROUNDS | dict(method="edit", out_dir=tmp_path / "run", checkpoint_interval=4, keep=3)
     run_training(4, corpus_folder, **options)
     names = [path.name for path in checkpoint.complete(tmp_path / "run")]
-    assert names == [
-        "checkpoint-00000012",
-        "checkpoint-00000016",
-        "checkpoint-00000017",
-    ]  # 17: the end
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        *names,
-        "metrics.jsonl",
-        "model.pt",
-    ]
+    # 17: the end
+    assert names == ["checkpoint-00000012", "checkpoint-00000016", "checkpoint-00000017"]
+    there = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert there == [*names, "metrics.jsonl", "model.pt"]
     state = checkpoint.read(tmp_path / "run" / names[0])
     assert state["replicas"][0]["step"] == 12 and state["tokens"] == 12 * 4 * 2 * 8
     assert state["outer"] == ["anchor", "momentum"] and len(state["replicas"]) == 2
@@ -173,22 +154,13 @@ def stored_bytes(folder):
 
 @pytest.mark.parametrize("method, vectors", [("minibatch", 3), ("edit", 2 * 3 + 2)])
 def test_shared_state_is_stored_once(method, vectors, tmp_path, corpus_folder):
-    """Two replicas: mini-batch has parameters and moments once; EDiT these twice, anchor and momentum once."""
-    big = dict(
-        n_embd=128,
-        n_head=2,
-        n_layer=3,
-        block_size=8,
-        sync_warmup_steps=0,
-        max_steps=2,
-        dtype="fp32",
-    )
-    run_training(
-        2, corpus_folder, method=method, checkpoint_interval=2, out_dir=tmp_path / "run", **big
-    )
-    parameters = sum(
-        value.numel() for value in torch.load(tmp_path / "run" / "model.pt")["model"].values()
-    )
+    """Two replicas: mini-batch has parameters and moments once;
+    EDiT these twice, anchor and momentum once."""
+    options = dict(n_embd=128, n_head=2, n_layer=3, block_size=8, dtype="fp32")
+    options |= dict(method=method, sync_warmup_steps=0, max_steps=2, checkpoint_interval=2)
+    run_training(2, corpus_folder, **options, out_dir=tmp_path / "run")
+    model = torch.load(tmp_path / "run" / "model.pt")["model"]
+    parameters = sum(value.numel() for value in model.values())
     size = stored_bytes(*checkpoint.complete(tmp_path / "run"))
     assert size == pytest.approx(vectors * parameters * 4, rel=0.05)
 
@@ -209,16 +181,15 @@ def moments(run, shards):
 def test_round_of_the_saved_replicas_ends_in_the_methods_own_sync(
     method, replicas, tmp_path, corpus_folder
 ):
-    """Two replicas, saved after two of four local steps, go on as one, three or four: what those start from is
-    what the two would have agreed on if the training had ended there."""
+    """Two replicas, saved after two of four local steps, go on as one, three or four:
+    what those start from is what the two would have agreed on if the training had ended there."""
     options = CONSTANT_LR | dict(method=method, max_steps=9, pseudo_grad_clip=0.05)
     out_dir = tmp_path / "run"
     stopped = run_training(2, corpus_folder, **options, out_dir=out_dir, checkpoint_interval=9)
     resumed = run_training(replicas, corpus_folder, **options, out_dir=out_dir, resume="auto")
     for name, value in stopped.model.items():
-        torch.testing.assert_close(
-            resumed.model[name], value, rtol=1e-6, atol=1e-9
-        )  # stored as fp32
+        # stored as fp32
+        torch.testing.assert_close(resumed.model[name], value, rtol=1e-6, atol=1e-9)
     for ours, theirs in zip(resumed.ranks, stopped.ranks):
         torch.testing.assert_close(ours["master"], theirs["master"], rtol=1e-12, atol=1e-14)
     (sync,), last = resumed.rows("sync")[1:], stopped.rows("sync")[-1]
@@ -245,20 +216,13 @@ class SpoilOne:
 
 def test_sick_replica_is_left_out_of_the_sync_that_a_changed_mesh_takes(tmp_path, corpus_folder):
     options = CONSTANT_LR | dict(method="edit", max_steps=9)
-    stopped = run_training(
-        2,
-        corpus_folder,
-        **options,
-        out_dir=tmp_path / "run",
-        checkpoint_interval=9,
-        tamper=SpoilOne(),
-    )
-    resumed = run_training(1, corpus_folder, **options, out_dir=tmp_path / "run", resume="auto")
+    options |= dict(out_dir=tmp_path / "run")
+    stopped = run_training(2, corpus_folder, **options, checkpoint_interval=9, tamper=SpoilOne())
+    resumed = run_training(1, corpus_folder, **options, resume="auto")
     assert stopped.rows("sync")[-1]["dropped"] == resumed.rows("sync")[-1]["dropped"] == [0, 1]
-    torch.testing.assert_close(
-        resumed.ranks[0]["master"], stopped.ranks[0]["master"], rtol=1e-12, atol=1e-14
-    )
-    assert resumed.ranks[0]["master"].isfinite().all()
+    ours, theirs = resumed.ranks[0]["master"], stopped.ranks[0]["master"]
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    assert ours.isfinite().all()
 
 
 class KeepAnchors:
@@ -284,22 +248,14 @@ def test_a_edit_counts_every_saved_replicas_steps_when_the_mesh_changes(tmp_path
         tamper=KeepAnchors(1.0, 2.0),
     )  # fmt: skip
     assert [row["steps"] for row in whole.rows("sync")][:3] == [[4, 2]] * 3
-    third = checkpoint.complete(tmp_path / "run")[
-        4
-    ]  # three of the warm-up, then before the second sync, the third
+    # three of the warm-up, then before the second sync, the third
+    third = checkpoint.complete(tmp_path / "run")[4]
     out_dir = cut_off(tmp_path / "run", tmp_path / "part", int(third.name.split("-")[1]))
-    more = run_training(
-        3,
-        corpus_folder,
-        **options,
-        out_dir=out_dir,
-        resume="auto",
-        tamper=VirtualClock(1.0, 2.0, 1.0),
-    )
-    sync = more.rows("sync")[2]
-    assert sync["steps"] == [4, 2] and sync["weight"] == pytest.approx(
-        whole.rows("sync")[2]["weight"], rel=1e-12
-    )
+    clock = VirtualClock(1.0, 2.0, 1.0)
+    options |= dict(out_dir=out_dir, resume="auto", tamper=clock)
+    more = run_training(3, corpus_folder, **options)
+    sync, weights = more.rows("sync")[2], whole.rows("sync")[2]["weight"]
+    assert sync["steps"] == [4, 2] and sync["weight"] == pytest.approx(weights, rel=1e-12)
     later = [row["steps"] for row in more.rows("sync")[3:-1]]
     assert later and later == [[4, 2, 4]] * len(later)
     assert more.rows("end")[0]["exit"] == "done"
@@ -307,44 +263,41 @@ def test_a_edit_counts_every_saved_replicas_steps_when_the_mesh_changes(tmp_path
 
 @pytest.mark.parametrize("method", ["minibatch", "edit"])
 def test_other_shards_continue_the_same_trajectory(method, tmp_path, corpus_folder):
-    """2 x 2 saved in the middle of a round goes on as 2 x 1 and as 2 x 4, with the same global batch: fp64."""
+    """2 x 2 saved in the middle of a round goes on as 2 x 1 and as 2 x 4,
+    with the same global batch: fp64."""
     options = ROUNDS | dict(method=method, dtype="fp64", batch_size=4)
-    whole = run_training(
-        4, corpus_folder, **options, out_dir=tmp_path / "run", checkpoint_interval=9
-    )
+    saving = dict(out_dir=tmp_path / "run", checkpoint_interval=9)
+    whole = run_training(4, corpus_folder, **options, **saving)
     for shards, batch_size in ((1, 8), (4, 2)):
         out_dir = cut_off(tmp_path / "run", tmp_path / f"shards-{shards}", 9)
         changed = options | dict(shards=shards, batch_size=batch_size, allow_change="batch_size")
         run = run_training(2 * shards, corpus_folder, **changed, out_dir=out_dir, resume="auto")
         assert run.losses == pytest.approx(whole.losses, rel=1e-9)
-        assert [row["tokens"] for row in run.rows("step")] == [
-            row["tokens"] for row in whole.rows("step")
-        ]
+        tokens = [[row["tokens"] for row in each.rows("step")] for each in (run, whole)]
+        assert tokens[0] == tokens[1]
         for name, value in whole.model.items():
             torch.testing.assert_close(run.model[name], value, rtol=1e-5, atol=1e-7)
 
 
 def test_tokens_go_on_from_the_saved_count_when_their_rate_changes(tmp_path, corpus_folder):
-    options = CONSTANT_LR | dict(
-        method="edit", max_steps=6, out_dir=tmp_path / "run", checkpoint_interval=4
-    )
+    options = CONSTANT_LR | dict(method="edit", max_steps=6, checkpoint_interval=4)
+    options |= dict(out_dir=tmp_path / "run")
     run_training(2, corpus_folder, **options)
     shutil.rmtree(tmp_path / "run" / "checkpoint-00000006")
     run = run_training(4, corpus_folder, **options, resume="auto")
     per_rank = 2 * 8
     assert [row["tokens"] for row in run.rows("step")] == [
-        *(step * 2 * per_rank for step in (1, 2, 3, 4)), *(4 * 2 * per_rank + extra * 4 * per_rank for extra in (1, 2)),
-    ]  # fmt: skip
+        *(step * 2 * per_rank for step in (1, 2, 3, 4)),
+        *(4 * 2 * per_rank + extra * 4 * per_rank for extra in (1, 2)),
+    ]
 
 
 def test_method_can_change_in_the_warmup_and_not_after(tmp_path, corpus_folder):
     """A mini-batch run branches into EDiT, bit for bit as if it had been EDiT's own warm-up."""
     options = ROUNDS | dict(shards=1)
     edit = run_training(2, corpus_folder, **options, method="edit")
-    saving = dict(checkpoint_interval=3, keep=100)
-    run_training(
-        2, corpus_folder, **options, **saving, method="minibatch", out_dir=tmp_path / "mini"
-    )
+    saving = dict(checkpoint_interval=3, keep=100, out_dir=tmp_path / "mini")
+    run_training(2, corpus_folder, **options, **saving, method="minibatch")
     path = tmp_path / "mini" / "checkpoint-00000003"
     branch = dict(resume=path, allow_change="method", out_dir=tmp_path / "branch")
     run = run_training(2, corpus_folder, **options, method="edit", **branch)
@@ -358,9 +311,8 @@ def test_method_can_change_in_the_warmup_and_not_after(tmp_path, corpus_folder):
 def test_export_on_one_process_is_the_model_the_run_would_have_ended_with(tmp_path, corpus_folder):
     options = CONSTANT_LR | dict(method="edit", max_steps=9, shards=2)
     run = run_training(4, corpus_folder, **options, out_dir=tmp_path / "run", checkpoint_interval=9)
-    done = run_script(
-        "checkpoint.py", "--checkpoint", tmp_path / "run", "--out", tmp_path / "model.pt"
-    )
+    argv = ["--checkpoint", tmp_path / "run", "--out", tmp_path / "model.pt"]
+    done = run_script("checkpoint.py", *argv)
     assert done.returncode == 0 and done.stderr == "" and "after 9 steps" in done.stdout
     exported = torch.load(tmp_path / "model.pt", weights_only=True)
     for name, value in run.model.items():
@@ -390,7 +342,8 @@ def saved_run(tmp_path_factory, corpus_folder):
 
 
 def edit_state(path, change):
-    """Change state.json and give it the right checksum again: damage that only its meaning can show."""
+    """Change state.json and give it the right checksum again:
+    damage that only its meaning can show."""
     state = json.loads((path / "state.json").read_text())
     state.pop("crc32")
     change(state)
@@ -401,9 +354,8 @@ def edit_state(path, change):
 def replace_file(path, name, content):
     """Put other content into a file, and its size and checksum into state.json."""
     (path / name).write_bytes(content)
-    edit_state(
-        path, lambda s: s["files"].update({name: [len(content), checkpoint.checksum(path / name)]})
-    )
+    entry = [len(content), checkpoint.checksum(path / name)]
+    edit_state(path, lambda s: s["files"].update({name: entry}))
 
 
 def change_bytes(path, name, change):
@@ -429,20 +381,36 @@ class Executed:
 
 DATA = "__0_0.distcp"
 DAMAGE = {  # what is wrong with the last checkpoint -> how to get there, what the line must say
-    "no description": (lambda p: (p / "state.json").unlink(), "delete it, and --resume auto goes on from checkpoint-00000006"),
-    "half a description": (lambda p: change_bytes(p, "state.json", lambda c: c[: len(c) // 2]), "damaged"),
-    "a digit changed": (lambda p: change_bytes(p, "state.json", lambda c: c.replace(b'"step": 9', b'"step": 8')), "checksum"),
+    "no description": (
+        lambda p: (p / "state.json").unlink(),
+        "delete it, and --resume auto goes on from checkpoint-00000006",
+    ),
+    "half a description": (
+        lambda p: change_bytes(p, "state.json", lambda c: c[: len(c) // 2]), "damaged",
+    ),
+    "a digit changed": (
+        lambda p: change_bytes(p, "state.json", lambda c: c.replace(b'"step": 9', b'"step": 8')),
+        "checksum",
+    ),
     "a list for a description": (lambda p: (p / "state.json").write_text("[]"), "damaged"),
-    "noise for a description": (lambda p: (p / "state.json").write_bytes(bytes(range(256))), "damaged"),
+    "noise for a description": (
+        lambda p: (p / "state.json").write_bytes(bytes(range(256))), "damaged",
+    ),
     "a thousand brackets": (lambda p: (p / "state.json").write_text("[" * 100000), "damaged"),
-    "a newer format": (lambda p: edit_state(p, lambda s: s.update(format=2)), "format 2, this program reads 1"),
+    "a newer format": (
+        lambda p: edit_state(p, lambda s: s.update(format=2)), "format 2, this program reads 1",
+    ),
     "no flags": (lambda p: edit_state(p, lambda s: s.pop("flags")), "damaged (state.json: flags"),
     "words for numbers": (lambda p: edit_state(p, lambda s: s["flags"].update(lr="fast")), "--lr"),
     "no vocabulary": (lambda p: edit_state(p, lambda s: s.update(model_config={})), "damaged"),
     "no plan": (lambda p: (p / ".metadata").unlink(), ".metadata: No such file"),
-    "half a plan": (lambda p: change_bytes(p, ".metadata", lambda c: c[:100]), "100 bytes instead of"),
+    "half a plan": (
+        lambda p: change_bytes(p, ".metadata", lambda c: c[:100]), "100 bytes instead of",
+    ),
     "no vectors": (lambda p: (p / DATA).unlink(), f"{DATA}: No such file"),
-    "half the vectors": (lambda p: change_bytes(p, DATA, lambda c: c[: len(c) // 2]), "bytes instead of"),
+    "half the vectors": (
+        lambda p: change_bytes(p, DATA, lambda c: c[: len(c) // 2]), "bytes instead of",
+    ),
     "longer vectors": (lambda p: change_bytes(p, DATA, lambda c: c + b"0"), "bytes instead of"),
     "one bit flipped": (lambda p: change_bytes(p, DATA, flip), f"the checksum of {DATA} is wrong"),
     "a folder for a file": (lambda p: ((p / DATA).unlink(), (p / DATA).mkdir()), "damaged"),
@@ -460,11 +428,8 @@ def refused(capsys, *argv) -> str:
     [signal.signal(number, handler) for number, handler in handlers.items()]
     written = capsys.readouterr()
     (line,) = written.err.splitlines()
-    assert (
-        left.value.code == 2
-        and line.startswith("train.py: error: ")
-        and "Traceback" not in written.out
-    )
+    assert left.value.code == 2 and line.startswith("train.py: error: ")
+    assert "Traceback" not in written.out
     return line
 
 
@@ -473,18 +438,14 @@ def test_damaged_checkpoint_is_refused_in_one_line(
     damage, message, saved_run, tmp_path, corpus_folder, capsys
 ):
     run = shutil.copytree(saved_run, tmp_path / "run")
-    before = stored_bytes(run / "checkpoint-00000006"), (run / "metrics.jsonl").read_bytes()
+    look = lambda: (stored_bytes(run / "checkpoint-00000006"), (run / "metrics.jsonl").read_bytes())
+    before = look()
     damage(run / "checkpoint-00000009")
-    line = refused(
-        capsys, *flags(method="edit", tau=8, data=corpus_folder, out_dir=run, resume="auto")
-    )
-    assert message in line and (
-        "checkpoint-00000009" in line or damage is DAMAGE["words for numbers"][0]
-    )
-    assert before == (
-        stored_bytes(run / "checkpoint-00000006"),
-        (run / "metrics.jsonl").read_bytes(),
-    )
+    argv = flags(method="edit", tau=8, data=corpus_folder, out_dir=run, resume="auto")
+    line = refused(capsys, *argv)
+    assert message in line
+    assert "checkpoint-00000009" in line or damage is DAMAGE["words for numbers"][0]
+    assert before == look()
 
 
 OTHER = {  # flags that do not go with the checkpoint -> what the line must name
@@ -556,10 +517,8 @@ def test_nothing_in_a_checkpoint_is_executed(name, saved_run, tmp_path, corpus_f
     """A forged file with a right checksum: refused by what it asks for, in one line."""
     run = shutil.copytree(saved_run, tmp_path / "run")
     proof = tmp_path / "executed"
-    content, forged = (
-        (run / "checkpoint-00000009" / name).read_bytes(),
-        pickle.dumps(Executed(proof), protocol=2),
-    )
+    content = (run / "checkpoint-00000009" / name).read_bytes()
+    forged = pickle.dumps(Executed(proof), protocol=2)
     if name == DATA:  # a pickle where each vector begins, as torch.load also takes them
         with open(run / "checkpoint-00000009" / ".metadata", "rb") as file:
             places = checkpoint.Unpickler(file).load().storage_data.values()
@@ -570,14 +529,9 @@ def test_nothing_in_a_checkpoint_is_executed(name, saved_run, tmp_path, corpus_f
         forged = bytes(content)
     replace_file(run / "checkpoint-00000009", name, forged)
     argv = flags(
-        method="edit",
-        tau=8,
-        data=corpus_folder,
-        out_dir=run,
-        resume="auto",
-        max_steps=9,
+        method="edit", tau=8, data=corpus_folder, out_dir=run, resume="auto", max_steps=9,
         min_lr_ratio=1.0,
-    )
+    )  # fmt: skip
     argv += ["--sync_warmup_steps", "3", "--eval_interval", "1000"]
     launch = Launch(2, tmp_path / "log", *argv)
     assert launch.wait() == [2, 2], launch.lines("err")
@@ -629,9 +583,8 @@ def test_file_names_that_lead_elsewhere_are_refused(saved_run, tmp_path, corpus_
     for name in ("/dev/zero", "../checkpoint-00000006/__0_0.distcp", "state.json"):
         run = shutil.copytree(saved_run, tmp_path / name.replace("/", "-"))
         edit_state(run / "checkpoint-00000009", lambda s: s["files"].update({name: [0, 0]}))
-        assert f"{name} is not a file of a checkpoint" in refused(
-            capsys, "--device", "cpu", "--resume", run
-        )
+        line = refused(capsys, "--device", "cpu", "--resume", run)
+        assert f"{name} is not a file of a checkpoint" in line
 
 
 def test_checkpoint_of_a_newer_python_is_read(saved_run):

@@ -16,7 +16,8 @@ from config import Config, METHODS, has_native_bf16, parse, resolve_device, set_
 from flags import UserError
 from ranks import ROOT, TINY, Launch
 
-# Stands between torchrun and train.py: passes on signals and the exit code, and writes the code down.
+# Stands between torchrun and train.py:
+# passes on signals and the exit code, and writes the code down.
 RANK_SCRIPT = """
 import os, signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "train.py", *sys.argv[1:]])
@@ -41,21 +42,13 @@ def launch_ranks(world_size, folder, *flags, script="train.py", timeout_s=120):
     between.write_text(RANK_SCRIPT.replace("train.py", str(script)))
     environment = os.environ | {"CODES": f"{folder}/code-"}
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(world_size),
-    ]
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--nproc_per_node", str(world_size),
+    ]  # fmt: skip
     done = subprocess.run(
-        [*command, between, *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
+        [*command, between, *flags], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s,
         env=environment,
-    )
+    )  # fmt: skip
     codes = [int((folder / f"code-{rank}").read_text()) for rank in range(world_size)]
     return codes, done.stdout, done.stderr.splitlines()
 
@@ -64,10 +57,8 @@ def corrupt_corpus(folder, corpus_folder, damage):
     """A copy of the corpus with something wrong."""
     target = folder / damage
     target.mkdir()
-    tokens, meta = (
-        (corpus_folder / "tokens.bin").read_bytes(),
-        json.loads((corpus_folder / "meta.json").read_text()),
-    )
+    tokens = (corpus_folder / "tokens.bin").read_bytes()
+    meta = json.loads((corpus_folder / "meta.json").read_text())
     if damage == "half":
         tokens = tokens[: len(tokens) // 2]
     elif damage == "short":  # a text shorter than a window
@@ -171,20 +162,13 @@ def with_rank_in_lr(argv, rank, *more):
 
 ALL_RANKS = {
     "impossible mesh": (4, ["--shards", "3"], {}, "--shards 3"),
-    "unwritable out_dir": (
-        2,
-        ["--out_dir", "/dev/null/run"],
-        {},
-        "--out_dir",
-    ),  # only rank 0 can see this one
+    # only rank 0 can see this one
+    "unwritable out_dir": (2, ["--out_dir", "/dev/null/run"], {}, "--out_dir"),
     "different flags": (
-        2,
-        [],
-        {0: (with_rank_in_lr,), 1: (with_rank_in_lr,)},
-        "the ranks differ in their flags",
+        2, [], {0: (with_rank_in_lr,), 1: (with_rank_in_lr,)}, "the ranks differ in their flags",
     ),
     "no checkpoint": (2, ["--resume", "nowhere"], {}, "--resume nowhere"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("world_size, argv, special, message", ALL_RANKS.values(), ids=ALL_RANKS)
@@ -231,19 +215,11 @@ def test_run_leaves_a_record_and_a_model_that_samples(dtype, tmp_path, corpus_fo
         pytest.skip("no native bf16 on this CPU")
     out = tmp_path / "run"
     argv = [
-        "--data",
-        str(corpus_folder),
-        "--out_dir",
-        str(out),
-        "--max_steps",
-        "7",
-        "--tau",
-        "2",
-        "--dtype",
-        dtype,
-    ]
-    argv += "--sync_warmup_steps 1 --log_interval 3 --eval_interval 3 --eval_batches 1 --device cpu".split()
-    argv += "--n_layer 1 --n_embd 16 --n_head 2 --block_size 16".split()
+        "--data", str(corpus_folder), "--out_dir", str(out), "--max_steps", "7", "--tau", "2",
+        "--dtype", dtype,
+    ]  # fmt: skip
+    argv += "--sync_warmup_steps 1 --log_interval 3 --eval_interval 3 --eval_batches 1".split()
+    argv += "--device cpu --n_layer 1 --n_embd 16 --n_head 2 --block_size 16".split()
     code, printed, errors = launch("--method", "edit", *argv)
     assert code == 0 and errors == []  # no warning either
     rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
@@ -251,10 +227,8 @@ def test_run_leaves_a_record_and_a_model_that_samples(dtype, tmp_path, corpus_fo
     assert events[0][0] == "config" and events[-1] == ("end", 7)
     assert [step for event, step in events if event == "step"] == [1, 3, 6, 7]
     assert [step for event, step in events if event == "sync"] == [3, 5, 7]
-    assert [step for event, step in events if event == "eval"] == [
-        3,
-        7,
-    ]  # due at 3 and 6, in sync at 3, 5, 7
+    # due at 3 and 6, in sync at 3, 5, 7
+    assert [step for event, step in events if event == "eval"] == [3, 7]
     assert all(next(iter(row)) == "event" for row in rows)
     expected = {
         "step": "step tokens loss lr grad_norm step_ms train_s tokens_per_s shard_bytes sync_bytes",
@@ -269,24 +243,16 @@ def test_run_leaves_a_record_and_a_model_that_samples(dtype, tmp_path, corpus_fo
     assert "sync 0003 | tau 2 |" in printed and "sample  def " in printed
     done = subprocess.run(
         [sys.executable, ROOT / "sample.py", "--model", out / "model.pt", "--tokens", "3"],
-        capture_output=True,
-        timeout=60,
-    )
+        capture_output=True, timeout=60,
+    )  # fmt: skip
     assert done.returncode == 0
 
 
 def test_torchrun_trains_on_one_node_and_on_two_alike(tmp_path, corpus_folder):
-    """Four ranks, then two agents with two ranks each: data and groups go by global rank. Without a warning."""
-    argv = [
-        "--data",
-        str(corpus_folder),
-        "--max_steps",
-        "6",
-        "--tau",
-        "2",
-        "--sync_warmup_steps",
-        "2",
-    ]
+    """Four ranks, then two agents with two ranks each:
+    data and groups go by global rank. Without a warning."""
+    argv = ["--data", str(corpus_folder)]
+    argv += ["--max_steps", "6", "--tau", "2", "--sync_warmup_steps", "2"]
     argv += ["--n_layer", "1", "--block_size", "16", "--eval_batches", "1", "--device", "cpu"]
     argv += ["--method", "edit", "--shards", "2", "--dtype", "fp32", "--log_interval", "1"]
     codes, printed, errors = launch_ranks(4, tmp_path, *argv, "--out_dir", str(tmp_path / "one"))
@@ -295,23 +261,9 @@ def test_torchrun_trains_on_one_node_and_on_two_alike(tmp_path, corpus_folder):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        "2",
-        "--nproc_per_node",
-        "2",
-    ]
-    launcher += [
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        f"127.0.0.1:{port}",
-        "--local_addr",
-        "127.0.0.1",
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    launcher += ["--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
+    launcher += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1"]
     command = [*launcher, "train.py", *argv, "--out_dir", str(tmp_path / "two")]
     nodes = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -319,9 +271,7 @@ def test_torchrun_trains_on_one_node_and_on_two_alike(tmp_path, corpus_folder):
     ]
     outputs = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    one, two = (
-        [json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
-        for name in ("one", "two")
-    )
-    losses = [[row["loss"] for row in rows if row["event"] == "step"] for rows in (one, two)]
+    read = lambda name: [json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
+    both = read("one"), read("two")
+    losses = [[row["loss"] for row in rows if row["event"] == "step"] for rows in both]
     assert losses[0] == losses[1] and len(losses[0]) == 6

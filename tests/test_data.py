@@ -21,11 +21,9 @@ def batch(corpus, step=0, micro=0, rank=0, world=1, size=2, accum=1, T=8, seed=1
 def test_batch_is_a_pure_function_of_its_arguments(corpus):
     assert torch.equal(batch(corpus, step=5)[0], batch(corpus, step=5)[0])
     others = [
-        dict(step=6),
-        dict(step=5, seed=2),
-        dict(step=5, rank=1, world=2),
-        dict(step=5, micro=1, accum=2),
-    ]
+        dict(step=6), dict(step=5, seed=2),
+        dict(step=5, rank=1, world=2), dict(step=5, micro=1, accum=2),
+    ]  # fmt: skip
     for other in others:
         assert not torch.equal(batch(corpus, **other)[0], batch(corpus, step=5)[0])
 
@@ -59,9 +57,8 @@ def test_validation_windows_are_the_same_for_any_split(corpus, world, size):
             parts = list(data.validation_batches(corpus, 2, rank, world, size, 8))
             batches.append(len(parts))
             counted += [row.tolist() for inputs, _, rows in parts for row in inputs[:rows]]
-        assert (
-            len(set(batches)) == 1
-        )  # a sharded forward is a collective: every rank makes equally many
+        # a sharded forward is a collective: every rank makes equally many
+        assert len(set(batches)) == 1
         return counted
 
     windows = all_windows(world, size)
@@ -104,12 +101,9 @@ def test_large_token_file_is_mapped_and_a_batch_takes_well_under_a_millisecond(t
     (tmp_path / "big").mkdir()
     with open(tmp_path / "big" / "tokens.bin", "wb") as file:
         file.truncate(2 * count)
-    meta = dict(
-        tokenizer="byte", vocab_size=257, dtype="uint16", tokens=count, train_tokens=count - 10_000
-    )
-    (tmp_path / "big" / "meta.json").write_text(
-        json.dumps(meta | {"bytes_per_token": 1.0, "hash": "0"})
-    )
+    meta = dict(tokenizer="byte", vocab_size=257, dtype="uint16", bytes_per_token=1.0, hash="0")
+    meta |= dict(tokens=count, train_tokens=count - 10_000)
+    (tmp_path / "big" / "meta.json").write_text(json.dumps(meta))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     corpus = data.load(str(tmp_path / "big"))
     times = []
@@ -149,9 +143,8 @@ def test_existing_folder_is_not_overwritten(corpus_folder):
 
 
 def test_max_tokens_ends_the_stream_after_a_document(tmp_path):
-    meta = data.write_corpus(
-        (["x" * 9] for _ in range(1000)), "byte", tmp_path / "out", max_tokens=25
-    )
+    documents = (["x" * 9] for _ in range(1000))
+    meta = data.write_corpus(documents, "byte", tmp_path / "out", max_tokens=25)
     assert meta["tokens"] == 30
 
 
@@ -185,9 +178,8 @@ def test_fineweb_streams_through_the_datasets_library(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     data.write_corpus(data.fineweb_documents(), "byte", tmp_path / "out")
     assert bytes(t for t in data.load(str(tmp_path / "out")).tokens if t < 256) == b"onetwo"
-    assert calls == [
-        ("HuggingFaceFW/fineweb-edu", dict(name="sample-10BT", split="train", streaming=True))
-    ]
+    options = dict(name="sample-10BT", split="train", streaming=True)
+    assert calls == [("HuggingFaceFW/fineweb-edu", options)]
 
 
 def test_fineweb_without_the_library_or_the_network_names_the_way_out(monkeypatch):

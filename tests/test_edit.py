@@ -118,7 +118,8 @@ def test_no_warmup_rounds_still_takes_two_norms_before_flagging():
 
 
 class Spoiler:
-    """After inner step `at_step`, replace (or scale) the distance to the anchor of one replica's parameters."""
+    """After inner step `at_step`, replace (or scale) the
+    distance to the anchor of one replica's parameters."""
 
     def __init__(self, value, replica, at_step):
         self.value, self.replica, self.at_step = value, replica, at_step
@@ -143,56 +144,47 @@ def test_sick_replica_is_left_out_and_the_others_go_on(value, shards, corpus_fol
     # after the third of four rounds' last step: the detector has seen two rounds, and one follows
     options = ROUNDS | dict(shards=shards, anomaly_warmup_rounds=2, anomaly_threshold=15.0)
     healthy = run_training(2 * shards, corpus_folder, **options)
-    sick = run_training(
-        2 * shards, corpus_folder, tamper=Spoiler(value, [1], at_step=10), **options
-    )
+    spoiler = Spoiler(value, [1], at_step=10)
+    sick = run_training(2 * shards, corpus_folder, tamper=spoiler, **options)
     assert sick.losses[:11] == healthy.losses[:11]
     assert sick.losses[11:] == pytest.approx(healthy.losses[11:], rel=0.05)
     one_layer = not math.isfinite(value)  # a spike is in all of them
     assert [row["dropped"] for row in sick.rows("sync")[2:]] == [[0, 1 if one_layer else L], [0, 0]]
     assert "left out replica 1 in " in sick.printed and "left out" not in healthy.printed
     assert all(value.isfinite().all() for value in sick.model.values())
-    assert sick.rows("eval")[-1]["val_loss"] == pytest.approx(
-        healthy.rows("eval")[-1]["val_loss"], rel=0.05
-    )
+    ours, theirs = (run.rows("eval")[-1]["val_loss"] for run in (sick, healthy))
+    assert ours == pytest.approx(theirs, rel=0.05)
     learned = [rank["method_state"]["detector"]["count"] for rank in sick.ranks]
     assert learned[0] == [4.0] * L
-    assert learned[-1] == (
-        [4.0] * (L - 1) + [3.0] if one_layer else [3.0] * L
-    )  # as if it had not been
+    # as if it had not been
+    assert learned[-1] == ([4.0] * (L - 1) + [3.0] if one_layer else [3.0] * L)
 
 
 def test_replica_that_turns_nan_mid_round_costs_one_round_only(corpus_folder):
-    options = ROUNDS | dict(max_steps=20)
-    sick = run_training(
-        4, corpus_folder, tamper=Spoiler(math.nan, [1], at_step=6), **options, shards=2
-    )
+    options = ROUNDS | dict(max_steps=20, shards=2)
+    sick = run_training(4, corpus_folder, tamper=Spoiler(math.nan, [1], at_step=6), **options)
     drops = {row["step"]: row["dropped"] for row in sick.rows("sync")}
     assert drops == {5: [0, 0], 8: [0, 1], 11: [0, 0], 14: [0, 0], 17: [0, 0], 20: [0, 0]}
     assert [loss is None for loss in sick.losses] == [step == 7 for step in range(20)]
 
 
 def test_flagged_replica_equals_the_method_on_the_others(corpus, corpus_folder):
-    """Three replicas, one of them all NaN at the end of the second round, against the fp64 reference."""
+    """Three replicas, one of them all NaN at the end
+    of the second round, against the fp64 reference."""
     options = ROUNDS | dict(max_steps=14)
     run = run_training(3, corpus_folder, tamper=FillNaN(replica=1, at_step=7), **options)
 
     def fill_nan(step, replicas):
+        sick = replicas[1]
         if step == 7:
-            replicas[1].set(
-                {name: torch.full_like(p, math.nan) for name, p in replicas[1].x.items()}
-            )
+            sick.set({name: torch.full_like(p, math.nan) for name, p in sick.x.items()})
 
     config, method_config, _ = parse(flags(**options))
     f = types.SimpleNamespace(**vars(config), **vars(method_config))
     expected = simulate(f, 3, 1, corpus, tamper=fill_nan)
     assert run.losses == pytest.approx(expected["losses"], rel=1e-9)
-    assert [row["dropped"] for row in run.rows("sync")] == [
-        [0, 0, 0],
-        [0, L, 0],
-        [0, 0, 0],
-        [0, 0, 0],
-    ]
+    dropped = [row["dropped"] for row in run.rows("sync")]
+    assert dropped == [[0, 0, 0], [0, L, 0], [0, 0, 0], [0, 0, 0]]
     assert run.rows("sync")[1]["weight"][1] == 0
 
 
@@ -224,7 +216,8 @@ def test_all_flagged_rolls_back_to_the_anchor_and_leaves_momentum_alone(shards, 
 
 
 class Both:
-    """Make every parameter of every replica `value` before the last sync and remember the outer state."""
+    """Make every parameter of every replica `value`
+    before the last sync and remember the outer state."""
 
     def __init__(self, value):
         self.value = value
@@ -235,32 +228,21 @@ class Both:
         def after_step_and_spoil(step):
             after_step(step)
             if step == 7:
-                kept["anchor_before"], kept["momentum_before"] = (
-                    method.anchor.clone(),
-                    method.momentum.clone(),
-                )
+                kept["anchor_before"] = method.anchor.clone()
+                kept["momentum_before"] = method.momentum.clone()
                 model.master.fill_(self.value)
 
-        method.after_step, method.state_dict = (
-            after_step_and_spoil,
-            lambda: state_dict() | method.outer_vectors | kept,
-        )
+        method.after_step = after_step_and_spoil
+        method.state_dict = lambda: state_dict() | method.outer_vectors | kept
 
 
 def test_clipped_pseudo_gradient_is_at_most_phi_in_every_layer(corpus_folder):
     phi = 0.02
-    run = run_training(
-        4,
-        corpus_folder,
-        shards=2,
-        pseudo_grad_clip=phi,
-        tamper=remember_momentum,
-        **ROUNDS | {"max_steps": 5},
-    )
+    options = ROUNDS | dict(shards=2, pseudo_grad_clip=phi, max_steps=5)
+    run = run_training(4, corpus_folder, tamper=remember_momentum, **options)
     # after one sync the momentum is dhat itself
-    squares = [
-        [v.square().sum() for v in rank["method_state"]["momenta"]] for rank in run.ranks[:2]
-    ]
+    momenta = [rank["method_state"]["momenta"] for rank in run.ranks[:2]]
+    squares = [[v.square().sum() for v in vectors] for vectors in momenta]
     for a, b in zip(*squares):  # the two shards
         assert math.sqrt(a + b) == pytest.approx(phi, rel=1e-4)
 
@@ -286,19 +268,20 @@ def test_sync_makes_exactly_the_promised_collectives_and_bytes(replicas, shards,
             M = replicas
             assert sent == pytest.approx(2 * (M - 1) / M * P * scalar + (M - 1) * 2 * L * scalar)
     M, P = replicas, run.ranks[0]["master"].numel()
-    assert run.rows("sync")[0]["sync_bytes"] == pytest.approx(
-        2 * (M - 1) / M * P * scalar + (M - 1) * 2 * L * scalar
-    )
+    promised = 2 * (M - 1) / M * P * scalar + (M - 1) * 2 * L * scalar
+    assert run.rows("sync")[0]["sync_bytes"] == pytest.approx(promised)
 
 
 def around_sync(method, look):
-    """Call look(function, *args) instead of each part of a sync: start() once, then complete(l) per layer."""
+    """Call look(function, *args) instead of each part of a sync:
+    start() once, then complete(l) per layer."""
     start, complete = method.start, method.complete
     method.start, method.complete = lambda: look(start), lambda l: look(complete, l)
 
 
 def count_sync(method, model, mesh):
-    """Count the collectives and bytes inside the sync alone; the parameters' gathers are the forward's."""
+    """Count the collectives and bytes inside the sync alone;
+    the parameters' gathers are the forward's."""
     syncs = []
 
     def counted(part, *args):
@@ -315,7 +298,8 @@ def count_sync(method, model, mesh):
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what moves a value from the device to the host: .item(), bool(tensor), .tolist() of one."""
+    """Counts what moves a value from the device to the host:
+    .item(), bool(tensor), .tolist() of one."""
 
     def __init__(self):
         super().__init__()
@@ -352,7 +336,8 @@ def count_host_reads(method, model, mesh):
 
 
 def test_pseudo_gradient_lives_in_the_parameters_storage(corpus_folder):
-    """No buffer of the model's size is made by a sync: nothing larger than a few scalars is allocated."""
+    """No buffer of the model's size is made by a sync:
+    nothing larger than a few scalars is allocated."""
     run = run_training(2, corpus_folder, tamper=count_allocations, **ROUNDS)
     for rank in run.ranks:
         assert 0 < rank["method_state"]["largest"] <= 4 * L * 2
@@ -366,10 +351,8 @@ def count_allocations(method, model, mesh):
             out = function(*args, **(kwargs or {}))
             inputs = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
             if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in inputs:
-                known = {
-                    v.untyped_storage().data_ptr()
-                    for v in (model.master, method.anchor, method.momentum)
-                }
+                vectors = model.master, method.anchor, method.momentum
+                known = {vector.untyped_storage().data_ptr() for vector in vectors}
                 if out.untyped_storage().data_ptr() not in known:
                     seen["largest"] = max(seen["largest"], out.numel())
             return out

@@ -22,9 +22,8 @@ def test_minibatch_fp32_50_steps_is_the_same_on_every_mesh(corpus_folder):
     for shards in (4, 1, 2):
         run = run_training(4, corpus_folder, shards=shards, **options)
         assert run.losses == pytest.approx(alone.losses, abs=1e-4)
-        assert run.rows("eval")[-1]["val_loss"] == pytest.approx(
-            alone.rows("eval")[-1]["val_loss"], abs=1e-4
-        )
+        ours, theirs = (each.rows("eval")[-1]["val_loss"] for each in (run, alone))
+        assert ours == pytest.approx(theirs, abs=1e-4)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -39,8 +38,8 @@ def test_edit_with_penalty_does_not_depend_on_shards(corpus_folder):
     # equal per-replica batch: 4 sequences over 1, 2 or 4 ranks
     runs = [
         run_training(
-            2 * shards, corpus_folder, method="edit", shards=shards, batch_size=4 // shards, dtype="fp32",
-            pseudo_grad_clip=0.1, **ROUNDS,
+            2 * shards, corpus_folder, method="edit", shards=shards, batch_size=4 // shards,
+            dtype="fp32", pseudo_grad_clip=0.1, **ROUNDS,
         )
         for shards in (1, 2, 4)
     ]  # fmt: skip
@@ -52,9 +51,8 @@ def test_edit_with_penalty_does_not_depend_on_shards(corpus_folder):
 
 
 def test_diloco_outer_lr_1_without_momentum_is_parameter_averaging(corpus_folder):
-    options = dict(
-        method="diloco", sync_warmup_steps=0, tau=3, max_steps=3, outer_lr=1.0, outer_momentum=0.0
-    )
+    options = dict(method="diloco", sync_warmup_steps=0, tau=3, max_steps=3)
+    options |= dict(outer_lr=1.0, outer_momentum=0.0)
     run = run_training(2, corpus_folder, tamper=keep_local_parameters, **options)
     mean = sum(rank["method_state"]["local"] for rank in run.ranks) / 2
     torch.testing.assert_close(run.ranks[0]["master"], mean, rtol=1e-12, atol=1e-14)
@@ -72,22 +70,12 @@ def keep_local_parameters(method, model, mesh):
 
 def test_sgd_tau_1_and_plain_averaging_equals_minibatch(corpus_folder):
     """x_i - lr g_i, averaged, is x - lr mean(g): with SGD inside, without clipping."""
-    sgd = dict(
-        sync_warmup_steps=0,
-        tau=1,
-        outer_lr=1.0,
-        outer_momentum=0.0,
-        max_steps=6,
-        grad_clip=0,
-        shards=2,
-    )
-    minibatch = run_training(
-        4, corpus_folder, tamper=inner_sgd, method="minibatch", max_steps=6, grad_clip=0, shards=2
-    )
+    options = dict(tamper=inner_sgd, max_steps=6, grad_clip=0, shards=2)
+    outer = dict(sync_warmup_steps=0, tau=1, outer_lr=1.0, outer_momentum=0.0)
+    minibatch = run_training(4, corpus_folder, method="minibatch", **options)
     for method in (dict(method="diloco"), dict(method="edit") | PLAIN):
-        assert_same(
-            run_training(4, corpus_folder, tamper=inner_sgd, **method, **sgd), minibatch, 1e-10
-        )
+        run = run_training(4, corpus_folder, **method, **outer, **options)
+        assert_same(run, minibatch, 1e-10)
 
 
 def inner_sgd(method, model, mesh):

@@ -9,9 +9,8 @@ from ranks import run_ranks
 
 def collectives(shards, through):
     mesh = Mesh(shards, torch.device("cpu"))
-    mesh.staged = (
-        through == "host copies"
-    )  # as if gloo could not reach the tensors, which is so on a GPU
+    # as if gloo could not reach the tensors, which is so on a GPU
+    mesh.staged = through == "host copies"
     if through == "shared memory":
         mesh.share_memory(1000, 1000)
     results = {"place": (mesh.replica, mesh.shard_index, mesh.shard.ranks, mesh.sync.ranks)}
@@ -52,15 +51,14 @@ def test_collectives_compute_and_count_what_they_promise(shards, through):
             assert part == [weight * float(3 * own + k) for k in range(3)]
             assert total == sum(ranks) and rows == [[float(r), 7.0] for r in ranks]
             extra = 2 * 8 * (size - 1) if name == "shard" else 0  # the two at once
-            assert sent[name] == pytest.approx(
-                (size - 1) / size * (2 * 12 * size + 2 * 4 + 8 * size) + extra
-            )  # all-gather, reduce-scatter, all-reduce, gather_rows
+            # all-gather, reduce-scatter, all-reduce, gather_rows
+            promised = (size - 1) / size * (2 * 12 * size + 2 * 4 + 8 * size) + extra
+            assert sent[name] == pytest.approx(promised)
             if size == 1:
                 assert not any(key.startswith(name) for key in calls)  # alone: silent
         two_a, two_b = results["two"]
-        assert two_a == [float(r) for r in row for _ in range(2)] and two_b == [
-            10 * x for x in two_a
-        ]
+        assert two_a == [float(r) for r in row for _ in range(2)]
+        assert two_b == [10 * x for x in two_a]
 
 
 def test_uneven_grid_is_refused():

@@ -32,9 +32,8 @@ def test_block_equals_its_formula_written_out(model):
     for head in range(H):
         turned = []
         for z in (q[:, head], k[:, head]):
-            pair = torch.complex(z[:, : D // 2], z[:, D // 2 :]) * torch.polar(
-                torch.ones_like(angle), angle
-            )
+            pair = torch.complex(z[:, : D // 2], z[:, D // 2 :])
+            pair = pair * torch.polar(torch.ones_like(angle), angle)
             turned.append(torch.cat((pair.real, pair.imag), dim=-1))
         for t in range(T):
             scores = torch.stack([turned[0][t] @ turned[1][s] for s in range(t + 1)]) / math.sqrt(D)
@@ -97,16 +96,14 @@ def test_logits_never_exist_whole(model, monkeypatch):
     x = torch.randn(3, 12, 16, requires_grad=True)
     with Sizes():
         model.layers[-1](x, torch.zeros(3, 12, dtype=torch.long)).backward()
-    assert (
-        max(seen) == 50 * 16 < 36 * 50
-    )  # the output matrix and its gradient, not 36 tokens' logits
+    # the output matrix and its gradient, not 36 tokens' logits
+    assert max(seen) == 50 * 16 < 36 * 50
 
 
 def test_attention_by_hand_equals_torchs():
     q, k, v = torch.randn(3, 2, 4, 9, 8, dtype=torch.float64)
-    torch.testing.assert_close(
-        attend(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    )
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(attend(q, k, v), theirs)
 
 
 def test_linear_leaves_its_gradient_where_it_is_wanted():
@@ -123,11 +120,7 @@ def test_linear_leaves_its_gradient_where_it_is_wanted():
 
 
 def test_initialisation_is_a_function_of_seed_and_layer():
-    a, b, c = (
-        Llama(CONFIG, 1).state_dict(),
-        Llama(CONFIG, 1).state_dict(),
-        Llama(CONFIG, 2).state_dict(),
-    )
+    a, b, c = (Llama(CONFIG, seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not torch.equal(a["layers.1.qkv.weight"], c["layers.1.qkv.weight"])
     assert not torch.equal(a["layers.1.qkv.weight"], a["layers.2.qkv.weight"])

@@ -17,7 +17,8 @@ from ranks import run_ranks
 
 
 def irregular_traffic(shards, seed):
-    """Exchanges of random kind and length, two under way at a time, each rank in a rhythm of its own."""
+    """Exchanges of random kind and length, two under
+    way at a time, each rank in a rhythm of its own."""
     mesh = Mesh(shards, torch.device("cpu"))
     mesh.share_memory(8 * 4 * 60, 8 * 4 * 60)
     plan, rhythm = random.Random(seed), random.Random(seed + mesh.rank + 1)
@@ -40,17 +41,12 @@ def irregular_traffic(shards, seed):
             expected = torch.tensor(group.ranks).repeat_interleave(length) + 100.0 * number
             handle, got = mesh.all_gather(whole, group), whole
         elif kind == "a":
-            handle, got, expected = (
-                mesh.all_reduce(own, group),
-                own,
-                torch.full((length,), total + n * 100.0 * number),
-            )
+            handle, got = mesh.all_reduce(own, group), own
+            expected = torch.full((length,), total + n * 100.0 * number)
         else:
             got, flat = torch.zeros(length), own.repeat(n)
-            handle, expected = (
-                mesh.reduce_scatter(got, flat, group),
-                torch.full((length,), total + n * 100.0 * number),
-            )
+            handle = mesh.reduce_scatter(got, flat, group)
+            expected = torch.full((length,), total + n * 100.0 * number)
             own = flat  # may not go before the handle has been waited for
         check = lambda got=got, expected=expected, keep=own, k=(number, kind): (
             [] if torch.equal(got, expected) else [k]
@@ -93,9 +89,8 @@ def test_ranks_that_cannot_share_memory_use_sockets_all_of_them(missing):
 def two_outboxes(process, timeout_s):
     """This process's and that of another one, which says nothing."""
     memories = [torch.zeros(outbox.WORDS + outbox.SLOTS * 64, dtype=torch.uint8) for _ in range(2)]
-    return outbox.Outbox(
-        memories, [os.pidfd_open(os.getpid()), os.pidfd_open(process.pid)], 0, 64, timeout_s
-    )
+    pidfds = [os.pidfd_open(os.getpid()), os.pidfd_open(process.pid)]
+    return outbox.Outbox(memories, pidfds, 0, 64, timeout_s)
 
 
 def test_more_exchanges_than_slots_are_refused():

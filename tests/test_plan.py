@@ -24,6 +24,7 @@ def planned_and_held(argv, corpus_folder):
     model = ShardedModel(plan.model_config, mesh, plan.dtype)
     model.adamw(0.1)
     method = METHODS[setup.config.method][0](model, mesh, setup.method_config, 10, None)
+    boxes = [(g, box) for g in (mesh.shard, mesh.sync) for box in set(g.outboxes.values())]
     held = {
         "parameters": model.master.nbytes,
         "gradient": model.grad.nbytes,
@@ -31,18 +32,10 @@ def planned_and_held(argv, corpus_folder):
         "anchor and momentum": sum(vector.nbytes for vector in method.outer_vectors.values()),
         "two whole layers": sum(buffer.nbytes for buffer in model.whole),
         "a layer's gradient": sum(buffer.nbytes for buffer in model.buffers()[len(model.whole) :]),
-        "outboxes": sum(
-            box.slots[g.index].nbytes
-            for g in (mesh.shard, mesh.sync)
-            for box in set(g.outboxes.values())
-        ),
+        "outboxes": sum(box.slots[g.index].nbytes for g, box in boxes),
     }
-    return (
-        plan.memory(),
-        {kind: count for kind, count in held.items() if count},
-        plan.n_params,
-        model.n_params,
-    )
+    held = {kind: count for kind, count in held.items() if count}
+    return plan.memory(), held, plan.n_params, model.n_params
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -67,9 +60,8 @@ def test_traffic_planned_equals_traffic_of_a_sync(corpus_folder, method):
 def test_a_block_keeps_as_much_as_planned(heads, channels):
     kept, T = {}, 64
     block = Block(ModelConfig(1, heads, channels, T, 99))
-    own = {
-        tensor.untyped_storage().data_ptr() for tensor in [*block.parameters(), *block.buffers()]
-    }
+    own = [*block.parameters(), *block.buffers()]
+    own = {tensor.untyped_storage().data_ptr() for tensor in own}
 
     def note(tensor):
         storage = tensor.untyped_storage()
@@ -89,7 +81,8 @@ def test_dry_run_of_7b_on_64_gpus_is_right_and_takes_no_memory(tmp_path):
         "try: train.main(sys.argv[1:])\n"
         "finally: print('grown', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
-    argv = "--model 7b --replicas 8 --shards 8 --device cuda --dry_run --method edit --link_mbps 10000".split()
+    argv = "--model 7b --replicas 8 --shards 8 --device cuda --dry_run".split()
+    argv += "--method edit --link_mbps 10000".split()
     done = subprocess.run(
         [sys.executable, "-c", script, *argv, "--out_dir", str(tmp_path / "out")],
         cwd=ROOT, capture_output=True, text=True, timeout=60,
@@ -103,11 +96,14 @@ def test_dry_run_of_7b_on_64_gpus_is_right_and_takes_no_memory(tmp_path):
     for text in (
         "64 ranks = 8 replicas x 8 shards (cuda, bfloat16)",
         f"model   {params:,} parameters",
-        f"parameters {shard / 1e6:.1f} MB, gradient {shard / 1e6:.1f} MB, AdamW {2 * shard / 1e6:.1f} MB",
-        f"anchor and momentum {2 * shard / 1e6:.1f} MB, two whole layers {2 * 2 * block / 1e6:.1f} MB",
+        f"parameters {shard / 1e6:.1f} MB, gradient {shard / 1e6:.1f} MB, "
+        f"AdamW {2 * shard / 1e6:.1f} MB",
+        f"anchor and momentum {2 * shard / 1e6:.1f} MB, "
+        f"two whole layers {2 * 2 * block / 1e6:.1f} MB",
         "64 ranks x 1 micro-steps x 1 sequences x 2048 tokens = 131,072 tokens",
         f"128 steps x 131,072 tokens = 16,777,216 tokens: {sync / 1e6:.1f} MB per rank",
-        f"at 10,000 Mbit/s per replica an exchange is on the wire for {8 * sync * 8 * 1538 / 1448 / 1e10:.3g} s",
+        "at 10,000 Mbit/s per replica an exchange is on the wire for "
+        f"{8 * sync * 8 * 1538 / 1448 / 1e10:.3g} s",
     ):
         assert text in done.stdout, text
     grown = int(done.stdout.split("grown")[1])  # KiB
@@ -123,22 +119,14 @@ def test_impossible_number_of_replicas_is_one_line():
 
 def test_sizes_set_what_is_not_given():
     millions = {
-        "tiny": 0.9,
-        "10m": 10.6,
-        "124m": 85,
-        "350m": 302,
-        "1b": 1208,
-        "3b": 2517,
-        "7b": 6442,
-    }
+        "tiny": 0.9, "10m": 10.6, "124m": 85, "350m": 302, "1b": 1208, "3b": 2517, "7b": 6442,
+    }  # fmt: skip
     for name in SIZES:
         config, method_config, _ = parse(["--model", name])
         blocks = config.n_layer * (4 + 8) * config.n_embd**2 / 1e6  # F is about 8/3 C
         assert blocks == pytest.approx(millions[name], rel=0.15), name
-        assert (
-            config.n_embd // config.n_head % 8 == 0
-            and config.batch_size * config.block_size >= 1024
-        )
+        assert config.n_embd // config.n_head % 8 == 0
+        assert config.batch_size * config.block_size >= 1024
         assert method_config.sync_warmup_steps + 2 * method_config.tau <= config.max_steps
     config, method_config, _ = parse("--model 124m --n_layer 3 --lr 0.5 --tau 9".split())
     assert (config.n_layer, config.n_embd, config.lr, method_config.tau) == (3, 768, 0.5, 9)
@@ -155,12 +143,9 @@ def test_profile_names_layers_and_collectives(corpus_folder, tmp_path):
     for l in range(4):
         assert {f"forward, layer {l}", f"backward, layer {l}", f"sync, layer {l}"} <= names
     for what in (
-        "shard all-gather",
-        "shard reduce-scatter",
-        "shard all-reduce",
-        "sync all-reduce",
+        "shard all-gather", "shard reduce-scatter", "shard all-reduce", "sync all-reduce",
         "sync all-gather",
-    ):
+    ):  # fmt: skip
         assert {what, f"wait: {what}"} <= names
 
 

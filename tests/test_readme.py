@@ -32,9 +32,8 @@ def test_file_tree_equals_the_folder():
         pytest.skip("not a git checkout")
     here = {path.split("/")[0] + ("/" if "/" in path else "") for path in tracked.stdout.split()}
     here = {name for name in here if not name.startswith(".")}
-    tree = next(
-        block for block in re.findall(r"```text\n(.*?)```", TEXT, re.S) if "model.py " in block
-    )
+    blocks = re.findall(r"```text\n(.*?)```", TEXT, re.S)
+    tree = next(block for block in blocks if "model.py " in block)
     assert {line.split()[0] for line in tree.splitlines()} == here
 
 
@@ -74,56 +73,41 @@ def test_links_lead_somewhere():
 def test_flags_in_the_text_exist(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
     bench_help = lambda: bench.read_arguments(["--help"])
-    for show_help in (
-        lambda: parse(["--help"]),
-        data.main,
-        sample.main,
-        checkpoint.main,
-        bench_help,
-    ):
+    train_help = lambda: parse(["--help"])
+    for show_help in (train_help, data.main, sample.main, checkpoint.main, bench_help):
         with pytest.raises(SystemExit):
             show_help()
     known = capsys.readouterr().out
     launcher = {
-        "--standalone",
-        "--nproc_per_node",
-        "--nnodes",
-        "--rdzv_backend",
-        "--rdzv_endpoint",
+        "--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint",
         "--max-restarts",
-    }
+    }  # fmt: skip
     for flag in set(re.findall(r"--[a-z][\w-]*", TEXT)) - launcher:
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
 
 
 def test_every_collective_carries_a_tag():
     """grep '# \\[s' lists all communication: one tag above each call of the mesh's operations."""
+    call = re.compile(r"mesh\.(all_gather|reduce_scatter|all_reduce|gather_rows)\(")
     for path in ROOT.glob("*.py"):
         lines = path.read_text().splitlines()
         for number, line in enumerate(lines):
-            if (
-                re.search(r"mesh\.(all_gather|reduce_scatter|all_reduce|gather_rows)\(", line)
-                and path.name != "mesh.py"
-            ):
-                assert any("# [s" in above for above in lines[max(0, number - 2) : number]), (
-                    path.name,
-                    line,
-                )
+            if call.search(line) and path.name != "mesh.py":
+                above = lines[max(0, number - 2) : number]
+                assert any("# [s" in tag for tag in above), (path.name, line)
 
 
 def test_commands_for_own_text_run_as_written(tmp_path):
-    """data.py, train.py and sample.py as the README has them, on a small book and for a few steps."""
+    """data.py, train.py and sample.py as the README
+    has them, on a small book and for a few steps."""
     (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 400)
     (tmp_path / "more.jsonl").write_text('{"text": "the rain fell in torrents"}\n')
     short = "--max_steps 3 --n_layer 1 --block_size 16 --eval_batches 1 --out_dir out/edit".split()
     run = []
     for script in ("data.py --input", "train.py --data", "sample.py"):
-        command = next(
-            command for command in COMMANDS if script in command and "torchrun" not in command
-        )
-        words = [sys.executable, *shlex.split(command)[1:]] + (
-            short if "train.py" in script else []
-        )
+        command = next(line for line in COMMANDS if script in line and "torchrun" not in line)
+        words = [sys.executable, *shlex.split(command)[1:]]
+        words += short if "train.py" in script else []
         words[1] = str(ROOT / words[1])
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=90)
         assert (done.returncode, done.stderr) == (0, ""), command

@@ -15,8 +15,8 @@ METHODS = {
     "diloco": dict(method="diloco", max_steps=16, tau=4, sync_warmup_steps=3),
     # thresholds so tight that all of it happens: drops, rollbacks, clipping, a shorter last round
     "edit": dict(
-        method="edit", max_steps=30, tau=3, sync_warmup_steps=4, anomaly_warmup_rounds=3, anomaly_threshold=0.05,
-        pseudo_grad_clip=0.05, anomaly_ema=0.1, min_lr_ratio=1.0,
+        method="edit", max_steps=30, tau=3, sync_warmup_steps=4, anomaly_warmup_rounds=3,
+        anomaly_threshold=0.05, pseudo_grad_clip=0.05, anomaly_ema=0.1, min_lr_ratio=1.0,
     ),
 }  # fmt: skip
 
@@ -62,13 +62,11 @@ def test_accumulation_equals_reference_and_does_not_count_as_steps(method, corpu
 
 
 @pytest.mark.parametrize(
-    "ablation",
-    [
-        {"anomaly_elimination": False},
-        {"weighted_averaging": False},
+    "ablation", [
+        {"anomaly_elimination": False}, {"weighted_averaging": False},
         {"pseudo_grad_clipping": False},
     ],
-)
+)  # fmt: skip
 def test_edit_ablation_equals_reference(ablation, corpus, corpus_folder):
     options = METHODS["edit"] | {"shards": 2} | ablation
     run = run_training(4, corpus_folder, **options)
@@ -87,13 +85,11 @@ def test_evaluation_does_not_change_the_trajectory_and_waits_for_a_sync(method, 
 
 
 def test_first_outer_step_of_diloco_moves_lr_times_one_plus_momentum(corpus_folder):
-    options = dict(
-        method="diloco", sync_warmup_steps=0, tau=1, max_steps=1, outer_lr=0.5, outer_momentum=0.9
-    )
+    options = dict(method="diloco", sync_warmup_steps=0, tau=1, max_steps=1)
+    options |= dict(outer_lr=0.5, outer_momentum=0.9)
+    averaging = options | dict(outer_lr=1.0, outer_momentum=0.0)
     start = run_training(1, corpus_folder, **options | {"lr": 0.0}).model
-    local = run_training(
-        1, corpus_folder, **options | {"outer_lr": 1.0, "outer_momentum": 0.0}
-    ).model
+    local = run_training(1, corpus_folder, **averaging).model
     moved = run_training(1, corpus_folder, **options).model
     for name in start:
         expected = start[name] - 0.5 * 1.9 * (start[name] - local[name])

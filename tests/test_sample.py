@@ -17,22 +17,16 @@ CONFIG = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=16)
 @pytest.fixture(scope="module")
 def model_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "model.pt"
-    saved = {
-        "model": Llama(CONFIG).state_dict(),
-        "model_config": dataclasses.asdict(CONFIG),
-        "tokenizer": "byte",
-    }
-    torch.save(saved | {"config": {}}, path)
+    saved = {"model": Llama(CONFIG).state_dict(), "model_config": dataclasses.asdict(CONFIG)}
+    torch.save(saved | {"tokenizer": "byte", "config": {}}, path)
     return path
 
 
 def sample(*flags):
     return subprocess.run(
-        [sys.executable, ROOT / "sample.py", *map(str, flags)],
-        capture_output=True,
-        text=True,
+        [sys.executable, ROOT / "sample.py", *map(str, flags)], capture_output=True, text=True,
         timeout=60,
-    )
+    )  # fmt: skip
 
 
 def test_sampling_is_a_function_of_seed_and_cools_to_the_likeliest():
@@ -47,9 +41,8 @@ def test_sampling_is_a_function_of_seed_and_cools_to_the_likeliest():
 
 def test_context_is_the_last_block_size_tokens():
     model, long = Llama(CONFIG), list(range(100, 140))
-    assert list(generate(model, long, 5, temperature=0)) == list(
-        generate(model, long[-16:], 5, temperature=0)
-    )
+    draw = lambda tokens: list(generate(model, tokens, 5, temperature=0))
+    assert draw(long) == draw(long[-16:])
 
 
 def test_command_line_continues_the_prompt(model_file):
@@ -78,10 +71,8 @@ def test_wrong_input_is_one_line_and_exit_code_2(wrong, model_file, tmp_path):
     elif wrong == "malicious":
         torch.save(Malicious(str(tmp_path / "executed")), path)
     elif wrong in ("flag", "nan"):
-        path, extra = (
-            model_file,
-            {"flag": ["--warmth", "1"], "nan": ["--temperature", "nan"]}[wrong],
-        )
+        path = model_file
+        extra = {"flag": ["--warmth", "1"], "nan": ["--temperature", "nan"]}[wrong]
     done = sample("--model", path, *extra)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("sample.py: error: ") and done.stderr.count("\n") == 1

@@ -1,5 +1,7 @@
 """ZeRO-3: sharded equals whole, what is sent, what is alive, what decays."""
 
+import math
+
 import pytest
 import torch
 
@@ -14,9 +16,8 @@ LAYERS = CONFIG.n_layer + 2
 
 def batches(count):
     generator = torch.Generator().manual_seed(5)
-    return [
-        torch.randint(97, (2, 2, 8), generator=generator) for _ in range(count)
-    ]  # (inputs, targets), B, T
+    # (inputs, targets), B, T
+    return [torch.randint(97, (2, 2, 8), generator=generator) for _ in range(count)]
 
 
 def sharded_gradients(shards, dtype, accum=1, recompute=False, compiler=None):
@@ -27,28 +28,21 @@ def sharded_gradients(shards, dtype, accum=1, recompute=False, compiler=None):
     for micro in range(accum):
         inputs, targets = batches(mesh.world_size * accum)[micro * mesh.world_size + mesh.rank]
         loss = model.forward(inputs, targets)
-        model.backward(
-            1 / (mesh.world_size * accum), first=micro == 0, average_replicas=micro == accum - 1
-        )
+        scale, last = 1 / (mesh.world_size * accum), micro == accum - 1
+        model.backward(scale, first=micro == 0, average_replicas=last)
     model.master.copy_(model.grad)  # state_dict() then hands out the gathered gradient
     gradient = model.state_dict()
     model.clip_gradient(0.5, loss)
-    return (
-        gradient,
-        model.news(),
-        dict(mesh.calls),
-        dict(mesh.sent),
-        [l.padded for l in model.layouts],
-    )
+    padded = [layout.padded for layout in model.layouts]
+    return gradient, model.news(), dict(mesh.calls), dict(mesh.sent), padded
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize("accum", [1, 2])
 def test_gradient_equals_whole_model(shards, accum):
     world_size = 4
-    gradient, norm_and_loss, *_ = run_ranks(
-        world_size, sharded_gradients, shards, torch.float64, accum
-    )[0]
+    ranks = run_ranks(world_size, sharded_gradients, shards, torch.float64, accum)
+    gradient, norm_and_loss, *_ = ranks[0]
     whole = Llama(CONFIG, seed=3).double()
     for inputs, targets in batches(world_size * accum):
         (whole(inputs, targets) / (world_size * accum)).backward()
@@ -89,10 +83,8 @@ def test_recomputing_changes_no_bit_and_no_collective_and_keeps_only_block_input
     assert usual[1:] == again[1:]  # norm and loss; calls; bytes
 
     def kept(recompute):
-        sizes = {}
-        model = ShardedModel(
-            CONFIG, Mesh(1, torch.device("cpu")), torch.float32, recompute=recompute
-        )
+        sizes, mesh = {}, Mesh(1, torch.device("cpu"))
+        model = ShardedModel(CONFIG, mesh, torch.float32, recompute=recompute)
 
         def note(tensor):
             storage = tensor.untyped_storage()
@@ -130,14 +122,14 @@ def test_one_rank_makes_no_collective_and_no_copy_of_the_parameters():
     model.forward(inputs, targets)
     model.backward(1.0)
     assert not mesh.calls and model.buffers() == []
-    storages = {
-        p.untyped_storage().data_ptr() for layer in model.layers for p in layer.parameters()
-    }
+    parameters = [p for layer in model.layers for p in layer.parameters()]
+    storages = {p.untyped_storage().data_ptr() for p in parameters}
     assert storages == {model.master.untyped_storage().data_ptr()}
 
 
 def alive_elements(shards):
-    """Every storage that parameters live in, and the most of whole parameters a rank had at any time."""
+    """Every storage that parameters live in, and the
+    most of whole parameters a rank had at any time."""
     import gc
 
     import shard
@@ -157,27 +149,21 @@ def alive_elements(shards):
         model.forward(inputs, targets)
         model.backward(1.0)
     storages = {p.untyped_storage() for layer in model.layers for p in layer.parameters()}
-    return (
-        largest[0],
-        {s.data_ptr(): s.nbytes() // 4 for s in storages},
-        [l.used for l in model.layouts],
-        model.master.numel(),
-    )
+    storages = {s.data_ptr(): s.nbytes() // 4 for s in storages}
+    return largest[0], storages, [layout.used for layout in model.layouts], model.master.numel()
 
 
 def test_at_most_two_layers_are_whole_and_no_rank_builds_the_model():
     for building, storages, sizes, master in run_ranks(4, alive_elements, 4):
         assert building <= max(sizes)  # one layer at a time
-        assert len(storages) == 2 and sum(storages.values()) <= 2 * (
-            max(sizes) + 8 * 4
-        )  # + padding
+        assert len(storages) == 2
+        assert sum(storages.values()) <= 2 * (max(sizes) + 8 * 4)  # + padding
         assert master <= sum(sizes) / 4 + 8 * LAYERS  # + padding
 
 
 def initial_state(shards):
-    return ShardedModel(
-        CONFIG, Mesh(shards, torch.device("cpu")), torch.float32, seed=11
-    ).state_dict()
+    mesh = Mesh(shards, torch.device("cpu"))
+    return ShardedModel(CONFIG, mesh, torch.float32, seed=11).state_dict()
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
@@ -214,7 +200,8 @@ def test_evaluation_forward_keeps_no_activations():
 
 
 def order_of_events(shards):
-    """What a rank does in one step, in order: ("gather", l), ("compute", l), ("reduce", l), ("arrived", l)."""
+    """What a rank does in one step, in order:
+    ("gather", l), ("compute", l), ("reduce", l), ("arrived", l)."""
     mesh, events = Mesh(shards, torch.device("cpu")), []
     model = ShardedModel(CONFIG, mesh, torch.float32)
     start_reduce, settle = model._start_reduce, model._settle
@@ -235,11 +222,8 @@ def order_of_events(shards):
         events.append(("arrived", l))
         return settle(l, *rest)
 
-    model.start_gather, model._start_reduce, model._settle = (
-        watched_start,
-        watched_reduce,
-        watched_settle,
-    )
+    model.start_gather, model._start_reduce = watched_start, watched_reduce
+    model._settle = watched_settle
     inputs, targets = batches(1)[0]
     model.forward(inputs, targets)
     forward, events[:] = list(events), []
@@ -254,10 +238,24 @@ def test_next_layer_is_gathered_before_this_one_computes_and_reduces_overlap():
         for l in range(LAYERS):
             expected += [("gather", l + 1)] * (l < last) + [("compute", l)]
         assert forward == expected
-        # backward: the previous layer is asked for before this one's gradient is sent, and a layer's
-        # reduce-scatter is waited for only when the next gradient is ready
+        # backward: the previous layer is asked for before this one's gradient is sent,
+        # and a layer's reduce-scatter is waited for only when the next gradient is ready
         expected = []
         for l in reversed(range(LAYERS)):
             expected += [("gather", l - 1)] * (0 < l - 1 < last - 1)
             expected += [("arrived", l + 1)] * (l < last) + [("reduce", l)]
         assert backward == expected + [("arrived", 0)]
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e9])
+def test_gradient_is_clipped_to_its_norm_and_zeroed_if_that_is_not_finite(max_norm):
+    model = ShardedModel(ModelConfig(1, 1, 8, 8, 11), Mesh(1, torch.device("cpu")))
+    for value in (1.0, math.nan, math.inf):
+        model.grad.fill_(0.5)[3] = value
+        expected = model.grad.clone()
+        if not math.isfinite(value):
+            expected.zero_()
+        elif max_norm == 1.0:
+            expected /= expected.norm() + 1e-6
+        model.clip_gradient(max_norm, torch.zeros(()))
+        assert torch.allclose(model.grad, expected, rtol=1e-6, atol=0)

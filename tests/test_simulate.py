@@ -36,9 +36,8 @@ def test_parcels_queue_behind_one_another_at_the_links_rate():
     wire = Wire(Config(link_mbps=8.0), sharers=2, device=CPU)  # 1 MB/s, half of it this rank's
     a, b, c = finish_times(wire, ([Done()], 5_000, 1), ([Done()], 10_000, 1), ([Done()], 0, 1))
     assert a >= 0.010 * FRAMING
-    assert b - a == pytest.approx(0.020 * FRAMING, abs=1e-6) and c - b == pytest.approx(
-        0.0, abs=1e-6
-    )
+    assert b - a == pytest.approx(0.020 * FRAMING, abs=1e-6)
+    assert c - b == pytest.approx(0.0, abs=1e-6)
 
 
 def test_latency_counts_per_hop_and_does_not_occupy_the_wire():
@@ -89,31 +88,23 @@ def test_random_lag_hits_one_replica_with_its_probability_reproducibly():
     late = [row for row in pauses if any(row)]
     assert all(sorted(row) == [0, 0, 0, 0.5] for row in late)
     assert len(late) / 2000 == pytest.approx(0.25, abs=0.04)
-    assert all(
-        sum(bool(row[i]) for row in late) / len(late) == pytest.approx(0.25, abs=0.07)
-        for i in range(4)
-    )
+    for i in range(4):
+        assert sum(bool(row[i]) for row in late) / len(late) == pytest.approx(0.25, abs=0.07)
 
 
 @pytest.mark.parametrize("method", ["minibatch", "diloco", "edit"])
 def test_simulation_changes_no_bit_and_shows_in_the_record(method, corpus_folder):
     options = OUTER | dict(method=method, shards=2)
     plain = run_training(4, corpus_folder, **options)
-    slow = run_training(
-        4,
-        corpus_folder,
-        **options,
-        link_mbps=20,
-        link_latency_ms=2,
-        random_lag="0.5:0.01",
-        slow_replica="0:1.5",
-    )
+    options |= dict(link_mbps=20, link_latency_ms=2, random_lag="0.5:0.01", slow_replica="0:1.5")
+    slow = run_training(4, corpus_folder, **options)
     assert slow.losses == plain.losses
     assert all(torch.equal(slow.model[name], value) for name, value in plain.model.items())
     assert [rank["calls"] for rank in slow.ranks] == [rank["calls"] for rank in plain.ranks]
     for fast, row in zip(plain.rows("sync"), slow.rows("sync")):
         assert fast["wait_link_ms"] == 0 and fast["wait_others_ms"] > 0
-        # 4 layers, 2 replicas: an exchange takes a hop, an all-reduce two; the wire delays them by 2 ms each
+        # 4 layers, 2 replicas: an exchange takes a hop, an all-reduce two;
+        # the wire delays them by 2 ms each
         assert row["wait_link_ms"] > 2.0 and row["stall_ms"] >= row["wait_link_ms"]
 
 

@@ -1,5 +1,5 @@
-"""Real processes, really killed and stopped: they leave in bounded time with one line, and go on later as if
-nothing had been."""
+"""Real processes, really killed and stopped: they leave in bounded time with one line, and go on
+later as if nothing had been."""
 
 import json
 import os
@@ -19,18 +19,9 @@ from mesh import LostRank
 from ranks import ROOT, TINY, Launch, agent_store
 
 RUN = [
-    *TINY,
-    "--dtype",
-    "fp32",
-    "--method",
-    "edit",
-    "--shards",
-    "2",
-    "--tau",
-    "4",
-    "--sync_warmup_steps",
-    "3",
-]
+    *TINY, "--dtype", "fp32", "--method", "edit", "--shards", "2", "--tau", "4",
+    "--sync_warmup_steps", "3",
+]  # fmt: skip
 
 
 def command(folder, corpus_folder, *argv, steps=40):
@@ -101,15 +92,9 @@ def test_signal_with_save_on_exit_stops_all_at_one_step_and_the_rest_follows(
 def test_signal_to_the_slow_replica_stops_the_fast_one(tmp_path, corpus_folder):
     """The fast one is always ahead, and first at every gate."""
     argv = command(
-        tmp_path / "run",
-        corpus_folder,
-        "--tau",
-        "20",
-        "--save_on_exit",
-        "--slow_replica",
-        "1:4",
+        tmp_path / "run", corpus_folder, "--tau", "20", "--save_on_exit", "--slow_replica", "1:4",
         steps=5000,
-    )
+    )  # fmt: skip
     launch = Launch(4, tmp_path / "log", *argv)
     launch.wait_for("step 00010/")
     launch.signal(signal.SIGTERM, 3)
@@ -119,17 +104,12 @@ def test_signal_to_the_slow_replica_stops_the_fast_one(tmp_path, corpus_folder):
 
 
 def test_signal_in_a_edit_stops_replicas_in_the_same_round(tmp_path, corpus_folder):
-    """No two replicas are at the same step: each saves where it is, and nobody waits for a sync that never comes."""
+    """No two replicas are at the same step:
+    each saves where it is, and nobody waits for a sync that never comes."""
     argv = command(
-        tmp_path / "run",
-        corpus_folder,
-        "--method",
-        "a_edit",
-        "--tau_time_s",
-        "0.2",
-        "--save_on_exit",
-        steps=400,
-    )
+        tmp_path / "run", corpus_folder, "--method", "a_edit", "--tau_time_s", "0.2",
+        "--save_on_exit", steps=400,
+    )  # fmt: skip
     launch = Launch(4, tmp_path / "log", *argv, "--slow_replica", "1:3")
     launch.wait_for("sync 0002")
     launch.signal(signal.SIGTERM, 2)
@@ -138,18 +118,11 @@ def test_signal_in_a_edit_stops_replicas_in_the_same_round(tmp_path, corpus_fold
     fast, slow = checkpoint.read(path)["replicas"]
     assert fast["step"] > slow["step"] and fast["method"]["round"] == slow["method"]["round"]
     argv = command(
-        tmp_path / "run",
-        corpus_folder,
-        "--resume",
-        "auto",
-        "--max_steps",
-        "40",
-        "--allow_change",
-        "max_steps",
-    )
-    again = Launch(
-        4, tmp_path / "log", *[word for word in argv if word not in ("--method", "edit")]
-    )
+        tmp_path / "run", corpus_folder, "--resume", "auto", "--max_steps", "40",
+        "--allow_change", "max_steps",
+    )  # fmt: skip
+    argv = [word for word in argv if word not in ("--method", "edit")]
+    again = Launch(4, tmp_path / "log", *argv)
     assert again.wait() == [0] * 4, again.lines("err")
 
 
@@ -161,9 +134,8 @@ def test_signal_without_save_on_exit_ends_at_once_with_one_line(tmp_path, corpus
     assert [line for line in launch.lines("err")] == ["train.py: stopped by SIGINT"]
 
 
-@pytest.mark.parametrize(
-    "victim, tau", [(0, 4), (3, 4), (3, 1000)]
-)  # 1000: no sync is near that would tell
+# 1000: no sync is near that would tell
+@pytest.mark.parametrize("victim, tau", [(0, 4), (3, 4), (3, 1000)])
 def test_killed_rank_ends_the_others_at_once_with_a_line(victim, tau, tmp_path, corpus_folder):
     argv = command(
         tmp_path / "run", corpus_folder, "--checkpoint_interval", "10", "--tau", tau, steps=100000
@@ -176,10 +148,8 @@ def test_killed_rank_ends_the_others_at_once_with_a_line(victim, tau, tmp_path, 
     assert time.monotonic() - began < 10
     assert codes == [-9 if rank == victim else 1 for rank in range(4)]
     lines = launch.lines("err")
-    assert all(
-        "lost contact with another rank" in line and "--resume auto goes on from" in line
-        for line in lines
-    ), lines
+    for said in ("lost contact with another rank", "--resume auto goes on from"):
+        assert all(said in line for line in lines), lines
     assert len(lines) == 1
 
 
@@ -216,9 +186,8 @@ def test_rank_that_never_starts_ends_the_others(tmp_path, corpus_folder):
     special = {0: (wait_two_seconds_for_the_others,), 1: (never_come,)}
     launch = Launch(2, tmp_path / "log", *command(tmp_path / "run", corpus_folder), special=special)
     assert launch.wait(20) == [1, 0]
-    (line,) = [
-        line for line in launch.lines("err") if not line.startswith("[")
-    ]  # beside torch's own warnings
+    # beside torch's own warnings
+    (line,) = [line for line in launch.lines("err") if not line.startswith("[")]
     assert "error: lost contact with another rank while starting" in line
 
 
@@ -236,7 +205,8 @@ CRASHES = {
 
 
 def run_and_die(argv, rank, world_size, port, folder, name, count):
-    """ranks._command with a function of checkpoint.py that kills its process when it is called for the count-th time."""
+    """ranks._command with a function of checkpoint.py that kills
+    its process when it is called for the count-th time."""
     import ranks
 
     function, calls = getattr(checkpoint, name), []
@@ -256,15 +226,9 @@ def test_crash_while_saving_leaves_the_last_complete_checkpoint(
     name, victim, count, tmp_path, corpus_folder, undisturbed
 ):
     argv = command(
-        tmp_path / "run",
-        corpus_folder,
-        "--checkpoint_interval",
-        "7",
-        "--keep",
-        "1",
-        "--resume",
-        "auto",
-    )
+        tmp_path / "run", corpus_folder, "--checkpoint_interval", "7", "--keep", "1",
+        "--resume", "auto",
+    )  # fmt: skip
     launch = Launch(4, tmp_path / "log", *argv, special={victim: (run_and_die, name, count)})
     codes = launch.wait()
     assert codes[victim] == -9 and 0 not in codes
@@ -277,15 +241,15 @@ def test_crash_while_saving_leaves_the_last_complete_checkpoint(
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
-KILLS = int(
-    os.environ.get("KILLS", 2)
-)  # more make a soak of it: KILLS=20 python -m pytest tests/test_together.py
+# more make a soak of it: KILLS=20 python -m pytest tests/test_together.py
+KILLS = int(os.environ.get("KILLS", 2))
 STEPS = max(100, 30 * KILLS)
 
 
 def survive(folder, meshes, *argv):
-    """Run argv on one mesh after another, killing a random rank at a random moment of its training, KILLS times; then
-    let it finish. meshes: pairs of (world size, flags). The survivors have to end by themselves."""
+    """Run argv on one mesh after another, killing a random rank at a random
+    moment of its training, KILLS times; then let it finish. meshes: pairs
+    of (world size, flags). The survivors have to end by themselves."""
     dice, struck, store = random.Random(KILLS), 0, agent_store()
     while True:
         world_size, mesh = dice.choice(meshes)
@@ -306,7 +270,8 @@ def survive(folder, meshes, *argv):
 
 
 def soak(tmp_path, corpus_folder, meshes, *argv, at_least=1):
-    """(folder of a run on one mesh after another, with kills; folder of one that was left alone on the last mesh)."""
+    """(folder of a run on one mesh after another, with kills;
+    folder of one that was left alone on the last mesh)."""
     argv = [*RUN, "--max_steps", str(STEPS), "--data", str(corpus_folder), *argv]
     saving = ["--checkpoint_interval", "5", "--resume", "auto", "--allow_change", "batch_size"]
     kills = survive(tmp_path / "log", meshes, *argv, *saving, "--out_dir", str(tmp_path / "run"))
@@ -322,7 +287,8 @@ def test_random_kills_cost_no_step_and_change_no_bit(tmp_path, corpus_folder):
 
 
 def test_random_kills_and_other_shards_continue_the_trajectory(tmp_path, corpus_folder):
-    """On one or two shards, by chance, after each kill, with the same global batch. fp64: the order of sums differs."""
+    """On one or two shards, by chance, after each kill, with the same global batch.
+    fp64: the order of sums differs."""
     meshes = [(2 * n, ["--shards", str(n), "--batch_size", str(4 // n)]) for n in (1, 2)]
     run, whole = soak(tmp_path, corpus_folder, meshes, "--dtype", "fp64")
     (losses, _), (expected, _) = essence(run), essence(whole)
@@ -334,9 +300,8 @@ def test_random_kills_and_other_replicas_train_as_well(tmp_path, corpus_folder):
     """One, two or four replicas, by chance: another trajectory, as good a model."""
     meshes = [(m, ["--shards", "1", "--batch_size", str(8 // m)]) for m in (1, 4, 2)]
     run, whole = soak(tmp_path, corpus_folder, meshes)
-    assert [row["step"] for row in record(run) if row["event"] == "step"] == list(
-        range(1, STEPS + 1)
-    )
+    steps = [row["step"] for row in record(run) if row["event"] == "step"]
+    assert steps == list(range(1, STEPS + 1))
     ours, theirs = (record(folder)[-1]["val_loss"] for folder in (run, whole))
     assert ours == pytest.approx(theirs, rel=0.05)
 
@@ -349,27 +314,17 @@ def test_torchrun_restarts_from_the_last_checkpoint_without_being_told(
         tmp_path / "run", corpus_folder, "--checkpoint_interval", "5", "--random_lag", "1:0.02"
     )
     launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "4",
-        "--max-restarts",
-        "1",
-    ]
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4",
+        "--max-restarts", "1",
+    ]  # fmt: skip
     agent = subprocess.Popen(
-        [*launcher, "train.py", *argv],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+        [*launcher, "train.py", *argv], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
     for line in agent.stdout:
         if line.startswith("step 00012"):
-            ranks = subprocess.run(
-                ["pgrep", "-P", str(agent.pid)], capture_output=True, text=True
-            ).stdout.split()
+            pgrep = ["pgrep", "-P", str(agent.pid)]
+            ranks = subprocess.run(pgrep, capture_output=True, text=True).stdout.split()
             os.kill(int(ranks[-1]), signal.SIGKILL)
             break
     printed, _ = agent.communicate(timeout=90)
@@ -381,7 +336,8 @@ def test_torchrun_restarts_from_the_last_checkpoint_without_being_told(
 
 
 def run_with_small_files(argv, rank, world_size, port, folder, most_bytes):
-    """ranks._command on a disk where a file can have so many bytes: writing more fails as on a full one."""
+    """ranks._command on a disk where a file can have so many bytes:
+    writing more fails as on a full one."""
     import resource
 
     import ranks
@@ -392,13 +348,11 @@ def run_with_small_files(argv, rank, world_size, port, folder, most_bytes):
 
 FULL = {  # the largest file there is room for -> what cannot be written
     "record": (
-        3_000,
-        ["--log_interval", "1"],
-        "metrics.jsonl could not be written: File too large",
+        3_000, ["--log_interval", "1"], "metrics.jsonl could not be written: File too large",
     ),
     "model": (20_000, [], "model.pt could not be written"),
     "checkpoint": (40_000, ["--checkpoint_interval", "10"], "no checkpoint could be written to"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("most_bytes, more, message", FULL.values(), ids=FULL)
@@ -409,11 +363,8 @@ def test_full_disk_ends_the_run_with_one_line_and_nothing_half_written(
     special = {rank: (run_with_small_files, most_bytes) for rank in range(4)}
     launch = Launch(4, tmp_path / "log", *argv, special=special)
     codes = launch.wait(30)
-    assert codes[0] == 2 and set(codes) <= {
-        0,
-        1,
-        2,
-    }  # the others are done when rank 0 writes the model
+    # the others are done when rank 0 writes the model
+    assert codes[0] == 2 and set(codes) <= {0, 1, 2}
     (line,) = launch.lines("err")
     assert message in line
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"metrics.jsonl"}
@@ -459,9 +410,8 @@ def run_sick(argv, rank, world_size, port, folder, sick_rank, step):
 
     def sick_forward(self, *args, **options):
         count.append(None)
-        return forward(self, *args, **options) * (
-            float("nan") if len(count) > step and rank == sick_rank else 1
-        )
+        sick = len(count) > step and rank == sick_rank
+        return forward(self, *args, **options) * (float("nan") if sick else 1)
 
     shard.ShardedModel.forward = sick_forward
     ranks._command(argv, rank, world_size, port, folder)
@@ -470,15 +420,9 @@ def run_sick(argv, rank, world_size, port, folder, sick_rank, step):
 @pytest.mark.parametrize("method", ["minibatch", "diloco"])
 def test_loss_that_is_not_finite_stops_methods_that_cannot_mend_it(method, tmp_path, corpus_folder):
     argv = command(
-        tmp_path / "run",
-        corpus_folder,
-        "--checkpoint_interval",
-        "2",
-        "--keep",
-        "100",
-        "--method",
-        method,
-    )
+        tmp_path / "run", corpus_folder, "--checkpoint_interval", "2", "--keep", "100",
+        "--method", method,
+    )  # fmt: skip
     special = {rank: (run_sick, 2, 14) for rank in range(4)}
     launch = Launch(4, tmp_path / "log", *argv, special=special)
     codes = launch.wait(20)
