@@ -15,7 +15,7 @@ ledger.
     group  operation       payload            what for
     shard  all-gather      one layer          parameters, before computing the layer
     shard  reduce-scatter  one layer          its gradient
-    shard  all-reduce      a few scalars      norms that span the shards, what their ranks have to tell
+    shard  all-reduce      a few scalars      norms that span the shards, the loss, a clock
     shard  all-gather      one scalar         EDiT's clipping
     sync   all-reduce      a layer's shard    gradients (mini-batch) or pseudo-gradients (local SGD)
     sync   all-gather      a vector of norms  EDiT's penalty, DiLoCo's log
@@ -39,10 +39,10 @@ and is not counted.
 
 gloo's own all-gather and reduce-scatter pass everything around a ring with a copy at every hop.
 Here, on one machine, all exchanges go through shared memory (outbox.py) but EDiT's all-reduces, of
-which all layers' are under way at once; these and everything between machines stay with gloo. Where there is no
-outbox, each rank exchanges the pieces with each other rank directly, into their final place: on two
-ranks of one machine this took 0.6x to 0.8x the time for an all-gather of 2 to 8 million elements
-(and as long as gloo's own for 0.2 million), and 0.4x to 0.5x for a reduce-scatter.
+which all layers' are under way at once; these and everything between machines stay with gloo.
+Where there is no outbox, each rank exchanges the pieces with each other rank directly, into their
+final place: on two ranks of one machine this took 0.6x to 0.8x the time for an all-gather of 2 to 8
+million elements (and as long as gloo's own for 0.2 million), and 0.4x to 0.5x for a reduce-scatter.
 """
 
 import time
