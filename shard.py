@@ -57,6 +57,7 @@ Source: ZeRO, arXiv 1910.02054.
 """
 
 import ctypes
+import sys
 from collections import deque
 
 import torch
@@ -145,7 +146,7 @@ class ShardedModel:
         if not alone:
             making = make(self.master.dtype)
             # An outbox takes a copy; without it, one layer's gradient may still be on its way.
-            copied = self.mesh.outbox(self.mesh.shard, "reduce-scatter")
+            copied = self.mesh.outbox(self.mesh.shard, "reduce-scatter", making.nbytes)
             self.outgoing = [making, making if copied else make(self.master.dtype)]
         for l, (layer, master) in enumerate(zip(self.layers, self.masters)):
             home = master if self.aliased else self.whole[l % 2]
@@ -362,9 +363,9 @@ class ShardedModel:
 def keep_freed_memory():
     """Let glibc keep what a step frees for the next one. It would give much of it back to the
     system, and fetch it again page by page: some 3% of a step on the CPU."""
-    libc = ctypes.CDLL(None)
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
-        libc.mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD, bytes: the largest it takes
+        libc.mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD, bytes: older versions take no more
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
