@@ -1,4 +1,5 @@
 import os
+import random
 import sys
 
 # before torch is imported, here and in every process started from here
@@ -16,13 +17,14 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def corpus_folder(tmp_path_factory):
-    """A small corpus on disk: this repository's own source, byte tokens."""
+    """A small corpus on disk: sentences of words that a seed draws, byte tokens."""
     import data
-    from ranks import ROOT
 
-    folder = tmp_path_factory.mktemp("corpus") / "tokens"
-    data.write_corpus(data.text_documents(sorted(ROOT.glob("*.py"))), "byte", folder)
-    return folder
+    folder, draw = tmp_path_factory.mktemp("corpus"), random.Random(1)
+    words = ["".join(draw.choices("aeinorst", k=draw.randint(2, 7))) for _ in range(300)]
+    (folder / "text.txt").write_text(" ".join(draw.choices(words, k=16000)))
+    data.write_corpus(data.text_documents([folder / "text.txt"]), "byte", folder / "tokens")
+    return folder / "tokens"
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Run code on several gloo ranks, and whole trainings through train.py's own loop.
+"""Run code on several ranks, and whole trainings through train.py's own loop.
 
 Ranks are forked from a server process that has imported torch once, so a run of four costs a
 fraction of a second instead of four imports.
@@ -14,6 +14,8 @@ import sys
 import tempfile
 import time
 import traceback
+import types
+import zlib
 from pathlib import Path
 
 import torch
@@ -22,9 +24,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 context = multiprocessing.get_context("forkserver")
 # torch._dynamo: what the first optimizer step imports, a second in every rank
-context.set_forkserver_preload(
-    ["train", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"]
-)
+context.set_forkserver_preload(["train", "torch._dynamo"])
 
 
 def _rank_main(rank, world_size, folder, function, args):
@@ -144,72 +144,69 @@ def flags(**options) -> list:
     ]
 
 
-def fingerprint(tensor) -> int:
-    return hash(tensor.numpy().tobytes())
-
-
 def watch_syncs(method, model):
-    """Record a fingerprint of this rank's parameters
-    right after every sync (of each layer, for EDiT)."""
-    seen = []
-    if hasattr(method, "complete"):
-        complete = method.complete
+    """Record a checksum of this rank's parameters and of the vectors that replicas share, whenever
+    a sync has completed."""
+    seen, end_sync = [], method.end_sync
 
-        def complete_and_look(l):
-            complete(l)
-            seen.append(fingerprint(model.masters[l]))
+    def end_sync_and_look():
+        end_sync()
+        vectors = [model.master] + [getattr(method, name) for name in method.shared]
+        seen.append([zlib.crc32(vector.numpy()) for vector in vectors])
 
-        method.complete = complete_and_look
-    elif hasattr(method, "sync"):
-        sync = method.sync
-
-        def sync_and_look():
-            sync()
-            seen.append(fingerprint(model.master))
-
-        method.sync = sync_and_look
+    method.end_sync = end_sync_and_look
     return seen
 
 
-def _train(argv, corpus_folder, tamper, out_dir):
-    import together
+class StandInShutdown:
+    """launch.Shutdown without signals: a rank that leaves raises an error."""
+
+    def __init__(self):
+        self.store = dist.distributed_c10d._get_default_store()
+
+    def leave(self, code, line):
+        raise AssertionError(f"left with exit code {code}: {line}")
+
+
+def _train(argv, corpus_folder, tamper, out_dir, transport):
     import train
-    from config import METHODS, set_up
     from mesh import Mesh
+    from plumbing import launch
 
     with tempfile.TemporaryDirectory() as out:
         out = out_dir or out
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        setup = set_up([*argv, "--data", corpus_folder, "--out_dir", out], rank, world_size)
-        config = setup.config
-        mesh = Mesh(config.shards, torch.device("cpu"))
-        made = {}
-        method_class, method_config_class = METHODS[config.method]
+        Path(out).mkdir(parents=True, exist_ok=True)
+        argv = [*argv, "--data", corpus_folder, "--out_dir", out]
+        setup = launch.set_up(argv, train.METHODS, dist.get_rank(), dist.get_world_size())
+        config, made = setup.config, types.SimpleNamespace(watched=None)
+        mesh = Mesh(config.shards, torch.device("cpu"), 60, lambda ranks, crosses: transport)
+        method_class = train.METHODS[config.method]
 
         def make(model, mesh, *rest):
-            made["model"], made["method"] = model, method_class(model, mesh, *rest)
-            made["seen"] = watch_syncs(made["method"], model)
+            made.model, made.method = model, method_class(model, mesh, *rest)
+            made.seen = watch_syncs(made.method, model)
             if tamper:
-                tamper(made["method"], model, mesh)
-            return made["method"]
+                made.watched = tamper(made.method, model, mesh)
+            return made.method
 
-        METHODS[config.method] = (make, method_config_class)
+        train.METHODS[config.method] = make
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            leaving = together.Leaving(rank)
-            leaving.store = together.Store(dist.distributed_c10d._get_default_store(), 60)
-            train.train(setup, mesh, leaving.store, leaving)
+            train.train(setup, mesh, StandInShutdown())
         rows = saved = None
         if mesh.rank == 0:
             rows = [json.loads(line) for line in open(f"{out}/metrics.jsonl")]
             saved = torch.load(f"{out}/model.pt", weights_only=True)["model"]
+        method, model = made.method, made.model
         return {
             "rows": rows,
             "printed": printed.getvalue(),
             "model": saved,
-            "seen": made["seen"],
-            "master": made["model"].master.clone(),
-            "exp_avg": made["model"].exp_avg.clone(),
-            "method_state": made["method"].state_dict(),
+            "seen": made.seen,
+            "watched": made.watched() if callable(made.watched) else made.watched,
+            "master": model.master.clone(),
+            "exp_avg": model.exp_avg.clone(),
+            "vectors": {name: getattr(method, name).clone() for name in method.shared},
+            "method_state": method.state_dict(),
             "calls": dict(mesh.calls),
             "sent": dict(mesh.sent),
             "shard_index": mesh.shard_index,
@@ -225,16 +222,20 @@ class Run:
         self.rows = lambda event: [row for row in first["rows"] if row["event"] == event]
         self.losses = [row["loss"] for row in self.rows("step")]
         self.model, self.printed = first["model"], first["printed"]
-        # after every sync all replicas are bit-identical, in every training of every test
+        rows = first["rows"]
+        resumed = max((i for i, row in enumerate(rows) if row["event"] == "resume"), default=0)
+        own_syncs = sum(row["event"] == "sync" for row in rows[resumed:])
+        # All replicas are bit-identical after every sync, in every training of every test.
         for rank in ranks:
             twin = ranks[rank["shard_index"]]
-            both = enumerate(zip(rank["seen"], twin["seen"], strict=True))
-            assert not [i for i, (ours, theirs) in both if ours != theirs]
+            assert len(rank["seen"]) >= own_syncs and rank["seen"] == twin["seen"]
             assert torch.equal(rank["master"], twin["master"])
 
 
-def run_training(world_size, corpus_folder, tamper=None, out_dir=None, **options) -> Run:
-    """Train on `world_size` ranks.
-    tamper(method, model, mesh), on every rank, may change the method first."""
-    out_dir = str(out_dir) if out_dir else None
-    return Run(run_ranks(world_size, _train, flags(**options), str(corpus_folder), tamper, out_dir))
+def run_training(
+    world_size, corpus_folder, tamper=None, out_dir=None, transport="gloo", **options
+) -> Run:
+    """Train on `world_size` ranks. tamper(method, model, mesh), on every rank, may change the
+    method first; what it returns (if callable: returns when called) ends in rank["watched"]."""
+    args = str(corpus_folder), tamper, str(out_dir) if out_dir else None, transport
+    return Run(run_ranks(world_size, _train, flags(**options), *args))

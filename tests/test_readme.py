@@ -1,27 +1,34 @@
-"""The README is true: its tree, its commands, its equation map, the length of the shell lines under
-make."""
+"""The README and RESULTS.md are true: file tree, commands, flags, equation map, the printed method."""
 
+import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 import bench
-import checkpoint
 import data
 import sample
-from config import parse
+import simulate
+from plumbing.config import parse
 from ranks import ROOT
+from train import METHODS
 
 TEXT = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line.split("#")[0].strip()
-    for block in re.findall(r"```sh\n(.*?)```", TEXT, re.S)
-    for line in block.splitlines()
-]
-COMMANDS = [line for line in COMMANDS if line]
+RESULTS = (ROOT / "RESULTS.md").read_text()
+
+
+def commands(text):
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def read_train_flags(argv):
+    return parse(argv, METHODS, simulate.Config)
 
 
 def test_file_tree_equals_the_folder():
@@ -31,85 +38,121 @@ def test_file_tree_equals_the_folder():
     if tracked.returncode:
         pytest.skip("not a git checkout")
     here = {path.split("/")[0] + ("/" if "/" in path else "") for path in tracked.stdout.split()}
-    here = {name for name in here if not name.startswith(".")}
+    here = {name for name in here if not name.startswith(".")} - {"README.md"}
     blocks = re.findall(r"```text\n(.*?)```", TEXT, re.S)
     tree = next(block for block in blocks if "model.py " in block)
     assert {line.split()[0] for line in tree.splitlines()} == here
 
 
-def test_every_command_names_real_files_and_flags():
-    names = {path.name for path in ROOT.glob("*.py")}
+@pytest.mark.parametrize("text", [TEXT, RESULTS], ids=["README", "RESULTS"])
+def test_every_command_names_real_files_and_flags(text):
     seen = set()
-    for command in COMMANDS:
+    for command in commands(text):
         words = shlex.split(command)
         scripts = [word for word in words if word.endswith(".py")]
-        assert set(scripts) <= names
+        assert all((ROOT / script).exists() for script in scripts)
         seen.update(scripts)
         if "train.py" in scripts:
-            parse(words[words.index("train.py") + 1 :])
-    assert {"train.py", "data.py", "sample.py"} <= seen
+            read_train_flags(words[words.index("train.py") + 1 :])
+    assert {"train.py", "bench.py" if text is RESULTS else "data.py"} <= seen
 
 
 def test_make_runs_the_lines_that_the_readme_shows():
-    makefile = (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
-    trainings = [command for command in COMMANDS if "torchrun --standalone" in command]
-    assert trainings[0] in makefile  # the first one, under make train
-    assert "python -m pytest" in COMMANDS and "python -m pytest" in makefile
-    assert "make train" in COMMANDS and "make test" in COMMANDS
+    makefile, shown = (ROOT / "Makefile").read_text().replace("$(BIN)/", ""), commands(TEXT)
+    assert next(line for line in shown if "torchrun --standalone" in line) in makefile
+    assert {"python -m pytest", "make train", "make test"} <= set(shown)
+    assert "python -m pytest" in makefile
 
 
 def test_equation_map_points_at_functions_that_exist():
     rows = re.findall(r"`(\w+\.py):(\w+)`", TEXT)
-    assert len(rows) > 10
+    assert len(rows) > 8
     for file, function in rows:
         assert f"def {function}(" in (ROOT / file).read_text()
 
 
 def test_links_lead_somewhere():
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT):
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT + RESULTS):
         assert (ROOT / target).exists(), target
 
 
 def test_flags_in_the_text_exist(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
-    bench_help = lambda: bench.read_arguments(["--help"])
-    train_help = lambda: parse(["--help"])
-    for show_help in (train_help, data.main, sample.main, checkpoint.main, bench_help):
+    bench_help = lambda: bench.read_arguments(["--help"], 1)
+    for show_help in (lambda: read_train_flags(["--help"]), data.main, sample.main, bench_help):
         with pytest.raises(SystemExit):
             show_help()
     known = capsys.readouterr().out
     launcher = {
         "--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint",
-        "--max-restarts",
+        "--max-restarts", "--ntasks-per-node", "--gpus-per-node",
     }  # fmt: skip
-    for flag in set(re.findall(r"--[a-z][\w-]*", TEXT)) - launcher:
+    for flag in set(re.findall(r"--[a-z][\w-]*", TEXT + RESULTS)) - launcher:
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
 
 
-def test_every_collective_carries_a_tag():
+def test_every_collective_of_training_carries_a_tag():
     """grep '# \\[s' lists all communication: one tag above each call of the mesh's operations."""
-    call = re.compile(r"mesh\.(all_gather|reduce_scatter|all_reduce|gather_rows)\(")
-    for path in ROOT.glob("*.py"):
+    operation = r"mesh\.(all_gather|reduce_scatter|all_reduce|gather_rows|all_gather_object)\("
+    paths, calls = [*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py")], 0
+    for path in paths:
         lines = path.read_text().splitlines()
         for number, line in enumerate(lines):
-            if call.search(line) and path.name != "mesh.py":
-                above = lines[max(0, number - 2) : number]
+            if re.search(operation, line) and path.name not in ("mesh.py", "bench.py"):
+                above, calls = lines[max(0, number - 2) : number], calls + 1
                 assert any("# [s" in tag for tag in above), (path.name, line)
+    assert calls > 10
+
+
+def run(*words, cwd):
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=90
+    )
+    assert (done.returncode, done.stderr) == (0, ""), (words, done.stderr)
+    return done.stdout
 
 
 def test_commands_for_own_text_run_as_written(tmp_path):
-    """data.py, train.py and sample.py as the README
-    has them, on a small book and for a few steps."""
+    """data.py, train.py and sample.py as the README has them, on a small book, for a few steps."""
     (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 400)
     (tmp_path / "more.jsonl").write_text('{"text": "the rain fell in torrents"}\n')
     short = "--max_steps 3 --n_layer 1 --block_size 16 --eval_batches 1 --out_dir out/edit".split()
-    run = []
+    printed = []
     for script in ("data.py --input", "train.py --data", "sample.py"):
-        command = next(line for line in COMMANDS if script in line and "torchrun" not in line)
-        words = [sys.executable, *shlex.split(command)[1:]]
+        written = commands(TEXT) + re.findall(r"`(python sample.py.*?)`", TEXT)
+        command = next(line for line in written if script in line and "torchrun" not in line)
+        _, path, *words = shlex.split(command)
         words += short if "train.py" in script else []
-        words[1] = str(ROOT / words[1])
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=90)
-        assert (done.returncode, done.stderr) == (0, ""), command
-        run.append(done.stdout)
-    assert "tokens (byte)" in run[0] and "done |" in run[1] and run[2].startswith("def ")
+        printed.append(run(ROOT / path, *words, cwd=tmp_path))
+    assert "tokens (byte)" in printed[0] and "done |" in printed[1]
+    assert printed[2].startswith("def ")
+
+
+def test_method_in_the_readme_trains_saves_and_resumes_as_printed(tmp_path, corpus_folder):
+    """Typed in by a newcomer: the file, the import, the entry in METHODS."""
+    for path in [*ROOT.glob("*.py"), ROOT / "plumbing"]:
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, tmp_path / path.name)
+    (printed,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    assert len(printed.splitlines()) <= 25
+    (tmp_path / "averaging.py").write_text(printed)
+    source = (tmp_path / "train.py").read_text()
+    source = source.replace("METHODS = {", 'METHODS = {"averaging": Averaging, ')
+    source = source.replace("from diloco", "from averaging import Averaging\nfrom diloco")
+    (tmp_path / "train.py").write_text(source)
+    launcher = "-m torch.distributed.run --standalone --nproc_per_node 2 train.py".split()
+    flags = "--sync_warmup_steps 1 --tau 3 --max_steps 7 --n_layer 1 --n_embd 16 --n_head 2".split()
+    flags += "--block_size 16 --eval_batches 1 --device cpu --dtype fp64 --data".split()
+    flags += [str(corpus_folder)]
+    options = "--checkpoint_interval 4 --keep 9 --out_dir".split()
+    run(*launcher, "--method", "averaging", *flags, *options, "out", cwd=tmp_path)
+    plain = "--outer_lr 1 --outer_momentum 0".split()  # DiLoCo with these averages parameters
+    run(*launcher, "--method", "diloco", *plain, *flags, "--out_dir", "same", cwd=tmp_path)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-00000007")
+    printed = run(*launcher, "--resume", "out", cwd=tmp_path)
+    assert "checkpoint-00000004: step 4" in printed
+    read = lambda name: [json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
+    ours, theirs = read("out"), read("same")
+    for event, key in (("sync", "loss"), ("eval", "val_loss")):
+        values = [[row[key] for row in rows if row["event"] == event] for rows in (ours, theirs)]
+        assert values[0] == [pytest.approx(value, rel=1e-9) for value in values[1]] and values[0]

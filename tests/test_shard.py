@@ -1,13 +1,14 @@
 """ZeRO-3: sharded equals whole, what is sent, what is alive, what decays."""
 
 import math
+import re
 
 import pytest
 import torch
 
 from mesh import Mesh
 from model import Llama, ModelConfig
-from ranks import run_ranks
+from ranks import ROOT, run_ranks
 from shard import ShardedModel
 
 CONFIG = ModelConfig(n_layer=4, n_head=2, n_embd=12, block_size=8, vocab_size=97)
@@ -20,45 +21,70 @@ def batches(count):
     return [torch.randint(97, (2, 2, 8), generator=generator) for _ in range(count)]
 
 
-def sharded_gradients(shards, dtype, accum=1, recompute=False, compiler=None):
-    mesh = Mesh(shards, torch.device("cpu"))
+def sharded_gradients(
+    shards, dtype, accum=1, recompute=False, compiler=None, transport="gloo", averaged=True
+):
+    """One step's gradient (gathered), [norm, loss, votes], collectives, bytes, padded sizes."""
+    mesh = Mesh(shards, torch.device("cpu"), 60, lambda ranks, crosses_replicas: transport)
     model = ShardedModel(CONFIG, mesh, dtype, seed=3, recompute=recompute)
     for layer in model.layers if compiler else []:
         layer.compile(backend=compiler)
+    loss, ranks = 0.0, mesh.world_size if averaged else shards
     for micro in range(accum):
         inputs, targets = batches(mesh.world_size * accum)[micro * mesh.world_size + mesh.rank]
-        loss = model.forward(inputs, targets)
-        scale, last = 1 / (mesh.world_size * accum), micro == accum - 1
-        model.backward(scale, first=micro == 0, average_replicas=last)
+        loss += model.forward(inputs, targets) / accum
+        first, last = micro == 0, micro == accum - 1
+        model.backward(1 / (ranks * accum), first, average_replicas=averaged and last)
+    metrics = model.step_metrics(loss, float(mesh.rank == 1), averaged)
+    assert model.known_metrics() == metrics.read() == [
+        metrics.norm.item(), metrics.loss.item(), metrics.read()[2]
+    ]  # fmt: skip
     model.master.copy_(model.grad)  # state_dict() then hands out the gathered gradient
-    gradient = model.state_dict()
-    model.clip_gradient(0.5, loss)
     padded = [layout.padded for layout in model.layouts]
-    return gradient, model.news(), dict(mesh.calls), dict(mesh.sent), padded
+    gradient = model.state_dict()
+    return gradient, metrics.read(), dict(mesh.calls), dict(mesh.sent), padded
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
-@pytest.mark.parametrize("accum", [1, 2])
-def test_gradient_equals_whole_model(shards, accum):
-    world_size = 4
-    ranks = run_ranks(world_size, sharded_gradients, shards, torch.float64, accum)
-    gradient, norm_and_loss, *_ = ranks[0]
-    whole = Llama(CONFIG, seed=3).double()
-    for inputs, targets in batches(world_size * accum):
-        (whole(inputs, targets) / (world_size * accum)).backward()
+@pytest.mark.parametrize("shards, accum, transport", [
+    (1, 1, "gloo"), (2, 1, "gloo"), (2, 2, "shm"), (4, 2, "gloo"), (4, 1, "shm"), (1, 2, "shm"),
+])  # fmt: skip
+def test_gradient_equals_whole_model(shards, accum, transport):
+    options = (shards, torch.float64, accum, False, None, transport)
+    ranks = run_ranks(4, sharded_gradients, *options)
+    whole, total = Llama(CONFIG, seed=3).double(), 0.0
+    for inputs, targets in batches(4 * accum):
+        loss = whole(inputs, targets) / (4 * accum)
+        loss.backward()
+        total += loss.item()
     for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(gradient[name], parameter.grad.float(), rtol=1e-6, atol=1e-9)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()])
-    assert norm_and_loss[0] == pytest.approx(norm.item(), rel=1e-12)
+        torch.testing.assert_close(ranks[0][0][name], parameter.grad.float(), rtol=1e-6, atol=1e-9)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()]).item()
+    for _, metrics, *_ in ranks:  # of all ranks; rank 1 voted
+        assert metrics == pytest.approx([norm, total, 1.0], rel=1e-12)
+
+
+def test_metrics_of_a_local_step_are_the_replicas_own():
+    ranks = run_ranks(4, sharded_gradients, 2, torch.float64, 1, False, None, "gloo", False)
+    for replica in range(2):
+        whole, total = Llama(CONFIG, seed=3).double(), 0.0
+        for inputs, targets in batches(4)[2 * replica : 2 * replica + 2]:
+            loss = whole(inputs, targets) / 2
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()]).item()
+        expected = [norm, total, 1.0 if replica == 0 else 0.0]
+        for _, metrics, _, sent, _ in ranks[2 * replica : 2 * replica + 2]:
+            assert metrics == pytest.approx(expected, rel=1e-12) and sent["sync"] == 0
 
 
 def test_bf16_compute_keeps_fp32_masters_and_stays_close():
+    """8 bits of mantissa through 6 layers. For sums over many tokens see test_model.py."""
     exact = run_ranks(2, sharded_gradients, 2, torch.float32)[0][0]
     rough = run_ranks(2, sharded_gradients, 2, torch.bfloat16)[0][0]
     for name in exact:
         assert rough[name].dtype == torch.float32
         error = (rough[name] - exact[name]).norm() / exact[name].norm()
-        assert 0 < error < 0.05, name  # 8 bits of mantissa, through 6 layers
+        assert 0 < error < 0.05, name
 
 
 def test_step_gathers_2L_minus_3_layers_and_scatters_L():
@@ -71,7 +97,8 @@ def test_step_gathers_2L_minus_3_layers_and_scatters_L():
             "shard reduce-scatter": LAYERS,
             "shard all-reduce": 1,
         }
-        assert sent["shard"] == (gathered + sum(P) + sum(P)) * 8 / 2 + 4 * 8 and sent["sync"] == 0
+        # all-gathers, reduce-scatters, state_dict's all-gathers, 3 scalars
+        assert sent == {"shard": (gathered + sum(P) + sum(P)) * 8 / 2 + 3 * 8, "sync": 0}
 
 
 def test_recomputing_changes_no_bit_and_no_collective_and_keeps_only_block_inputs():
@@ -80,7 +107,7 @@ def test_recomputing_changes_no_bit_and_no_collective_and_keeps_only_block_input
         for recompute in (False, True)
     )
     assert all(torch.equal(usual[0][name], again[0][name]) for name in usual[0])
-    assert usual[1:] == again[1:]  # norm and loss; calls; bytes
+    assert usual[1:] == again[1:]  # metrics; calls; bytes
 
     def kept(recompute):
         sizes, mesh = {}, Mesh(1, torch.device("cpu"))
@@ -109,10 +136,11 @@ def test_compiled_layers_have_the_same_gradients():
         assert traced[2:] == usual[2:]
 
 
-def test_minibatch_sends_the_gradient_shard_once_over_the_sync_group():
-    _, _, calls, sent, P = run_ranks(4, sharded_gradients, 2, torch.float64)[0]
-    assert calls["sync all-reduce"] == LAYERS
-    assert sent["sync"] == 2 * (2 - 1) / 2 * sum(P) / 2 * 8
+def test_minibatch_sends_the_gradient_shard_and_three_scalars_over_the_sync_group():
+    for accum in (1, 3):
+        _, _, calls, sent, P = run_ranks(4, sharded_gradients, 2, torch.float64, accum)[0]
+        assert calls["sync all-reduce"] == LAYERS and calls["world all-reduce"] == 1
+        assert sent["sync"] == 2 * (2 - 1) / 2 * sum(P) / 2 * 8 + 2 * 3 / 4 * 3 * 8
 
 
 def test_one_rank_makes_no_collective_and_no_copy_of_the_parameters():
@@ -121,7 +149,7 @@ def test_one_rank_makes_no_collective_and_no_copy_of_the_parameters():
     inputs, targets = batches(1)[0]
     model.forward(inputs, targets)
     model.backward(1.0)
-    assert not mesh.calls and model.buffers() == []
+    assert not mesh.calls and not model.gathered and model.grad_buffer is None
     parameters = [p for layer in model.layers for p in layer.parameters()]
     storages = {p.untyped_storage().data_ptr() for p in parameters}
     assert storages == {model.master.untyped_storage().data_ptr()}
@@ -161,42 +189,31 @@ def test_at_most_two_layers_are_whole_and_no_rank_builds_the_model():
         assert master <= sum(sizes) / 4 + 8 * LAYERS  # + padding
 
 
-def initial_state(shards):
-    mesh = Mesh(shards, torch.device("cpu"))
-    return ShardedModel(CONFIG, mesh, torch.float32, seed=11).state_dict()
-
-
-@pytest.mark.parametrize("shards", [1, 2, 4])
-def test_initialisation_does_not_depend_on_the_mesh(shards):
-    state, whole = run_ranks(4, initial_state, shards)[0], Llama(CONFIG, seed=11).state_dict()
-    assert state.keys() == whole.keys()
-    assert all(torch.equal(state[name], whole[name]) for name in whole)
-
-
-def decayed_elements(shards):
+def states_and_losses(shards):
+    """The initial state; losses of an evaluation and of a training forward, and the tape's length
+    after each; the state after one step of AdamW in which only the decay acts."""
     model = ShardedModel(CONFIG, Mesh(shards, torch.device("cpu")), torch.float32, seed=11)
-    optimizer = torch.optim.AdamW(model.optimizer_groups(weight_decay=0.5), lr=0.1, fused=True)
-    optimizer.step()  # gradients are zero: only the decay acts
-    return model.state_dict()
+    initial, (inputs, targets) = model.state_dict(), batches(1)[0]
+    losses = [
+        (model.forward(inputs, targets, train=train).item(), len(model.tape))
+        for train in (False, True)
+    ]
+    model.adamw(weight_decay=0.5, lr=0.1).step()  # gradients are zero
+    return initial, losses, model.state_dict()
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
-def test_weight_decay_acts_on_matrices_only(shards):
-    state, whole = run_ranks(4, decayed_elements, shards)[0], Llama(CONFIG, seed=11).state_dict()
-    for name, before in whole.items():
-        torch.testing.assert_close(state[name], before * (0.95 if before.dim() == 2 else 1.0))
-
-
-def evaluation_leaves_no_trace(shards):
-    model = ShardedModel(CONFIG, Mesh(shards, torch.device("cpu")), torch.float32)
-    inputs, targets = batches(1)[0]
-    losses = [model.forward(inputs, targets, train=train).item() for train in (False, True)]
-    return losses, len(model.tape)
-
-
-def test_evaluation_forward_keeps_no_activations():
-    for losses, tape in run_ranks(2, evaluation_leaves_no_trace, 2):
-        assert losses[0] == losses[1] and tape == LAYERS
+def test_initialisation_evaluation_and_weight_decay_do_not_depend_on_the_mesh(shards):
+    ranks, whole = run_ranks(4, states_and_losses, shards), Llama(CONFIG, seed=11)
+    initial, _, decayed = ranks[0]
+    assert initial.keys() == whole.state_dict().keys()
+    for name, before in whole.state_dict().items():
+        assert torch.equal(initial[name], before)
+        factor = 0.95 if before.dim() == 2 else 1.0  # matrices only
+        torch.testing.assert_close(decayed[name], before * factor)
+    loss = whole(*batches(1)[0]).item()
+    for _, ((evaluated, kept), (trained, tape)), _ in ranks:
+        assert evaluated == trained == pytest.approx(loss) and (kept, tape) == (0, LAYERS)
 
 
 def order_of_events(shards):
@@ -204,7 +221,7 @@ def order_of_events(shards):
     ("gather", l), ("compute", l), ("reduce", l), ("arrived", l)."""
     mesh, events = Mesh(shards, torch.device("cpu")), []
     model = ShardedModel(CONFIG, mesh, torch.float32)
-    start_reduce, settle = model._start_reduce, model._settle
+    start_reduce, finish_reduce = model._start_reduce, model._finish_reduce
     for l, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(lambda *_, l=l: events.append(("compute", l)))
 
@@ -218,12 +235,12 @@ def order_of_events(shards):
         events.append(("reduce", l))
         return start_reduce(l, *rest)
 
-    def watched_settle(l, *rest):
+    def watched_finish(l, *rest):
         events.append(("arrived", l))
-        return settle(l, *rest)
+        return finish_reduce(l, *rest)
 
     model.start_gather, model._start_reduce = watched_start, watched_reduce
-    model._settle = watched_settle
+    model._finish_reduce = watched_finish
     inputs, targets = batches(1)[0]
     model.forward(inputs, targets)
     forward, events[:] = list(events), []
@@ -257,5 +274,22 @@ def test_gradient_is_clipped_to_its_norm_and_zeroed_if_that_is_not_finite(max_no
             expected.zero_()
         elif max_norm == 1.0:
             expected /= expected.norm() + 1e-6
-        model.clip_gradient(max_norm, torch.zeros(()))
+        model.step_metrics(torch.zeros(()), 0.0, False)
+        model.clip_gradient(model.metrics[-1].norm, max_norm)
         assert torch.allclose(model.grad, expected, rtol=1e-6, atol=0)
+
+
+def test_every_collective_of_training_carries_a_tag():
+    """grep '# \\[s' lists all communication: one tag above each call, but in the two files that
+    carry it out."""
+    operations = "all_gather|reduce_scatter|all_reduce|gather_rows|all_gather_object|barrier"
+    operations += "|broadcast|send|recv|isend|irecv|broadcast_object_list"
+    tagged = []
+    for path in {*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py")}:
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines):
+            call = re.search(rf"\b(mesh|dist)\.({operations})\(", line)
+            if call and path.name not in ("mesh.py", "shm.py", "bench.py"):
+                above = any("# [s" in comment for comment in lines[max(0, number - 3) : number])
+                tagged.append((above, path.name, line))
+    assert len(tagged) >= 14 and [call for call in tagged if not call[0]] == []

@@ -1,54 +1,61 @@
-"""What a run takes, worked out before it starts: memory per rank, tokens and traffic per round.
+"""What a run takes, computed before it starts: memory per rank, tokens and traffic per round.
 
     python train.py --model 7b --replicas 8 --shards 8 --device cuda --dry_run --link_mbps 100000
 
-Every run prints this first; with --dry_run it is all that happens, for any mesh, on any machine:
-nothing of the model is allocated.
+Every run prints this first. With --dry_run it is all that happens, for any mesh, on any machine.
 
     what a rank holds     bytes                      P: elements of a layer; C, T, L, V: model.py's
     parameters, gradient  4 sum P/N each             fp32
     AdamW                 8 sum P/N                  two moments
-    anchor, momentum      4 sum P/N each             methods with an outer step;
+    outer vectors         4 sum P/N each             the method's: anchor, momentum;
                                                      on the host with --offload
     two whole layers      2 max P * (4 or 2)         in the compute dtype; none if N = 1 in fp32
-    a layer's gradient    4 max P, on a GPU 8 max P  in the making; on its way. None if N = 1
-    outboxes              8 max P                    CPU: on its way to shards and replicas
-                            + (16 or 12) max P/N     on this machine
+    a layer's gradient    4 max P                    while it is reduced; none if N = 1
+    shm slots             2 (4 or 2) max P/N         shard group; plumbing/shm.py, if it is used
+                            + 8 max P
+                            + 8 max P/N              sync group (DiLoCo: 8 sum P/N)
     activations, about    B T C * (24 L + 24)        24 numbers per token and channel,
                             * (4 or 2)               with --recompute 1
-                            + 16 B T V               for the loss: no more than LOGITS at a time
+                            + 8 B T V                loss: not more than LOGITS at a time
                             + 2 B T^2 H L            softmax in bf16 on a CPU, see model.attend
 
-What is exact is in `memory`, what is not in `activations`. Not counted: the program itself (some
-300 MB on the CPU), NCCL's buffers, what the allocator does not give back.
+`memory` is exact, `activations` is not. Not counted: the program itself (some 300 MB on CPUs),
+NCCL's buffers, what the allocator does not give back.
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
 
 import model
 from model import ModelConfig
-from outbox import SLOTS, slot_sizes
+from plumbing.config import UserError
+from plumbing.shm import SLOTS, slot_size
 from shard import Layout
 from simulate import FRAMING
 
-# numbers that a block's backward needs, per token and channel: counted, see tests/test_plan.py
+# Numbers that a block's backward needs, per token and channel: counted, see tests/test_plan.py.
 KEPT = 24
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclass
 class Plan:
-    """The figures of one run. setup: config.Setup."""
+    """The figures of one run."""
 
-    setup: object
+    config: object  # config.Config
+    method: type  # Method subclass
+    method_config: object
+    simulation: object  # simulate.Config
+    vocab_size: int
     world_size: int
 
     def __post_init__(self):
-        config = self.setup.config
+        config = self.config
         self.shards, self.replicas = config.shards, self.world_size // config.shards
-        self.model_config = model_config(config, self.setup.corpus.vocab_size)
+        shape = (config.n_layer, config.n_head, config.n_embd, config.block_size)
+        self.model_config = ModelConfig(*shape, self.vocab_size)
         with torch.device("meta"):  # shapes without memory
             embedding, block, head = (model.make_layer(self.model_config, l) for l in (0, 1, -1))
         block = Layout(block, self.shards)
@@ -57,71 +64,88 @@ class Plan:
         self.n_params = sum(layout.used for layout in self.layouts)
         self.dtype = DTYPES[config.dtype]
         self.master = torch.promote_types(self.dtype, torch.float32)
-        self.shard_bytes = sum(layout.piece for layout in self.layouts) * self.master.itemsize
+        self.shard_bytes = sum(each.shard_size for each in self.layouts) * self.master.itemsize
         self.on_cpu = config.device == "cpu"
         self.tokens_per_micro_step = config.batch_size * config.block_size
         self.tokens_per_step = self.world_size * config.accum * self.tokens_per_micro_step
 
     def memory(self) -> dict:
         """Bytes that one rank holds for good, by kind."""
-        outer = self.setup.method_config.n_outer_vectors
+        outer = " and ".join(self.method.shared + self.method.private)
         whole = max(layout.padded for layout in self.layouts)
         alone = self.shards == 1
-        gathered = 0 if alone and self.dtype == self.master else 2 * whole * self.dtype.itemsize
-        in_the_making = 0 if alone else whole * self.master.itemsize * (1 if self.on_cpu else 2)
+        if not self.on_cpu and getattr(self.method_config, "offload", False):
+            outer += " on the host"
         kinds = {
             "parameters": self.shard_bytes,
             "gradient": self.shard_bytes,
             "AdamW": 2 * self.shard_bytes,
-            "anchor and momentum": outer * self.shard_bytes,
-            "two whole layers": gathered,
-            "a layer's gradient": in_the_making,
-            "outboxes": sum(sum(both) for both in self.outboxes().values()),
+            outer: len(self.method.shared + self.method.private) * self.shard_bytes,
+            "two whole layers": 2 * whole * self.dtype.itemsize,
+            "a layer's gradient": 0 if alone else whole * self.master.itemsize,
+            "shm slots": sum(self.slots().values()),
         }
-        if not self.on_cpu and getattr(self.setup.method_config, "offload", False):
-            kinds["anchor and momentum on the host"] = kinds.pop("anchor and momentum")
+        if alone and self.dtype == self.master:
+            kinds["two whole layers"] = 0
         return {kind: count for kind, count in kinds.items() if count}
 
-    def outboxes(self) -> dict:
-        """Bytes of this rank's two outboxes, for gathers and
-        sums, in its groups, if these are on one machine."""
-        whole = max(layout.padded for layout in self.layouts)
-        sizes = slot_sizes(self.shards, whole * self.dtype.itemsize, whole * self.master.itemsize)
-        ranks = {"shard": self.shards, "sync": self.replicas}
-        there = {name: SLOTS if self.on_cpu and ranks[name] > 1 else 0 for name in ranks}
-        return {name: tuple(there[name] * size for size in both) for name, both in sizes.items()}
+    def slots(self) -> dict:
+        """Bytes of this rank's shm slots by use, if its groups use shm."""
+        config = self.config
+        shm = config.backend == "shm" or config.backend == "auto" and self.on_cpu
+        linked = self.simulation.limits_link
+        whole, N = max(layout.padded for layout in self.layouts), self.shards
+        sizes = {"gathers": 0, "sums": 0, "sync": 0}
+        if shm and N > 1:
+            sizes["gathers"] = SLOTS * slot_size(whole * self.dtype.itemsize // N)
+            sizes["sums"] = SLOTS * slot_size(whole * self.master.itemsize)
+        if shm and self.replicas > 1 and not linked:
+            layer = whole * self.master.itemsize // N
+            at_once = self.shard_bytes if config.method == "diloco" else layer
+            sizes["sync"] = SLOTS * slot_size(at_once)
+        return sizes
 
     def seen(self) -> int:
-        """Bytes of other ranks' outboxes that this rank reads:
-        the system counts them among its own as well."""
-        (gathers, sums), of_sync = self.outboxes().values()
-        of_shards = (self.shards - 1) * (gathers + sums // self.shards)
-        return of_shards + (self.replicas - 1) * sum(of_sync)
+        """Bytes of other ranks' slots that this rank reads: the system counts them as its own."""
+        slots, N = self.slots(), self.shards
+        shard = (N - 1) * (slots["gathers"] + slots["sums"] // N)
+        return shard + (self.replicas - 1) * slots["sync"]
 
     def activations(self) -> int:
         """About how many bytes the activations of one micro-step take at their peak."""
-        config, tokens = self.setup.config, self.tokens_per_micro_step
+        config, tokens = self.config, self.tokens_per_micro_step
         layers = config.n_layer + KEPT if config.recompute else KEPT * (config.n_layer + 1)
         numbers = tokens * config.n_embd * layers
         # model.attend's softmax
         if self.on_cpu and self.dtype == torch.bfloat16 and config.block_size <= 1024:
             blocks = 1 if config.recompute else config.n_layer
             numbers += blocks * tokens * config.n_head * config.block_size
-        of_layers = numbers * self.dtype.itemsize
-        logits = min(tokens * self.model_config.vocab_size, model.LOGITS)
-        return of_layers + 4 * logits * self.master.itemsize
+        logits = min(tokens * self.vocab_size, model.LOGITS)
+        return numbers * self.dtype.itemsize + 2 * logits * self.master.itemsize
+
+    def check_memory(self):
+        """Raise UserError if a rank needs more than the machine has."""
+        needed = sum(self.memory().values()) + self.activations()
+        if self.on_cpu:
+            there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        else:
+            there = torch.cuda.get_device_properties(0).total_memory
+        if needed > there:
+            raise UserError(
+                f"a rank needs about {size(needed)} of memory and has {size(there)}: lower "
+                "--batch_size or the model's size, or use more --shards (see --dry_run)"
+            )
 
     def sync_bytes(self) -> float:
-        """What one rank sends over the slow links in an exchange, but for a few norms."""
+        """What one rank sends over the slow links at a sync, without the row of scalars."""
         return 2 * (self.replicas - 1) / self.replicas * self.shard_bytes
 
     def sync_s(self, mbps: float) -> float:
-        """Seconds on the wire of one exchange, if each
-        replica has a link of `mbps` to the others."""
+        """Seconds on the wire of one sync, if each replica has a link of `mbps` to the others."""
         return self.shards * self.sync_bytes() * 8 * FRAMING / (mbps * 1e6)
 
-    def show(self):
-        config, corpus = self.setup.config, self.setup.corpus
+    def show(self, corpus):
+        config = self.config
         print(
             f"{config.method} on {self.world_size} ranks = "
             f"{self.replicas} replicas x {self.shards} shards "
@@ -132,7 +156,7 @@ class Plan:
         print(
             f"model   {self.n_params:,} parameters: {config.n_layer} blocks, "
             f"{config.n_head} heads, {config.n_embd} channels, context {config.block_size}, "
-            f"vocabulary {corpus.vocab_size}"
+            f"vocabulary {self.vocab_size}"
         )
         print(
             f"data    {config.data or 'standard library'}: {len(corpus.tokens):,} tokens, "
@@ -149,11 +173,10 @@ class Plan:
             self.show_round()
 
     def show_round(self):
-        config, method_config = self.setup.config, self.setup.method_config
         each = f"{size(self.sync_bytes())} per rank over the slow links"
-        tau, tokens = getattr(method_config, "tau", None), self.tokens_per_step
-        if hasattr(method_config, "tau_time_s"):
-            print(f"round   {method_config.tau_time_s:g} s of training: {each}")
+        tau, tokens = getattr(self.method_config, "tau", None), self.tokens_per_step
+        if hasattr(self.method_config, "tau_time_s"):
+            print(f"round   {self.method_config.tau_time_s:g} s of training: {each}")
         elif tau:
             print(
                 f"round   {tau} steps x {tokens:,} tokens = {tau * tokens:,} tokens: "
@@ -161,18 +184,12 @@ class Plan:
             )
         else:
             print(f"round   every step: {each}")
-        given = self.setup.simulation.link_mbps
-        if given or config.dry_run:
+        given = self.simulation.link_mbps
+        if given or self.config.dry_run:
             rates = [given] if given else [1e3, 1e4, 1e5]
             speeds = " / ".join(f"{mbps:,.0f}" for mbps in rates)
             seconds = " / ".join(f"{self.sync_s(mbps):.3g}" for mbps in rates)
-            print(
-                f"link    at {speeds} Mbit/s per replica an exchange is on the wire for {seconds} s"
-            )
-
-
-def model_config(config, vocab_size: int) -> ModelConfig:
-    return ModelConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, vocab_size)
+            print(f"link    at {speeds} Mbit/s per replica a sync is on the wire for {seconds} s")
 
 
 def size(count: float) -> str:

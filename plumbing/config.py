@@ -1,0 +1,260 @@
+"""The command line: dataclasses as strict flags, what all methods share, presets.
+
+    @dataclass
+    class Config:
+        tau: int = option(16, "inner steps per round", low=1)      # becomes --tau 8
+
+Numbers must be at least `low` (0 by default), above `above` and below `below` (2^31; 1e30 for
+fractions). Booleans become --name and --no-name. Several dataclasses may declare the same flag,
+each with its own default. Wrong input raises UserError; its text is the one line that the user
+sees.
+
+Flags that are not given come from the checkpoint of a resumed run, then from the --model preset,
+then from the defaults.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import sys
+from dataclasses import dataclass, field
+
+
+class UserError(Exception):
+    """Wrong input. The text is one line that names the way out; the exit code is 2."""
+
+
+def explain(error: Exception) -> tuple:
+    """(exit code, line for the user) of an error that comes from outside the program: wrong input,
+    a full disk, too little memory, a closed pipe (no line). Raises any other error again."""
+    text = str(error).strip().split("\n")[0]
+    if isinstance(error, UserError):
+        return 2, f"error: {text}"
+    if isinstance(error, BrokenPipeError):
+        return 141, ""  # as if SIGPIPE had ended the process
+    too_large = any(words in text for words in ("out of memory", "allocate", "overflow"))
+    if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and too_large:
+        return 2, f"error: out of memory ({text[-100:]}): lower --batch_size or the model's size"
+    if isinstance(error, OSError):
+        return 2, f"error: {error.filename or 'output'}: {error.strerror}"
+    raise error
+
+
+def run_command(program: str, main):
+    """Run a command line's main(). Errors that explain() knows end it with one line."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed by the shell
+    try:
+        main()
+        sys.stdout.flush()
+    except Exception as error:
+        code, line = explain(error)
+        print(f"{program}: {line}" if line else "", file=sys.stderr, end="\n" if line else "")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would flush to the closed pipe
+        sys.exit(code)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises UserError and does not accept shortened flags."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message):
+        raise UserError(f"{message[:300]} (--help lists the flags)")
+
+    def print_help(self, file=None):
+        print(self.format_help(), end="", flush=True)  # argparse would ignore a full disk
+
+
+def option(default, help, **limits):
+    """A dataclass field that is a flag. limits: low, above, below, choices."""
+    return field(default=default, metadata={"help": help} | limits)
+
+
+# ---- what all methods share ----
+
+# Blocks, heads, channels, context; sequences per rank and micro-step; peak learning rate and its
+# warm-up. Rates from 124m up are GPT-3's for these sizes (arXiv 2005.14165, table 2.1), which were
+# used with batches of 0.5 to 2 million tokens. tau and warm-up are the EDiT paper's (from memory).
+SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "lr", "lr_warmup_steps")
+LONG = {
+    "max_steps": 20_000, "eval_interval": 1000, "log_interval": 20, "tau": 128,
+    "sync_warmup_steps": 1024,
+}  # fmt: skip
+PRESETS = {
+    "tiny": {},  # the defaults
+    "10m": dict(zip(SHAPE, (6, 6, 384, 256, 4, 1e-3, 100))) | {"max_steps": 2000},
+    "124m": dict(zip(SHAPE, (12, 12, 768, 1024, 16, 6e-4, 700))) | LONG,
+    "350m": dict(zip(SHAPE, (24, 16, 1024, 1024, 8, 3e-4, 700))) | LONG,
+    "1b": dict(zip(SHAPE, (24, 16, 2048, 2048, 4, 2e-4, 1000))) | LONG,
+    "3b": dict(zip(SHAPE, (32, 20, 2560, 2048, 2, 1.6e-4, 1000))) | LONG,
+    "7b": dict(zip(SHAPE, (32, 32, 4096, 2048, 1, 1.2e-4, 2000))) | LONG,
+}
+
+
+@dataclass
+class Config:
+    """Flags of every method."""
+
+    # run
+    method: str = option("edit", "synchronization method")
+    shards: int = option(1, "N, ranks per replica; the other ranks form more replicas", low=1)
+    replicas: int = option(0, "M, checked against the number of ranks; 0: as many as there are")
+    max_steps: int = option(700, "inner steps", low=1)
+    seed: int = option(1337, "of initialization and data order", below=2**40)
+    out_dir: str = option("", "folder for metrics.jsonl and model.pt (default: out/METHOD)")
+    device: str = option("auto", "auto: cuda if there is one", choices=["auto", "cpu", "cuda"])
+    backend: str = option(
+        "auto",
+        "of torch.distributed. auto: nccl on GPUs; on CPUs shm within a machine, else gloo. "
+        "With shm, ranks can share a GPU",
+        choices=["auto", "nccl", "gloo", "shm"],
+    )
+    dtype: str = option(
+        "auto",
+        "of the layers. auto: bf16 where the device has it natively, else fp32; "
+        "fp64 also makes the master parameters fp64",
+        choices=["auto", "fp32", "bf16", "fp64"],
+    )
+    compile: bool = option(False, "torch.compile each layer")
+    recompute: bool = option(False, "recompute blocks in the backward, keep only their inputs")
+    profile: bool = option(False, "trace a few early steps into OUT_DIR/trace-RANK.json")
+    dry_run: bool = option(False, "print memory and traffic of the run, for any mesh, and exit")
+    log_interval: int = option(10, "steps between log lines", low=1)
+    eval_interval: int = option(200, "steps between evaluations (at round ends)", low=1)
+    eval_batches: int = option(
+        16, "validation batches of 16 windows, over all ranks", low=1, below=10**6
+    )
+    timeout_s: float = option(
+        600.0, "seconds to wait for a silent rank before giving up", above=0, below=1e7
+    )
+    # checkpoints
+    checkpoint_interval: int = option(0, "steps between checkpoints (at round ends); 0: none")
+    keep: int = option(2, "checkpoints to keep", low=1)
+    save_on_exit: bool = option(False, "at SIGTERM or Ctrl-C, write a checkpoint, then stop")
+    resume: str = option(
+        "", "checkpoint, or folder with checkpoints, to continue; auto: the last in OUT_DIR, if any"
+    )
+    # model
+    model: str = option(
+        "tiny",
+        "preset for the flags of model, batch, rates, tau, warm-ups and intervals not given",
+        choices=list(PRESETS),
+    )
+    n_layer: int = option(4, "blocks", low=1, below=10_000)
+    n_head: int = option(4, "attention heads", low=1)
+    n_embd: int = option(128, "channels", low=1)
+    block_size: int = option(128, "context, tokens", low=1)
+    # data
+    data: str = option("", "corpus folder made by data.py (default: Python's standard library)")
+    batch_size: int = option(8, "sequences per rank and micro-step", low=1)
+    accum: int = option(1, "micro-steps per step; their gradients are summed", low=1, below=10**6)
+    # inner
+    lr: float = option(3e-3, "peak inner (AdamW) learning rate")
+    min_lr_ratio: float = option(0.1, "final over peak learning rate")
+    lr_warmup_steps: int = option(50, "steps of linear warm-up")
+    weight_decay: float = option(0.1, "of matrices")
+    beta1: float = option(0.9, "AdamW", below=1)
+    beta2: float = option(0.95, "AdamW", below=1)
+    grad_clip: float = option(1.0, "largest global gradient norm; 0: no clipping")
+
+
+@dataclass
+class LocalConfig:
+    """Flags of every method with local steps."""
+
+    sync_warmup_steps: int = option(200, "first steps with averaged gradients")
+    tau: int = option(16, "inner steps per round", low=1)
+
+
+GROUPS = {  # first flag of each group of --help -> its title
+    "method": "run",
+    "checkpoint_interval": "checkpoints",
+    "model": "model",
+    "data": "data",
+    "lr": "inner optimizer",
+    "slow_replica": "simulation of a slow, uneven cluster",
+    "sync_warmup_steps": "synchronization (methods with local steps)",
+}
+# Flags of this machine or this start: a resumed run does not take them from the checkpoint.
+NOT_RESUMED = {"out_dir", "device", "backend", "replicas", "resume", "profile", "dry_run"}
+
+
+def parse(argv: list, methods: dict, simulation_class, saved: dict | None = None) -> tuple:
+    """Flags -> (Config, the method's Config, the simulation's, the flags given as name -> value).
+    methods: name -> Method class; saved: flags of a checkpoint. Flags of other methods are checked
+    and ignored, so that one command line can compare methods. Raises UserError that names the
+    flag."""
+    owners = [(None, Config), (None, simulation_class)]
+    owners += [(name, method.Config) for name, method in methods.items()]
+    declared = {}  # flag -> [(method name or None, field)]
+    for owner, config_class in owners:
+        for f in dataclasses.fields(config_class):
+            declared.setdefault(f.name, []).append((owner, f))
+    given = read_flags(argv, declared, methods)
+    values = {k: v for k, v in (saved or {}).items() if k in declared and k not in NOT_RESUMED}
+    if given.get("method", values.get("method")) != values.get("method"):
+        # Another method has its own defaults.
+        values = {k: v for k, v in values.items() if k in Config.__dataclass_fields__}
+    values |= given
+    values = PRESETS[values.get("model", "tiny")] | values
+    config = fill(Config, values)
+    complete = saved is not None or not config.resume
+    if complete and (config.n_embd % config.n_head or config.n_embd // config.n_head % 2):
+        raise UserError(
+            f"--n_embd {config.n_embd} --n_head {config.n_head}: "
+            "channels per head must be a whole, even number"
+        )
+    method_config = fill(methods[config.method].Config, values)
+    return config, method_config, fill(simulation_class, values), given
+
+
+def read_flags(argv, declared, methods) -> dict:
+    """The flags in argv, checked: name -> value."""
+    about = "Train with " + ", ".join(methods) + "."
+    parser = Parser(usage="train.py [--flag value ...]", description=about)
+    for name, owned in declared.items():
+        if name in GROUPS:
+            group = parser.add_argument_group(GROUPS[name])
+        add_flag(group, name, owned, list(methods) if name == "method" else None)
+    given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
+    for name, value in given.items():
+        check_limits(name, value, declared[name][0][1].metadata)
+    return given
+
+
+def add_flag(group, name, owned, choices):
+    f = owned[0][1]
+    defaults = {owner: field.default for owner, field in owned}
+    if len(set(defaults.values())) == 1:
+        default = f.default
+    else:
+        default = ", ".join(f"{owner}: {value}" for owner, value in defaults.items())
+    help = f.metadata["help"] + (f" (default: {default})" if default != "" else "")
+    if isinstance(f.default, bool):
+        action = argparse.BooleanOptionalAction
+        group.add_argument(f"--{name}", action=action, default=None, help=help)
+    else:
+        choices = choices or f.metadata.get("choices")
+        metavar = "|".join(choices) if choices else type(f.default).__name__.upper()
+        kind = type(f.default)
+        group.add_argument(f"--{name}", type=kind, choices=choices, metavar=metavar, help=help)
+
+
+def check_limits(name, value, limits):
+    if isinstance(value, str):
+        if not value.isprintable():
+            raise UserError(f"--{name} {value[:100]!r}: must be printable text")
+        return
+    low, above = limits.get("low", 0), limits.get("above", -math.inf)
+    below = limits.get("below", 2**31 if isinstance(value, int) else 1e30)
+    if not (low <= value < below and value > above):  # also refuses NaN
+        bound = f"above {above}" if above >= low else f"at least {low}"
+        raise UserError(f"--{name} {str(value)[:20]}: must be {bound} and below {below:g}")
+
+
+def fill(config_class, values: dict):
+    """The dataclass with these values, and defaults for the rest."""
+    names = [f.name for f in dataclasses.fields(config_class)]
+    return config_class(**{name: values[name] for name in names if name in values})
