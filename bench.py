@@ -16,9 +16,9 @@ and the cost of a sync.
     round     tau steps of EDiT with their sync, beside the bound                 any
     memory    the peak per rank, beside what a rank must hold (plan.py)           any
 
-The speed of a machine drifts, so the candidates take turns in one run, a few steps at a time: A B C,
-then B C A, and so on. A ratio is the median of the ratios of the turns. The flags of model, batch,
-mesh and device, --compile, --recompute, --tau, --offload and --link_mbps are those of train.py.
+The speed of a machine drifts, so the candidates take turns in one run, a few steps at a time:
+A B C, then B C A, and so on. A ratio is the median of the ratios of the turns. The flags of model,
+batch, mesh and device, --compile, --recompute, --tau, --offload and --link_mbps are train.py's.
 """
 
 import ctypes

@@ -74,7 +74,8 @@ def test_parts_run_and_write_what_they_print(tmp_path):
         assert part in out and all(value is not None for row in rows for value in row.values())
         for name in rows[0]:
             assert name in out
-    assert {"over_fsdp2", "of_bound", "tokens_per_s"} <= parts["step"][0].keys()
+    columns = {"over_fsdp2", "of_bound", "overhead_ms_per_layer", "tokens_per_s"}
+    assert columns <= parts["step"][0].keys()
     assert [row["method"] for row in parts["sync"]] == ["edit", "diloco"]
     # N = 1 and M = 2: each rank sends 2 (M-1)/M of 4 bytes per parameter through its 500 Mbit/s
     sent_bits = 8 * 4 * parts["sync"][0]["n_params"]

@@ -79,7 +79,7 @@ def inputs(tmp_path_factory, corpus_folder):
     torch.save({"model": {}}, folder / "foreign.pt")
     content = (folder / "foreign.pt").read_bytes()
     (folder / "half.pt").write_bytes(content[: len(content) // 2])
-    (folder / "pickle.pt").write_bytes(pickle.dumps(os.system))
+    (folder / "pickle.pt").write_bytes(pickle.dumps(os.system, protocol=2))
     return folder
 
 
@@ -145,6 +145,7 @@ edit                               | edit
 --out_dir NAME                     | File name too long
 --out_dir /dev/null/run            | --out_dir /dev/null/run: Not a directory
 --out_dir IN/text.txt              | --out_dir
+--out_dir a\x07b                    | --out_dir 'a\\x07b': must be printable
 --data nowhere                     | --data nowhere: No such file
 --data NAME                        | File name too long
 --data \udcff                      | --data
@@ -248,7 +249,7 @@ def run_here(program, argv, monkeypatch):
 def words(line, inputs):
     """Words of a line of the tables, with what its capitals stand for."""
     line = line.replace("DIGITS", "9" * 400).replace("NAME", LONG).replace("IN", str(inputs))
-    return line.encode().decode("unicode_escape").split()
+    return line.split()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The plan of a run equals what the run takes: memory, traffic, parameters; presets; the profile."""
+"""The plan of a run equals what the run takes: memory, traffic, parameters. Presets, profile."""
 
 import json
 import subprocess

@@ -93,9 +93,9 @@ def test_wrong_input_raises_one_line(model_file, tmp_path, monkeypatch, capsys):
     torch.save(Malicious(str(tmp_path / "executed")), tmp_path / "malicious")
     files = [(tmp_path / name, []) for name in ("missing", "text", "folder", "other", "malicious")]
     files += [("x" * 300, []), (model_file / "below", [])]
-    wrong = ["--warmth 1", "--temperature nan", "--temperature -1", "--temperature inf", "--seed -1"]
-    wrong += ["--tokens -1", "--tokens 99999999999", "--top_k -1", "--seed 9" + 30 * "0"]
-    wrong += ["--tokens " + 5000 * "9"]
+    wrong = ["--warmth 1", "--temperature nan", "--temperature -1", "--temperature inf"]
+    wrong += ["--seed -1", "--seed 9" + 30 * "0", "--top_k -1"]
+    wrong += ["--tokens -1", "--tokens 99999999999", "--tokens " + 5000 * "9"]
     for path, flags in files + [(model_file, line.split()) for line in wrong]:
         monkeypatch.setattr(sys, "argv", ["sample.py", "--model", str(path), *flags])
         with pytest.raises(UserError) as error:
