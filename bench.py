@@ -10,7 +10,6 @@ and the cost of a sync.
               with the same layers, batch, dtype, fused AdamW and clipping;
               bound: as many independent single processes at once.
               One rank: plain, an ordinary training loop
-    growth    the same for several depths, widths and meshes                      two ranks
     sync      a sync of EDiT and of DiLoCo, beside an all-reduce of the same      two ranks
               bytes (with N = 1 if there is only one replica otherwise)
     round     tau steps of EDiT with their sync, beside the bound                 any
@@ -46,7 +45,7 @@ from plumbing.plan import Plan
 from shard import ShardedModel
 from train import METHODS
 
-PARTS = ("step", "growth", "sync", "round", "memory")
+PARTS = ("step", "sync", "round", "memory")
 ALONE = ("step", "round", "memory")  # possible on one rank
 LR, DECAY, CLIP, NEVER = 1e-3, 0.1, 1.0, 2**30
 
@@ -200,7 +199,7 @@ def speedups(times: dict) -> dict:
 
 
 def compare(case, args) -> dict:
-    """One row of the parts step and growth."""
+    """One row of the part step."""
     mesh, steps = case.mesh, {"ours": OurStep(case)}
     steps["fsdp2" if mesh.world_size > 1 else "plain"] = torch_step(case)
     if mesh.world_size > 1:
@@ -211,11 +210,6 @@ def compare(case, args) -> dict:
         row["overhead_ms_per_layer"] = overhead_ms / (case.config.n_layer + 2)
     tokens = mesh.world_size * case.plan.tokens_per_micro_step
     row["tokens_per_s"] = 1e3 * tokens / row["ours_ms"]
-    matrices = case.plan.n_params - case.plan.layouts[0].used  # the embedding is looked up
-    flops = 6 * matrices + 6 * case.config.n_layer * case.config.block_size * case.config.n_embd
-    row["tflops_per_rank"] = flops * row["tokens_per_s"] / mesh.world_size / 1e12
-    if args.peak_tflops:
-        row["mfu"] = row["tflops_per_rank"] / args.peak_tflops
     return row
 
 
@@ -225,23 +219,6 @@ def compare(case, args) -> dict:
 def part_step(case, args):
     for dtype in args.dtypes:
         yield compare(case.replace(dtype=dtype), args)
-    if case.mesh.world_size == 1 and len(args.dtypes) == 2:
-        fp32, bf16 = (case.replace(dtype=dtype) for dtype in args.dtypes)
-        steps = {"ours": OurStep(bf16), "fp32_plain": torch_step(fp32)}
-        times = alternate(case.mesh, steps, args.repeats, args.steps)
-        yield bf16.describe() | speedups(times)
-
-
-def part_growth(case, args):
-    shapes = [{"n_layer": n, "n_embd": 256, "n_head": 4} for n in (2, 4, 8, 16)]
-    shapes += [{"n_layer": 2, "n_embd": C, "n_head": C // 64} for C in (128, 512, 1024)]
-    shapes += [{"n_layer": 12, "n_embd": 128, "n_head": 2}]
-    ranks = case.mesh.world_size
-    for dtype in args.dtypes:
-        for shape in shapes:
-            yield compare(case.replace(dtype=dtype, **shape), args)
-        for shards in (n for n in range(1, ranks + 1) if ranks % n == 0):
-            yield compare(case.on_mesh(shards).replace(dtype=dtype), args)
 
 
 def part_sync(case, args):
@@ -349,7 +326,6 @@ def read_arguments(argv: list, world_size: int) -> tuple:
     add("--repeats", type=int, default=5, help="turns (default: 5)")
     add("--steps", type=int, default=2, help="steps per turn (default: 2)")
     add("--vocab_size", type=int, default=257, help="of the model (default: 257, bytes)")
-    add("--peak_tflops", type=float, default=0.0, help="of the device, for the MFU (H200: 989)")
     add("--json", default="out/bench.json", help="file for the rows (default: out/bench.json)")
     args, rest = parser.parse_known_args(argv)
     args.parts = args.parts.split(",")
@@ -357,7 +333,7 @@ def read_arguments(argv: list, world_size: int) -> tuple:
         if part not in possible:
             options = ", ".join(possible)
             raise UserError(f"--parts {part[:100]}: with {world_size} ranks there are {options}")
-    for name, low in ("repeats", 1), ("steps", 1), ("vocab_size", 2), ("peak_tflops", 0):
+    for name, low in ("repeats", 1), ("steps", 1), ("vocab_size", 2):
         check_limits(name, getattr(args, name), {"low": low})
     defaults = ["--model", "10m", "--batch_size", "2", "--tau", "32"]
     config, *others, given = parse(defaults + rest, METHODS, simulate.Config)

@@ -8,7 +8,7 @@ lets each replica train alone for tau steps and exchanges once: 1/tau of the tra
     repeat:
         tau inner steps: x_i <- AdamW(x_i)                       # no traffic between replicas
         d_i     = anchor - x_i                                   # pseudo-gradient, points uphill
-        d       = 1/M sum_i d_i                                  # [sync] all-reduce, P/N fp32
+        d       = 1/M sum_i d_i                                  # [sync] all-reduce per layer
         anchor <- Nesterov(anchor, d):  b <- mu b + d
                                         anchor <- anchor - lr (d + mu b)
         x_i    <- anchor
@@ -72,8 +72,10 @@ class DiLoCo(Method):
         d = self.model.master
         # d = 1/M sum_i d_i
         d.div_(self.mesh.replicas)
-        # [sync] all-reduce, sum P/N fp32, once per round
-        self.mesh.all_reduce(d, self.mesh.sync).wait()
+        # [sync] all-reduce, P/N fp32, once per round and layer
+        handles = [self.mesh.all_reduce(d_l, self.mesh.sync) for d_l in self.model.masters]
+        for handle in handles:
+            handle.wait()
         # b <- mu b + d;  a <- a - lr (d + mu b)
         self.anchor.grad = d.to(self.anchor.device)
         self.outer.step()

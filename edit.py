@@ -124,13 +124,6 @@ class AnomalyDetector:
         self.mean = torch.where(accepted, mean, self.mean)
         self.count = self.count + accepted
 
-    def state_dict(self) -> dict:
-        return {name: getattr(self, name).tolist() for name in ("count", "mean", "variance")}
-
-    def load_state_dict(self, state: dict):
-        for name, values in state.items():
-            setattr(self, name, self.mean.new_tensor(values))
-
 
 def replica_weights(norms, flagged, weighted=True):
     """Weights (M, L), 0 for flagged replicas, with sum 1, or 0 where all are flagged."""
@@ -266,8 +259,11 @@ class EDiT(Method):
         }
 
     def state_dict(self) -> dict:
-        return super().state_dict() | {"detector": self.detector.state_dict()}
+        names = ("count", "mean", "variance")
+        detector = {name: getattr(self.detector, name).tolist() for name in names}
+        return super().state_dict() | {"detector": detector}
 
     def load_state_dict(self, state: dict):
         super().load_state_dict(state)
-        self.detector.load_state_dict(state["detector"])
+        for name, values in state["detector"].items():
+            setattr(self.detector, name, self.detector.mean.new_tensor(values))

@@ -145,7 +145,6 @@ class Method:
             self.rows = self.mesh.gather_rows(torch.cat([own, stats]), self.mesh.sync)
             self.local_steps, self.loss_sum, self.rounds = 0, 0.0, self.rounds + 1
             self.sync(self.rows[:, 2:])
-        self.model.invalidate_gathered()
         if not self.in_flight:
             self.end_sync()
 

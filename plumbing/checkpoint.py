@@ -61,6 +61,8 @@ def choose(resume: str, out_dir: str) -> Path | None:
     """The checkpoint to continue, None to start afresh. resume: "", "auto" or a folder (a run's or
     a checkpoint's). Raises UserError if there is none, or if two runs would mix in out_dir."""
     own = list_checkpoints(out_dir)
+    if own:  # a run that is writing there could remove what this one reads
+        os.close(lock(out_dir, fcntl.LOCK_SH))
     if resume == "auto":
         return own[-1] if own else None
     chosen = None
@@ -86,12 +88,12 @@ def run_folder(path: str) -> Path:
     return Path(path).parent if NAME.fullmatch(Path(path).name) else Path(path)
 
 
-def lock(folder):
-    """Lock a run's folder until this process ends. Raises UserError if another run has it.
-    Returns the descriptor."""
+def lock(folder, kind=fcntl.LOCK_EX):
+    """Lock a run's folder until this process ends or closes the descriptor that this returns.
+    Raises UserError if another run has locked it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(
             f"--out_dir {folder}: another run is writing there; wait for it or name another folder"

@@ -13,7 +13,7 @@ Every run prints this first. With --dry_run it is all that happens, for any mesh
     a layer's gradient    4 max P                    while it is reduced; none if N = 1
     shm slots             2 (4 or 2) max P/N         shard group; plumbing/shm.py, if it is used
                             + 8 max P
-                            + 8 max P/N              sync group (DiLoCo: 8 sum P/N)
+                            + 8 max P/N              sync group
     activations, about    B T C * (24 L + 24)        24 numbers per token and channel,
                             * (4 or 2)               with --recompute 1
                             + 8 B T V                loss: not more than LOGITS at a time
@@ -100,9 +100,7 @@ class Plan:
             sizes["gathers"] = SLOTS * slot_size(whole * self.dtype.itemsize // N)
             sizes["sums"] = SLOTS * slot_size(whole * self.master.itemsize)
         if shm and self.replicas > 1 and not linked:
-            layer = whole * self.master.itemsize // N
-            at_once = self.shard_bytes if config.method == "diloco" else layer
-            sizes["sync"] = SLOTS * slot_size(at_once)
+            sizes["sync"] = SLOTS * slot_size(whole * self.master.itemsize // N)
         return sizes
 
     def seen(self) -> int:
@@ -139,10 +137,6 @@ class Plan:
     def sync_bytes(self) -> float:
         """What one rank sends over the slow links at a sync, without the row of scalars."""
         return 2 * (self.replicas - 1) / self.replicas * self.shard_bytes
-
-    def sync_s(self, mbps: float) -> float:
-        """Seconds on the wire of one sync, if each replica has a link of `mbps` to the others."""
-        return self.shards * self.sync_bytes() * 8 * FRAMING / (mbps * 1e6)
 
     def show(self, corpus):
         config = self.config
@@ -184,12 +178,10 @@ class Plan:
             )
         else:
             print(f"round   every step: {each}")
-        given = self.simulation.link_mbps
-        if given or self.config.dry_run:
-            rates = [given] if given else [1e3, 1e4, 1e5]
-            speeds = " / ".join(f"{mbps:,.0f}" for mbps in rates)
-            seconds = " / ".join(f"{self.sync_s(mbps):.3g}" for mbps in rates)
-            print(f"link    at {speeds} Mbit/s per replica a sync is on the wire for {seconds} s")
+        mbps = self.simulation.link_mbps
+        if mbps:
+            wire_s = self.shards * self.sync_bytes() * 8 * FRAMING / (mbps * 1e6)
+            print(f"link    at {mbps:,.0f} Mbit/s per replica a sync takes {wire_s:.3g} s")
 
 
 def size(count: float) -> str:

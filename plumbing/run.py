@@ -110,7 +110,7 @@ class Run:
                 loss = self.model.forward(inputs, targets, train=False)
                 total += torch.tensor([loss.item() * rows, rows], dtype=torch.float64)
             total = total.to(mesh.device)
-            # all ranks, 2 scalars, once per evaluation
+            # [sync] all-reduce, all ranks, 2 scalars, once per evaluation
             mesh.all_reduce(total, mesh.world).wait()
         self.log.sync(self.method)
         val_loss = (total[0] / total[1]).item()

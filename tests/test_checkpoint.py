@@ -303,7 +303,8 @@ def test_resume_refuses_what_cannot_continue(argv, message, saved_run, tmp_path,
     (vocabulary / "meta.json").write_text(json.dumps(meta | {"vocab_size": 300}))
     shutil.copytree(saved_run / "checkpoint-00000007", tmp_path / "old" / "checkpoint-00000007")
     places = dict(run=saved_run, tmp=tmp_path, vocabulary=vocabulary, other_run=tmp_path / "old")
-    argv = ["--device", "cpu", "--resume", str(saved_run)] + [word.format(**places) for word in argv]
+    argv = ["--resume", str(saved_run), *(word.format(**places) for word in argv)]
+    argv += ["--device", "cpu"]
     with pytest.raises(UserError) as error:
         launch.set_up(argv, train.METHODS, 0, 2)
     assert message in str(error.value) and "\n" not in str(error.value)

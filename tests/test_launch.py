@@ -1,5 +1,5 @@
-"""Real processes, really killed and stopped: they leave in bounded time with one line, and a resumed
-run continues as if nothing had happened."""
+"""Real processes, really killed and stopped: they leave in bounded time with one line, and a
+resumed run continues as if nothing had happened."""
 
 import json
 import os
@@ -345,8 +345,8 @@ def test_random_kills_cost_no_step_and_change_no_bit(tmp_path, corpus_folder):
 
 
 def test_random_kills_and_other_shards_continue_the_trajectory(tmp_path, corpus_folder):
-    """One or two shards, by chance, after each kill, with the same global batch. fp64: the order of
-    sums differs, at first in the last bits; undisturbed runs of 600 steps differ by 1e-6 at last."""
+    """One or two shards, by chance, after each kill, with the same global batch. fp64: the order
+    of sums differs. Runs without kills differ, too: by 1e-6 after 600 steps."""
     meshes = [(2 * n, ["--shards", str(n), "--batch_size", str(4 // n)]) for n in (1, 2)]
     run, whole = soak(tmp_path, corpus_folder, meshes, "--dtype", "fp64")
     (losses, _), (expected, _) = essence(run), essence(whole)
@@ -368,9 +368,7 @@ def test_run_never_starts_beside_another_run_or_its_checkpoints(tmp_path, corpus
         second = Launch(2, tmp_path / "log-2", *argv, "--resume", resume)
         assert second.wait(20) == [2, 2] and second.lines("out") == []
         (line,) = second.lines("err")
-        refusals = ["another run is writing there"]
-        refusals += [] if resume else ["has checkpoints of an earlier run"]
-        assert any(words in line for words in refusals), line
+        assert "another run is writing there" in line
     first.wait_for("saved ")
     first.signal(signal.SIGKILL)
     first.wait()
@@ -484,7 +482,9 @@ def spoil_losses(rank, step):
     shard.ShardedModel.forward = sick_forward
 
 
-@pytest.mark.parametrize("method, saved", [("minibatch", range(1, 15)), ("diloco", [1, 2, 3, 7, 11])])
+@pytest.mark.parametrize(
+    "method, saved", [("minibatch", range(1, 15)), ("diloco", [1, 2, 3, 7, 11])]
+)
 def test_loss_that_is_not_finite_stops_methods_that_cannot_mend_it(
     method, saved, tmp_path, corpus_folder
 ):
