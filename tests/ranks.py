@@ -1,8 +1,5 @@
-"""Run code on several ranks, and whole trainings through train.py's own loop.
-
-Ranks are forked from a server process that has imported torch once, so a run of four costs a
-fraction of a second instead of four imports.
-"""
+"""Run code on several ranks, and whole trainings through train.py's own loop. Ranks are forked from
+a server process that has imported torch once: four start in a fraction of a second."""
 
 import contextlib
 import io
@@ -64,8 +61,7 @@ def run_ranks(world_size, function, *args, timeout_s=120):
 
 
 def _command(argv, rank, world_size, port, folder):
-    """What `python train.py argv` does under a launcher,
-    in a process that has its imports already."""
+    """What `python train.py argv` does under a launcher, in a process that has its imports."""
     import train
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
@@ -130,8 +126,6 @@ class Launch:
             time.sleep(0.005)
 
 
-# ---- whole trainings ----
-
 TINY = "--n_layer 2 --n_head 1 --n_embd 6 --block_size 8 --batch_size 2 --dtype fp64".split()
 TINY += "--log_interval 1 --eval_batches 1 --lr 0.01 --lr_warmup_steps 3 --device cpu".split()
 
@@ -158,64 +152,54 @@ def watch_syncs(method, model):
     return seen
 
 
-class StandInShutdown:
-    """launch.Shutdown without signals: a rank that leaves raises an error."""
-
-    def __init__(self):
-        self.store = dist.distributed_c10d._get_default_store()
-
-    def leave(self, code, line):
-        raise AssertionError(f"left with exit code {code}: {line}")
-
-
 def _train(argv, corpus_folder, tamper, out_dir, transport):
     import train
     from mesh import Mesh
     from plumbing import launch
 
+    # no leave(): nothing stops these trainings early
+    shutdown = types.SimpleNamespace(store=dist.distributed_c10d._get_default_store())
     with tempfile.TemporaryDirectory() as out:
-        out = out_dir or out
-        Path(out).mkdir(parents=True, exist_ok=True)
-        argv = [*argv, "--data", corpus_folder, "--out_dir", out]
+        out = Path(out_dir or out)
+        out.mkdir(parents=True, exist_ok=True)
+        argv = [*argv, "--data", corpus_folder, "--out_dir", str(out)]
         setup = launch.set_up(argv, train.METHODS, dist.get_rank(), dist.get_world_size())
-        config, made = setup.config, types.SimpleNamespace(watched=None)
+        config, made = setup.config, []
         mesh = Mesh(config.shards, torch.device("cpu"), 60, lambda ranks, crosses: transport)
         method_class = train.METHODS[config.method]
 
         def make(model, mesh, *rest):
-            made.model, made.method = model, method_class(model, mesh, *rest)
-            made.seen = watch_syncs(made.method, model)
-            if tamper:
-                made.watched = tamper(made.method, model, mesh)
-            return made.method
+            method = method_class(model, mesh, *rest)
+            seen = watch_syncs(method, model)
+            made.extend((method, seen, tamper(method, model, mesh) if tamper else None))
+            return method
 
         train.METHODS[config.method] = make
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            train.train(setup, mesh, StandInShutdown())
+            train.train(setup, mesh, shutdown)
         rows = saved = None
         if mesh.rank == 0:
-            rows = [json.loads(line) for line in open(f"{out}/metrics.jsonl")]
-            saved = torch.load(f"{out}/model.pt", weights_only=True)["model"]
-        method, model = made.method, made.model
-        return {
-            "rows": rows,
-            "printed": printed.getvalue(),
-            "model": saved,
-            "seen": made.seen,
-            "watched": made.watched() if callable(made.watched) else made.watched,
-            "master": model.master.clone(),
-            "exp_avg": model.exp_avg.clone(),
-            "vectors": {name: getattr(method, name).clone() for name in method.shared},
-            "method_state": method.state_dict(),
-            "calls": dict(mesh.calls),
-            "sent": dict(mesh.sent),
-            "shard_index": mesh.shard_index,
-        }
+            rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+            saved = torch.load(out / "model.pt", weights_only=True)["model"]
+    method, seen, watched = made
+    return {
+        "rows": rows,
+        "printed": printed.getvalue(),
+        "model": saved,
+        "seen": seen,
+        "watched": watched() if callable(watched) else watched,
+        "master": method.model.master.clone(),
+        "exp_avg": method.model.exp_avg.clone(),
+        "vectors": {name: getattr(method, name).clone() for name in method.shared},
+        "method_state": method.state_dict(),
+        "calls": dict(mesh.calls),
+        "sent": dict(mesh.sent),
+        "shard_index": mesh.shard_index,
+    }
 
 
 class Run:
-    """What a training left behind: `losses` by step, `model` (state dict), rows by event,
-    `ranks` (raw)."""
+    """A training's `losses` by step, `model` (state dict), rows by event, and `ranks` (raw)."""
 
     def __init__(self, ranks):
         self.ranks, first = ranks, ranks[0]

@@ -1,9 +1,6 @@
 """Mini-batch, DiLoCo and EDiT from their equations, as plainly as possible: one process, fp64, M
-whole models.
-
-Written from the papers, not from this repository's methods. It shares with them only what is not
-the method: the network (model.Llama, whole and unsharded) and which windows a rank reads.
-"""
+whole models. Written from the papers, not from this repository's methods. It shares with them only
+the network (model.Llama, whole and unsharded) and which windows of the corpus a rank reads."""
 
 import math
 import types
@@ -30,13 +27,13 @@ class Replica:
     def __init__(self, config, seed):
         self.net = Llama(config, seed).double()
         self.x = dict(self.net.named_parameters())
-        self.m = {name: torch.zeros_like(p) for name, p in self.x.items()}
-        self.v = {name: torch.zeros_like(p) for name, p in self.x.items()}
-        self.t = 0
+        self.m, self.v, self.t = self.zeros(), self.zeros(), 0
+
+    def zeros(self):
+        return {name: torch.zeros_like(p.data) for name, p in self.x.items()}
 
     def gradient(self, batches):
-        """Mean loss and mean gradient over the replica's
-        batches (its N ranks, their micro-steps)."""
+        """Mean loss and gradient over the replica's batches (its N ranks, their micro-steps)."""
         losses = [self.net(inputs, targets) for inputs, targets in batches]
         loss = sum(losses) / len(losses)
         grads = torch.autograd.grad(loss, list(self.x.values()))
@@ -81,12 +78,10 @@ class OneDetector:
         self.f, self.samples = f, []
 
     def flags(self, G):
-        warmup, seen = max(self.f.anomaly_warmup_rounds, 2), len(self.samples)
-        if not math.isfinite(G):
-            return True
-        if not self.f.anomaly_elimination:
-            return False
-        if seen >= warmup:
+        warmup = max(self.f.anomaly_warmup_rounds, 2)
+        if not math.isfinite(G) or not self.f.anomaly_elimination:
+            return not math.isfinite(G)
+        if len(self.samples) >= warmup:
             mu, sigma = self.statistics(warmup)
             if (G - mu) / max(sigma, 0.05 * mu) > self.f.anomaly_threshold:
                 return True
@@ -161,18 +156,15 @@ def simulate(f, M, N, corpus, tamper=None):
 
     for step in range(f.max_steps):
         if step == t_warm:
-            anchor = replicas[0].copy()
-            b = {name: torch.zeros_like(value) for name, value in anchor.items()}
+            anchor, b = replicas[0].copy(), replicas[0].zeros()
         step_losses, gradients = [], []
         for i, replica in enumerate(replicas):
+            sizes = f.batch_size, f.accum, f.block_size
             batches = [
-                data.train_batch(
-                    corpus, f.seed, step, micro, i * N + n, M * N,
-                    f.batch_size, f.accum, f.block_size,
-                )
+                data.train_batch(corpus, f.seed, step, micro, i * N + n, M * N, *sizes)
                 for micro in range(f.accum)
                 for n in range(N)
-            ]  # fmt: skip
+            ]
             loss, g = replica.gradient(batches)
             step_losses.append(loss)
             gradients.append(g)

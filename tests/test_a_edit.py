@@ -1,5 +1,4 @@
-"""A-EDiT under virtual clocks: deterministic rounds for replicas of any speed, agreement, and the
-end."""
+"""A-EDiT under virtual clocks: rounds of replicas of any speed, agreement, and the end."""
 
 from collections import deque
 
@@ -46,16 +45,14 @@ def steps_of_rounds(run):
     return [row["steps"] for row in run.rows("sync")]
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_equal_clocks_equal_edit(shards, corpus_folder):
+def test_equal_clocks_equal_edit(corpus_folder):
     """Bit for bit, with a last round that is shorter, evaluations in between, and accumulation."""
-    common = dict(sync_warmup_steps=3, max_steps=21, shards=shards)
+    common = dict(sync_warmup_steps=3, max_steps=21, shards=2)
     common |= dict(dtype="fp32", eval_interval=5, accum=2)
-    edit = run_training(2 * shards, corpus_folder, method="edit", tau=4, **common)
+    edit = run_training(4, corpus_folder, method="edit", tau=4, **common)
+    common |= dict(method="a_edit", tau_time_s=1.0)
     clock = VirtualClock(0.25, 0.25, shards_disagree=True)
-    a_edit = run_training(
-        2 * shards, corpus_folder, method="a_edit", tau_time_s=1.0, tamper=clock, **common
-    )
+    a_edit = run_training(4, corpus_folder, tamper=clock, **common)
     assert steps_of_rounds(a_edit) == steps_of_rounds(edit) == [[4, 4]] * 4 + [[2, 2]]
     assert all(torch.equal(a_edit.model[name], value) for name, value in edit.model.items())
     for event, key in (
@@ -67,11 +64,10 @@ def test_equal_clocks_equal_edit(shards, corpus_folder):
         assert ours["calls"] == theirs["calls"] and ours["sent"] == theirs["sent"]
 
 
-@pytest.mark.parametrize("seconds, steps", [((1, 2), [4, 2]), ((1, 2, 4), [4, 2, 1])])
-def test_steps_of_a_round_follow_the_speeds_without_drift(seconds, steps, corpus_folder):
-    options = LONG | dict(max_steps=93, tamper=VirtualClock(*seconds))
-    rounds = steps_of_rounds(run_training(len(seconds), corpus_folder, **options))
-    assert len(rounds) >= 30 and rounds[:-1] == [steps] * (len(rounds) - 1)
+def test_steps_of_a_round_follow_the_speeds_without_drift(corpus_folder):
+    options = LONG | dict(max_steps=50, tamper=VirtualClock(1, 2, 4))
+    rounds = steps_of_rounds(run_training(3, corpus_folder, **options))
+    assert len(rounds) >= 20 and rounds[:-1] == [[4, 2, 1]] * (len(rounds) - 1)
 
 
 def test_pause_of_several_rounds_costs_one_round_and_recorded_tokens_never_fall(corpus_folder):
@@ -92,48 +88,40 @@ def test_pause_of_several_rounds_costs_one_round_and_recorded_tokens_never_fall(
 
 
 @pytest.mark.parametrize("shards, speeds, late", [
-    (1, (1.0, 2.5), False), (2, (3.0, 1.0), True), (1, (0.1, 4.0), True), (2, (0.1, 4.0), False),
+    (1, (1.0, 2.5), False), (2, (3.0, 1.0), True), (2, (0.1, 4.0), False),
 ])  # fmt: skip
-def test_replicas_that_reach_the_budget_unevenly_stop_together(
-    shards, speeds, late, corpus_folder
-):
+def test_uneven_replicas_stop_together_at_the_budget(shards, speeds, late, corpus_folder):
     clock = VirtualClock(*speeds, shards_disagree=True, late=late)
     run = run_training(2 * shards, corpus_folder, max_steps=41, shards=shards, tamper=clock, **LONG)
     steps = steps_of_rounds(run)
     progress = 3 + sum(sum(pair) / 2 for pair in steps)
-    before_last = progress - sum(steps[-1]) / 2
-    assert before_last < 41 <= progress
-    (final,) = [row for row in run.rows("eval")]
+    assert progress - sum(steps[-1]) / 2 < 41 <= progress
+    (final,) = run.rows("eval")
     assert final["tokens"] == round(progress * 2 * shards * 2 * 8)
     # the early last sync keeps the overshoot to a step or two of the fastest, not a round
     assert progress - 41 <= late + max(1.0, 1.5 * max(speeds) / min(speeds) / 2)
 
 
 def test_learning_rate_follows_the_tokens_of_all_replicas(corpus_folder):
-    options = LONG | dict(max_steps=60, log_interval=1, min_lr_ratio=0.0)
+    options = LONG | dict(max_steps=30, log_interval=1, min_lr_ratio=0.0, weighted_averaging=False)
     run = run_training(2, corpus_folder, tamper=VirtualClock(1.0, 2.0), **options)
     lr = {row["step"]: row["lr"] for row in run.rows("step")}
     # Replica 0, rounds of [4, 2] after step 3: three steps' worth per round, so 3/4 per own step.
     progress = lambda step: 3 + (step - 3) * 3 / 4
-    for step in range(8, 40):  # its (step+1)-th step; the first round extrapolates at 1
-        assert lr[step + 1] == pytest.approx(cosine(progress(step), 0.01, 0.0, 3, 60))
+    for step in range(8, 30):  # its (step+1)-th step; the first round extrapolates at 1
+        assert lr[step + 1] == pytest.approx(cosine(progress(step), 0.01, 0.0, 3, 30))
+    assert run.rows("sync")[0]["weight"] == [0.5, 0.5]
 
 
-def test_weights_times_steps_sum_to_one_worked_out_by_hand():
+def test_step_weighting_multiplies_weights_by_steps(corpus_folder):
     weights, steps = torch.tensor([[0.5, 0.0, 1.0], [0.5, 0.0, 0.0]]), torch.tensor([3.0, 1.0])
     assert weight_by_steps(weights, steps).tolist() == [[0.75, 0.0, 1.0], [0.25, 0.0, 0.0]]
-
-
-def test_step_weighting_reaches_the_sync(corpus_folder):
-    options = LONG | dict(max_steps=12, weighted_averaging=False, tamper=VirtualClock(1.0, 2.0))
-    plain = run_training(2, corpus_folder, **options).rows("sync")[0]
+    options = LONG | dict(max_steps=7, weighted_averaging=False, tamper=VirtualClock(1.0, 2.0))
     weighted = run_training(2, corpus_folder, step_weighting=True, **options).rows("sync")[0]
-    assert plain["weight"] == [0.5, 0.5] and weighted["weight"] == pytest.approx([2 / 3, 1 / 3])
+    assert weighted["weight"] == pytest.approx([2 / 3, 1 / 3])
 
 
 def test_real_clock_ends_rounds_by_time(corpus_folder):
-    options = LONG | dict(max_steps=100, tau_time_s=0.05)
-    run = run_training(2, corpus_folder, slow_replica="1:3", **options)
-    rounds = run.rows("sync")
-    assert len(rounds) >= 2 and run.rows("end")[0]["exit"] == "done"
-    assert sum(row["steps"][0] for row in rounds) > sum(row["steps"][1] for row in rounds)
+    options = LONG | dict(max_steps=60, tau_time_s=0.05, slow_replica="1:3")
+    rounds = steps_of_rounds(run_training(2, corpus_folder, **options))
+    assert len(rounds) >= 2 and sum(fast - slow for fast, slow in rounds) > 0

@@ -1,26 +1,22 @@
-"""The decoder: each piece against its formula, and what must hold of the whole."""
+"""The decoder: each piece against its formula, its precision and its seeds."""
 
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import Block, Llama, ModelConfig, attend, rotary_angles, rotate
+from model import Llama, ModelConfig, attend
 
 CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=50)
 
 
-@pytest.fixture
-def model():
-    return Llama(CONFIG, seed=1)
-
-
-def test_block_equals_its_formula_written_out(model):
+def test_block_equals_its_formula_written_out():
     torch.manual_seed(0)
-    block, x = model.layers[1].double(), torch.randn(1, 5, 16, dtype=torch.float64)
+    block, x = Llama(CONFIG, seed=1).layers[1].double(), torch.randn(1, 5, 16).double()
     T, H, D = 5, 2, 8
+    for gain in (block.attention_norm.weight, block.mlp_norm.weight):
+        gain.data.uniform_(0.5, 2.0)
 
     def norm(v, gain):
         return v / torch.sqrt((v**2).mean(-1, keepdim=True) + 1e-5) * gain
@@ -44,60 +40,18 @@ def test_block_equals_its_formula_written_out(model):
     torch.testing.assert_close(block(x)[0], z, rtol=1e-5, atol=1e-7)  # the angles are fp32
 
 
-def test_rotary_scores_depend_on_distance_only():
-    angles = rotary_angles(20, 8)
-    q, k = torch.randn(8), torch.randn(8)
-    turn = lambda x, t: rotate(x, angles[t].cos(), angles[t].sin())
-    assert turn(q, 3) @ turn(k, 1) == pytest.approx((turn(q, 17) @ turn(k, 15)).item(), abs=1e-4)
-
-
-def test_prediction_does_not_see_the_future(model):
-    tokens = torch.randint(50, (1, 12))
-    changed = tokens.clone()
-    changed[0, 7:] = (changed[0, 7:] + 1) % 50
-    assert torch.equal(model(tokens)[0, :7], model(changed)[0, :7])
-    assert not torch.equal(model(tokens)[0, 7], model(changed)[0, 7])
-
-
-def test_loss_is_mean_cross_entropy_and_starts_near_uniform(model):
-    tokens, targets = torch.randint(50, (2, 3, 12))
-    logits = model(tokens)
-    by_hand = -torch.log_softmax(logits, -1).gather(-1, targets[..., None]).mean()
-    torch.testing.assert_close(model(tokens, targets), by_hand)
-    assert model(tokens, targets).item() == pytest.approx(math.log(50), abs=0.1)
-
-
 @pytest.mark.parametrize("logits", [1, 250, 10**6])
-def test_loss_in_chunks_equals_loss_and_gradients_of_whole_logits(model, monkeypatch, logits):
+def test_loss_in_chunks_equals_loss_and_gradients_of_whole_logits(monkeypatch, logits):
     monkeypatch.setattr("model.LOGITS", logits)  # rows at a time: 1, 5, all 36
-    tokens, targets = torch.randint(50, (2, 3, 12))
-    head, x = model.layers[-1], torch.randn(3, 12, 16, requires_grad=True)
-    inputs = [x, *head.parameters()]
+    targets = torch.randint(50, (3, 12))
+    head, x = Llama(CONFIG, seed=1).layers[-1], torch.randn(3, 12, 16, requires_grad=True)
     whole = F.cross_entropy(head(x).flatten(0, 1), targets.flatten())
     chunked = head(x, targets)
     torch.testing.assert_close(chunked, whole)
-    expected = torch.autograd.grad(0.3 * whole, inputs)
-    for ours, theirs in zip(torch.autograd.grad(0.3 * chunked, inputs), expected):
-        torch.testing.assert_close(ours, theirs)
+    gradients = [torch.autograd.grad(0.3 * y, [x, *head.parameters()]) for y in (chunked, whole)]
+    torch.testing.assert_close(*gradients)
     with torch.no_grad():
         assert torch.equal(head(x, targets), chunked)
-
-
-def test_logits_never_exist_whole(model, monkeypatch):
-    monkeypatch.setattr("model.LOGITS", 300)
-    seen = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            seen.extend(t.numel() for t in [result] if isinstance(t, torch.Tensor))
-            return result
-
-    x = torch.randn(3, 12, 16, requires_grad=True)
-    with Sizes():
-        model.layers[-1](x, torch.zeros(3, 12, dtype=torch.long)).backward()
-    # the output matrix and its gradient, not 36 tokens' logits
-    assert max(seen) == 50 * 16 < 36 * 50
 
 
 def test_attention_by_hand_equals_torchs():
@@ -106,28 +60,27 @@ def test_attention_by_hand_equals_torchs():
     torch.testing.assert_close(attend(q, k, v), theirs)
 
 
+def relative_error_of_bf16(layer, weight, x, *targets):
+    """Of the gradient of `weight`, against that in fp64."""
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float64):
+        x = x.to(dtype) if x.is_floating_point() else x
+        y = layer.to(dtype)(x, *targets)
+        torch.manual_seed(0)
+        grad_y = torch.randn(y.shape).bfloat16().to(dtype)
+        gradients.append(torch.autograd.grad(y, weight, grad_y)[0].double())
+    return (gradients[0] - gradients[1]).norm() / gradients[1].norm()
+
+
 def test_bf16_gradients_of_embedding_and_output_are_summed_in_fp32(monkeypatch):
     """8 x 1024 tokens of few kinds: each row of the gradient has some 160 terms. Only the rounding
     of the terms and of the result to 8 bits is left."""
-    torch.manual_seed(0)
-    tokens = torch.randint(50, (8, 1024))
-    embedding = Llama(CONFIG, seed=1).layers[0]
-    out = torch.randn(8, 1024, 16).bfloat16()
-    gradients = []
-    for dtype in (torch.bfloat16, torch.float64):
-        embedding.to(dtype)(tokens).backward(out.to(dtype))
-        gradients.append(embedding.weight.grad.double())
-        embedding.weight.grad = None
-    assert (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 0.003
-
-    head, x = Llama(CONFIG, seed=1).layers[-1].bfloat16(), torch.randn(8, 1024, 16).bfloat16()
+    embedding, *_, head = Llama(CONFIG, seed=1).layers
+    tokens, x = torch.randint(50, (8, 1024)), torch.randn(8, 1024, 16).bfloat16()
+    assert relative_error_of_bf16(embedding, embedding.weight, tokens) < 0.003
     for logits in (2**26, 50 * 64):  # whole; 128 chunks
         monkeypatch.setattr("model.LOGITS", logits)
-        gradients = []
-        for dtype in (torch.bfloat16, torch.float64):
-            loss = head.to(dtype)(x.to(dtype), tokens)
-            gradients.append(torch.autograd.grad(loss, head.output.weight)[0].double())
-        assert (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 0.01
+        assert relative_error_of_bf16(head.bfloat16(), head.output.weight, x, tokens) < 0.01
 
 
 def test_initialisation_is_a_function_of_seed_and_layer():
@@ -140,19 +93,5 @@ def test_initialisation_is_a_function_of_seed_and_layer():
         state = Llama(CONFIG, seed).state_dict()
         seen |= {(state[f"layers.{l}.qkv.weight"].sum().item()) for l in (1, 2)}
     assert len(seen) == 2 * len(seeds)
-    assert a["layers.1.down.weight"].std() < 0.6 * a["layers.1.gate_up.weight"].std()
-
-
-def test_model_has_no_biases_and_about_12_c_squared_per_block():
-    config = ModelConfig(n_embd=768, n_head=12)
-    names = [name for name, _ in Block(config).named_parameters()]
-    assert not any("bias" in name for name in names)
-    assert sum(p.numel() for p in Block(config).parameters()) == 12 * 768**2 + 2 * 768
-
-
-def test_bf16_block_equals_fp32_block_to_its_precision(model):
-    x = torch.randn(2, 12, 16)
-    exact = model.layers[1](x)
-    rough = model.layers[1].to(torch.bfloat16)(x.to(torch.bfloat16))
-    assert rough.dtype == torch.bfloat16
-    assert ((rough.float() - exact).norm() / exact.norm()).item() < 0.02
+    assert a["layers.1.gate_up.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+    assert a["layers.1.down.weight"].std().item() == pytest.approx(0.01, rel=0.1)  # / sqrt(2 L)

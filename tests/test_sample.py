@@ -1,39 +1,38 @@
 """Sampling: reproducible and bounded by the context. Wrong input is in test_cli.py."""
 
 import dataclasses
+import os
 import sys
 
 import pytest
 import torch
 
-import sample as program
+import sample
 from model import Llama, ModelConfig
 from plumbing.config import UserError
-from sample import generate
 
 CONFIG = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=16)
 
 
 def test_sampling_is_a_function_of_seed_and_cools_to_the_likeliest():
     model = Llama(CONFIG)
-    draw = lambda **options: list(generate(model, [1, 2, 3], 20, **options))
+    draw = lambda **options: list(sample.generate(model, [1, 2, 3], 20, **options))
     assert draw(seed=1) == draw(seed=1) != draw(seed=2)
     cold = draw(temperature=0)
     assert cold == draw(temperature=1.0, top_k=1) and len(cold) == 20
-    for temperature in (1e-46, 5e-324, 1e-7):
-        assert cold == draw(temperature=temperature)
-    tokens = torch.tensor([[1, 2, 3]])
-    assert cold[0] == model(tokens)[0, -1].argmax()
+    assert all(cold == draw(temperature=small) for small in (1e-46, 5e-324, 1e-7))
+    assert cold[0] == model(torch.tensor([[1, 2, 3]]))[0, -1].argmax()
     # hot: all tokens, or the 3 most likely ones
     assert len(set(draw(temperature=1e300, top_k=0))) > 10
-    one = lambda seed: next(generate(model, [1], 1, temperature=1e300, top_k=3, seed=seed))
+    hot = dict(temperature=1e300, top_k=3)
+    one = lambda seed: next(sample.generate(model, [1], 1, seed=seed, **hot))
     best = model(torch.tensor([[1]]))[0, -1].topk(3).indices.tolist()
     assert {one(seed) for seed in range(40)} == set(best)
 
 
 def test_context_is_the_last_block_size_tokens_and_a_diverged_model_is_refused():
     model, long = Llama(CONFIG), list(range(100, 140))
-    draw = lambda tokens: list(generate(model, tokens, 5, temperature=0))
+    draw = lambda tokens: list(sample.generate(model, tokens, 5, temperature=0))
     assert draw(long) == draw(long[-16:])
     model.layers[0].weight.data.fill_(torch.nan)
     with pytest.raises(UserError, match="diverged"):
@@ -41,24 +40,20 @@ def test_context_is_the_last_block_size_tokens_and_a_diverged_model_is_refused()
 
 
 class Malicious:
-    def __init__(self, path):
-        self.path = path
-
     def __reduce__(self):
-        return open, (self.path, "w")
+        return os.mkdir, ("executed",)
 
 
 def test_program_continues_a_prompt_and_executes_nothing_of_the_file(tmp_path, monkeypatch, capsys):
     saved = {"model": Llama(CONFIG).state_dict(), "model_config": dataclasses.asdict(CONFIG)}
-    saved |= {"tokenizer": "byte", "config": {}}
-    torch.save(saved, tmp_path / "model.pt")
-    argv = ["sample.py", "--model", str(tmp_path / "model.pt"), "--prompt", "x" * 50]
-    monkeypatch.setattr(sys, "argv", argv)
-    program.main()
+    torch.save(saved | {"tokenizer": "byte", "config": {}}, tmp_path / "model.pt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--model", "model.pt", "--prompt", "x" * 50])
+    sample.main()
     printed = capsys.readouterr()
     assert printed.out.startswith("x" * 50) and len(printed.out) > 51
     assert printed.err.count("\n") == 1 and "the last 16 of 50" in printed.err
-    torch.save(saved | {"config": Malicious(str(tmp_path / "executed"))}, tmp_path / "model.pt")
+    torch.save(saved | {"tokenizer": "byte", "config": Malicious()}, "model.pt")
     with pytest.raises(UserError, match="not a model.pt"):
-        program.main()
+        sample.main()
     assert not (tmp_path / "executed").exists()

@@ -55,26 +55,12 @@ def compare_with_gloo():
     dist.all_reduce(x, group=ours)
     maps = [line for line in open("/proc/self/maps").read().splitlines() if "/memfd:shm" in line]
     names = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd/")[:-1]]
-    same = x.tolist(), dist.get_backend(ours), shm.machine_id()
-    return wrong, same, maps, [name for name in names if "shm" in name]
+    same, names = (x.tolist(), shm.machine_id()), [name for name in names if "shm" in name]
+    return wrong, same, maps, names, overlapping_operations(ours, gloo, in_flight=shm.SLOTS + 3)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_shm_equals_gloo_for_every_operation_size_and_dtype(size):
-    before = set(os.listdir("/dev/shm"))
-    results = run_ranks(size, compare_with_gloo)
-    for wrong, same, maps, descriptors in results:
-        assert not wrong and same == results[0][1] and same[1] == "shm" and same[2]
-        # Two channels of `size` slots: smaller ones have gone. The memory has no name and no
-        # descriptor, so it ends with the last process that maps it.
-        assert len(maps) == 2 * size and all(line.endswith("(deleted)") for line in maps)
-        assert not descriptors
-    assert set(os.listdir("/dev/shm")) <= before
-
-
-def overlapping_operations(in_flight):
+def overlapping_operations(ours, gloo, in_flight):
     """Random operations, up to `in_flight` at a time; each rank waits in an order of its own."""
-    ours, gloo = (dist.new_group(backend=name) for name in ("shm", "gloo"))
     size, rank = dist.get_world_size(), dist.get_rank()
     plan, order, operations = random.Random(7), random.Random(rank), []
     for number in range(300):
@@ -95,69 +81,66 @@ def overlapping_operations(in_flight):
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_operations_in_flight_are_right_in_any_order_of_waiting(size):
-    assert run_ranks(size, overlapping_operations, shm.SLOTS + 3, timeout_s=30) == [[]] * size
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_shm_equals_gloo_for_every_operation_size_dtype_and_order_of_waiting(size):
+    results = run_ranks(size, compare_with_gloo)
+    for wrong, same, maps, descriptors, wrong_in_flight in results:
+        assert not wrong and not wrong_in_flight and same == results[0][1] and same[1]
+        # Two channels of `size` slots: smaller ones have gone. The memory has no name and no
+        # descriptor, so it ends with the last process that maps it.
+        assert len(maps) == 2 * size and all(line.endswith("(deleted)") for line in maps)
+        assert not descriptors
 
 
 def test_machines_that_cannot_share_memory_have_no_id(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
-    assert shm.machine_id() == ""
-    monkeypatch.undo()
-    monkeypatch.setattr(shm.platform, "machine", lambda: "aarch64")
     assert shm.machine_id() == ""
 
 
 # ---- lost neighbours ----
 
 
-def gather(group, x, async_op=False):
-    return all_gather_single(x.new_zeros(2 * len(x)), x, group=group, async_op=async_op)
+LAST = [  # what rank 0 does without rank 1, each in a group of its own; elements per rank
+    ("all_reduce", 10),
+    ("all_reduce", 1000),  # slots must grow
+    ("all_gather", 10),
+    ("all_gather", 10),  # with all slots in use: rank 1 has not released them
+]
 
 
-LAST = {  # what rank 0 does without rank 1, each in a group of its own
-    "reduce": lambda group, x: dist.all_reduce(x, group=group),
-    "gather": gather,
-    "grow": lambda group, x: dist.all_reduce(torch.zeros(99 * len(x)), group=group),
-    "slots": gather,  # rank 1 has not released any of rank 0's slots
-}
-
-
-def lose_rank_1(timeout_s, die=False):
-    """Both ranks share slots. Then rank 1 ends. Returns the errors of rank 0's operations."""
-    groups, x, errors = [dist.new_group(backend="shm") for _ in LAST], torch.ones(10), []
-    for group in groups:
-        dist.all_reduce(x, group=group), gather(group, x)
-        group.timeout_s = timeout_s
-    works = [gather(groups[-1], x, async_op=True) for _ in range(shm.SLOTS)]
-    if dist.get_rank() == 1:
-        return os.kill(os.getpid(), signal.SIGKILL) if die else None
-    [work.wait() for work in works]
-    for operation, group in zip(LAST.values(), groups):
-        try:
-            operation(group, x)
-        except RuntimeError as error:
-            errors.append(str(error))
-    return errors
-
-
-def die_as_rank_1(rank, folder):
+def lose_rank_1(rank, folder, timeout_s, die):
+    """Both ranks share slots. Then rank 1 ends, or sleeps. Rank 0 writes its errors to a file."""
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    errors = lose_rank_1(60, die=True)
+    groups, errors = [dist.new_group(backend="shm") for _ in LAST], []
+    for group in groups:
+        for kind in ("all_reduce", "all_gather"):
+            run_operation(kind, group, torch.ones(20))
+        group.timeout_s = timeout_s
+    start = lambda: run_operation("all_gather", groups[-1], torch.ones(20), async_op=True)[1]
+    works = [start() for _ in range(shm.SLOTS)]
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL) if die else signal.pause()
+    [work.wait() for work in works]
+    for (kind, elements), group in zip(LAST, groups):
+        try:
+            run_operation(kind, group, torch.ones(2 * elements))
+        except RuntimeError as error:
+            errors.append(str(error))
     Path(folder, "errors").write_text("\n".join(errors))
-    os._exit(0)  # the default group's destructor would wait for the dead rank
+    os._exit(0)  # the default group's destructor would wait for rank 1
 
 
-def test_dead_neighbour_is_noticed_before_the_timeout(tmp_path):
-    ranks = [context.Process(target=die_as_rank_1, args=(rank, str(tmp_path))) for rank in (0, 1)]
+@pytest.mark.parametrize(
+    "die, timeout_s, message",
+    [(True, 60, "a neighbour has died"), (False, 0.2, "a neighbour is silent for 0.2 s")],
+)
+def test_lost_neighbour_is_noticed(die, timeout_s, message, tmp_path):
+    """A dead one before the timeout, a silent one after it."""
+    more = (str(tmp_path), timeout_s, die)
+    ranks = [context.Process(target=lose_rank_1, args=(rank, *more)) for rank in (0, 1)]
     [process.start() for process in ranks]
-    [process.join(40) for process in ranks]
+    ranks[0].join(40)
     [process.kill() for process in ranks]
-    errors = (tmp_path / "errors").read_text()
-    assert errors.splitlines() == ["a neighbour has died"] * len(LAST)
-
-
-def test_silent_neighbour_is_noticed_after_the_timeout():
-    errors, _ = run_ranks(2, lose_rank_1, 0.2)
-    assert errors == ["a neighbour is silent for 0.2 s"] * len(LAST)
+    [process.join() for process in ranks]
+    assert (tmp_path / "errors").read_text().splitlines() == [message] * len(LAST)
