@@ -11,11 +11,11 @@ r"""The replicas x shards grid: the process groups, every collective, the byte l
                        ^ sync group: the ranks that hold the same shard, slow links;
                          communicates once per round
 
-The world group is all ranks; metrics of a step with averaged gradients travel in it. `grep '# \[s'
-*.py` lists every collective with its payload. Tensors cross ranks only here, so the ledger is
-complete: sent["shard"] and sent["sync"] (with world) count the bytes that this rank has sent, as
-bandwidth-optimal algorithms would: all-gather and reduce-scatter (n-1)/n of the whole vector,
-all-reduce 2(n-1)/n of its payload.
+The world group is all ranks; metrics of a step with averaged gradients travel in it. Tensors cross
+ranks only here, so the ledger is complete: sent["shard"] and sent["sync"] (with world) count the
+bytes that this rank has sent, as bandwidth-optimal algorithms would: all-gather and reduce-scatter
+(n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload. `grep '# \[s' *.py plumbing/*.py`
+lists every collective.
 
 Every collective is asynchronous. `wait()` blocks the stream on NCCL and the host on gloo and shm
 (plumbing/shm.py). Ranks of a group must issue its operations in the same order. In a group of one

@@ -122,7 +122,8 @@ def save(folder, state: dict, model, method, keep: int) -> Path:
     it cannot be written; earlier checkpoints stay."""
     mesh = model.mesh
     report = {"error": "", "files": {}, "method": method.state_dict()}
-    step = mesh.all_gather_object(method.steps)[0]  # A-EDiT's replicas differ
+    # [sync] all-gather of objects, all ranks, once per checkpoint. A-EDiT's steps differ.
+    step = mesh.all_gather_object(method.steps)[0]
     final = Path(folder, f"checkpoint-{step:08d}")
     unfinished = final.with_suffix(".tmp")
     try:
@@ -130,6 +131,7 @@ def save(folder, state: dict, model, method, keep: int) -> Path:
         report["files"] = write_vectors(unfinished / f"rank-{mesh.rank:05d}.pt", model, method)
     except (OSError, RuntimeError) as error:  # RuntimeError: torch.save on a full disk
         report["error"] = f"no checkpoint could be written to {folder}: {one_line(error)}"
+    # [sync] all-gather of objects, all ranks, once per checkpoint
     reports = mesh.all_gather_object(report)
     errors = [each["error"] for each in reports if each["error"]]
     if mesh.rank == 0:
@@ -137,6 +139,7 @@ def save(folder, state: dict, model, method, keep: int) -> Path:
         state = state | {"format": FORMAT, "replicas": [each["method"] for each in distinct]}
         state["files"] = {name: entry for each in reports for name, entry in each["files"].items()}
         errors += finish_folder(unfinished, final, state, keep, errors)
+    # [sync] all-gather of objects, all ranks, once per checkpoint
     error = mesh.all_gather_object(errors)[0]
     if error:
         raise UserError(error[0])

@@ -271,6 +271,7 @@ def open_groups(config, simulation, store) -> tuple:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
             )
+            # [sync] all-gather of objects, all ranks, once per run
             dist.all_gather_object(machines, shm.machine_id())
     return device, backend
 

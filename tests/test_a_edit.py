@@ -96,6 +96,7 @@ def test_uneven_replicas_stop_together_at_the_budget(shards, speeds, late, corpu
     steps = steps_of_rounds(run)
     progress = 3 + sum(sum(pair) / 2 for pair in steps)
     assert progress - sum(steps[-1]) / 2 < 41 <= progress
+    assert run.ranks[-1]["method_state"]["rate"] == sum(steps[-1]) / 2 / steps[-1][1]
     (final,) = run.rows("eval")
     assert final["tokens"] == round(progress * 2 * shards * 2 * 8)
     # the early last sync keeps the overshoot to a step or two of the fastest, not a round

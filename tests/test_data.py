@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -123,3 +124,20 @@ def test_gpt2_without_a_network_names_what_to_do(monkeypatch):
     monkeypatch.setattr(data.tiktoken, "get_encoding", None)  # calling it raises an error
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR.*--tokenizer byte"):
         data.tokenizer("gpt2")
+
+
+def test_fineweb_streams_through_the_datasets_library(monkeypatch, tmp_path):
+    calls = []
+
+    def load_dataset(path, **options):
+        calls.append((path, options))
+        return iter([{"text": "one"}, {"text": "two"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    data.write_corpus(data.fineweb_documents(), "byte", str(tmp_path / "out"))
+    assert bytes(t for t in data.load(str(tmp_path / "out")).tokens if t < 256) == b"onetwo"
+    options = dict(name="sample-10BT", split="train", streaming=True)
+    assert calls == [("HuggingFaceFW/fineweb-edu", options)]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets"):
+        list(data.fineweb_documents())

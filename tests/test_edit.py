@@ -129,7 +129,7 @@ SICK = {  # replicas, shards, what happens after which step, flags, layers dropp
     "one of three": (3, 1, Sick("all nan", [1], 4, 7, 10), {}, [[0, L, 0]] * 3 + [[0, 0, 0]]),
     "rollback": (2, 2, Sick("all nan", [0, 1], 4, 7, 13), {}, [[L, L], [L, L], [0, 0], [L, L]]),
     "one layer": (2, 1, Sick("nan", [0, 1], 4, 7, 10), {}, [[1, 1]] * 3 + [[0, 0]]),
-    "no test": (2, 1, Sick("nan", [1], 4, 10), {"anomaly_elimination": False}, [[0, 1], [0, 0]] * 2),
+    "off": (2, 1, Sick("nan", [1], 4, 10), {"anomaly_elimination": False}, [[0, 1], [0, 0]] * 2),
 }  # fmt: skip
 
 
