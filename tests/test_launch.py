@@ -114,7 +114,6 @@ def test_signal_stops_all_ranks_at_one_round_end(method, number, to, lag, start,
     at = 20 + lag
     assert f"stopped by {number.name} after step {at}; --resume auto continues from {path}" in line
     assert path.name == f"checkpoint-{at:08d}" and not (tmp_path / "run" / "model.pt").exists()
-    assert [replica["steps"] for replica in checkpoint.read(path)["replicas"]][-1] == at
     finish(start(more))
     if method == "minibatch":
         finish(start(more, out="whole"))
@@ -194,7 +193,7 @@ def die_or_wait(rank):
         (3, signal.SIGKILL, "--backend gloo --checkpoint_interval 3", "--resume auto continues"),
         # a machine that hangs, not a process that is gone
         (3, signal.SIGSTOP, "--timeout_s 2", "--checkpoint_interval would have kept"),
-        (3, None, "", "not all of the 4 ranks have started"),
+        (3, None, "", "hello/3"),  # the key that it has not set
     ],
 )
 def test_lost_rank_ends_the_others_with_a_line(victim, number, more, hint, start):
@@ -219,11 +218,13 @@ def break_in(rank, name, count, error):
 
     def deadly(*args, **options):
         calls.append(None)
-        if len(calls) == count and error:
+        if len(calls) != count:
+            return function(*args, **options)
+        if error:
             raise error
-        if len(calls) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **options)
+        if name == "rmtree":  # it has removed one file
+            os.remove(f"{args[0]}/state.json")
+        os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(module, name, deadly)
 
@@ -249,8 +250,10 @@ def test_crash_leaves_a_checkpoint(name, victim, count, error, start, tmp_path, 
     if error:
         (line,) = run.lines("err")
         assert "no checkpoint could be written" in line
-    path = checkpoint.list_checkpoints(tmp_path / "run")[-1]
-    checkpoint.verify(path, checkpoint.read(path))
+    complete = checkpoint.list_checkpoints(tmp_path / "run")
+    assert complete
+    for path in complete:
+        checkpoint.verify(path, checkpoint.read(path))
     finish(start(more))
     assert_same(tmp_path / "run", undisturbed)
     assert not list((tmp_path / "run").glob("*.tmp"))
@@ -284,7 +287,6 @@ def spoil_losses(rank, step):
     ],
 )
 def test_full_disk_or_divergence_ends_a_run(patch, number, more, message, saved, start, tmp_path):
-    """One line, and no file is half written."""
     more = f"--n_embd 8 --checkpoint_interval 1 --keep 1 {more}"
     run = start(more, special=patched(patch, number))
     codes = run.wait(30)

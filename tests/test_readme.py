@@ -41,7 +41,8 @@ def test_file_tree_equals_the_folder():
     here = {name for name in here if not name.startswith(".")} - {"README.md"}
     blocks = re.findall(r"```text\n(.*?)```", TEXT, re.S)
     tree = next(block for block in blocks if "model.py " in block)
-    assert {line.split()[0] for line in tree.splitlines()} == here
+    named = [line.split("   ")[0].split(", ") for line in tree.splitlines()]
+    assert {name.strip() for names in named for name in names} == here
 
 
 @pytest.mark.parametrize("text", [TEXT, RESULTS], ids=["README", "RESULTS"])
@@ -85,7 +86,7 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
     known = capsys.readouterr().out
     launcher = {
         "--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint",
-        "--max-restarts", "--ntasks-per-node", "--gpus-per-node",
+        "--max-restarts", "--nodes", "--ntasks-per-node", "--gpus-per-node",
     }  # fmt: skip
     for flag in set(re.findall(r"--[a-z][\w-]*", TEXT + RESULTS)) - launcher:
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
