@@ -359,7 +359,7 @@ def measure(argv: list, shutdown):
             open(args.json, "a").close()  # is it possible? Now, not after the measurements
     except Exception as wrong:
         error = explain(wrong)[1].removeprefix("error: ")
-    launch.agree(store, "flags", rank, world_size, error)
+    launch.check_same_config(store, "flags", rank, world_size, error)
     launch.keep_freed_memory()  # as in train.py; here it also speeds up the others
     device, backend = launch.open_groups(config, simulation, store)
     mesh = Mesh(config.shards, device, config.timeout_s, backend)

@@ -52,7 +52,8 @@ LOST_ROUNDS rounds in a row were rolled back in all layers.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for norms, flags, losses
 and steps.
-Exposed time per round: max(first layer's all-reduce, all layers' all-reduce - forward).
+Exposed time per round, on NCCL and gloo: max(first layer's all-reduce, all layers' all-reduce -
+forward). With shm nothing overlaps.
 Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
 Source: EDiT, arXiv 2412.07210, and its authors' code, atorch local_sgd.
 """
@@ -104,7 +105,7 @@ class AnomalyDetector:
     def flag(self, G):
         """True where G (L,) is an anomaly; the other norms enter the statistics."""
         sigma = torch.maximum(self.variance.sqrt(), SIGMA_FLOOR * self.mean)
-        # flag if z = (G - mu) / sigma > delta: one-sided, a small norm is good news
+        # flag if z = (G - mu) / sigma > delta; one-sided: a small norm is never flagged
         flagged = ((G - self.mean) > self.threshold * sigma) & (self.count >= self.warmup)
         flagged |= ~G.isfinite()  # NaN compares False above
         self.update(torch.where(flagged, self.mean, G), ~flagged)
@@ -153,7 +154,7 @@ def outer_nesterov(anchor, momentum, dhat, lr, mu, kept):
 class EDiT(Method):
     Config = Config
     shared = ("anchor", "momentum")
-    mends_replicas = True  # it is left out of the sync and starts again from the anchor
+    repairs_replicas = True  # a flagged replica restarts from the anchor
 
     def __init__(self, model, mesh, config, max_steps: int):
         super().__init__(model, mesh, config, max_steps)
@@ -207,8 +208,8 @@ class EDiT(Method):
             clip = torch.ones_like(self.any_kept[l])
             if self.config.pseudo_grad_clipping:
                 square = (dbar.norm() ** 2).view(1)
-                # Every replica adds the squares in the same order. An all-reduce may not, and the
-                # replicas would differ in the last bit.
+                # An all-reduce may sum in another order in another replica's shard group, and the
+                # replicas would differ in the last bit. So gather the squares, then sum them.
                 # [shard] all-gather, N scalars, once per round and layer
                 squares = self.mesh.gather_rows(square, self.mesh.shard)
                 clip = clip_factor(squares.sum().sqrt(), self.config.pseudo_grad_clip)

@@ -12,15 +12,16 @@ r"""The replicas x shards grid: the process groups, every collective, the byte l
                          communicates once per round
 
 The world group is all ranks; metrics of a step with averaged gradients travel in it. Tensors cross
-ranks only here, so the ledger is complete: sent["shard"] and sent["sync"] (with world) count the
-bytes that this rank has sent, as bandwidth-optimal algorithms would: all-gather and reduce-scatter
-(n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload. `grep '# \[s' *.py plumbing/*.py`
-lists every collective.
+ranks only here, so the ledger counts all of them: sent["shard"] and sent["sync"] (with world) count
+the bytes that this rank has sent, as bandwidth-optimal algorithms would: all-gather and
+reduce-scatter (n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload. `grep '# \[s' *.py
+plumbing/*.py` lists every collective.
 
-Every collective is asynchronous. `wait()` blocks the stream on NCCL and the host on gloo and shm
-(plumbing/shm.py). Ranks of a group must issue its operations in the same order. In a group of one
-rank an operation does nothing and is not counted. If a rank has died, or is silent for timeout_s,
-the others raise RankLostError (gloo, shm; with NCCL, its watchdog ends the process).
+Every collective returns a handle. `wait()` blocks the stream on NCCL and the host on gloo and shm.
+With shm (plumbing/shm.py) the host moves the data itself, in the call and in `wait()`. Ranks of a
+group must issue its operations in the same order. In a group of one rank an operation does nothing
+and is not counted. If a rank has died, or is silent for timeout_s, the others raise RankLostError
+(gloo, shm; with NCCL, its watchdog ends the process).
 """
 
 import time
@@ -46,6 +47,8 @@ def translate_comm_errors():
     """torch reports lost neighbours as RuntimeError."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise RankLostError(str(error).strip().split("\n")[0]) from error
 
@@ -73,7 +76,7 @@ class Group:
     """A row or a column of the grid, or all of it."""
 
     def __init__(self, name: str, ranks: list, rank: int, process_group):
-        self.name, self.ranks, self.process_group = name, ranks, process_group
+        self.name, self.process_group = name, process_group
         self.size, self.index = len(ranks), ranks.index(rank)
 
 
@@ -119,13 +122,16 @@ class Mesh:
         if group.size == 1:
             return Handle()
         name, crosses_replicas = f"{group.name} {operation}", group is not self.shard
+        began = time.perf_counter()
         with translate_comm_errors(), record_function(name):
             work = start()
+        if crosses_replicas:  # shm may wait here for a free slot
+            self.waited_s["others"] += time.perf_counter() - began
         sent_bytes = share * (group.size - 1) / group.size * payload_bytes
         self.calls[name] += 1
         self.sent["sync" if crosses_replicas else "shard"] += sent_bytes
         if crosses_replicas and self.simulated_link:
-            work = self.simulated_link.carry(work, sent_bytes, hops=share * (group.size - 1))
+            work = self.simulated_link.carry(work, sent_bytes, hops=share * (self.replicas - 1))
         return Handle(work, name, self.waited_s if crosses_replicas else None)
 
     def all_gather(self, whole: torch.Tensor, group: Group) -> Handle:

@@ -51,7 +51,7 @@ class Method:
     Config = LocalConfig  # its flags: a dataclass
     shared = ()  # names of vectors, laid out like model.master, equal in all replicas after a sync
     private = ()  # names of vectors that differ between replicas
-    mends_replicas = False  # does a sync repair a replica whose parameters are not finite?
+    repairs_replicas = False  # does a sync replace parameters that are not finite?
     lockstep = True  # do all replicas take the same number of steps?
 
     def __init__(self, model, mesh, config, max_steps: int):
@@ -97,7 +97,7 @@ class Method:
         return 0.0
 
     def sync_stats(self, rows) -> dict:
-        """What the record says of the replicas at a sync: lists, scalars or tensors of them."""
+        """The fields about replicas in the record's `sync` row: lists, scalars or tensors."""
         M = self.mesh.replicas
         return {"pseudo_grad_norm": None, "weight": [1 / M] * M, "dropped": [0] * M, "clip": 1.0}
 
@@ -131,8 +131,8 @@ class Method:
 
     def sync_voted(self) -> bool:
         """Has a rank of this replica voted in this round? The same on all its ranks."""
-        heard = self.local_steps > self.model.metrics_lag
-        return heard and self.model.known_metrics()[2] > 0
+        known = self.local_steps > self.model.metrics_lag  # the metrics are of this round
+        return known and self.model.known_metrics()[2] > 0
 
     def end_round(self):
         self.drain()
@@ -149,7 +149,7 @@ class Method:
             self.end_sync()
 
     def end_sync(self):
-        """Note what stats() will tell. Reads nothing from the device."""
+        """Keep what stats() returns. Reads nothing from the device."""
         self.in_flight = False
         row = {"round": self.rounds, "step": self.steps, "tau": self.round_steps}
         row |= {"steps": self.rows[:, 1].int(), "loss": self.rows[:, 0]}

@@ -1,7 +1,7 @@
 """A slow, uneven cluster on one machine: stragglers and slow links, to show what methods gain.
 
 Stragglers. `--slow_replica R:F`: replica R takes F times as long for every step. `--random_lag
-P:SECONDS`: in each step, with probability P, one replica, drawn from the seed, pauses for so long.
+P:SECONDS`: in each step, with probability P, one replica (drawn from the seed) pauses for SECONDS.
 
 The slow link. `--link_mbps`, `--link_latency_ms`: every replica reaches the others through one link
 of that rate, shared by its N ranks. A collective between replicas really happens, at the speed of
@@ -113,7 +113,7 @@ class Transfer:
         if self.on_cuda:
             self.work.wait()  # it has finished, but the caller's stream must be ordered after it
         self.link_s = max(0.0, self.finish - time.perf_counter())
-        time.sleep(self.link_s)
+        time.sleep(min(self.link_s, 1e6))
 
 
 class SimulatedLink:

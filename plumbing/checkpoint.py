@@ -117,7 +117,7 @@ def vectors(model, method) -> tuple:
 
 
 def save(folder, state: dict, model, method, keep: int) -> Path:
-    """Write folder/checkpoint-STEP, keep the last `keep`. state: what all ranks know alike. All
+    """Write folder/checkpoint-STEP, keep the last `keep`. state: what is equal on all ranks. All
     ranks call it at a round end and return when it is complete. Raises UserError, on all ranks, if
     it cannot be written; earlier checkpoints stay."""
     mesh = model.mesh
@@ -330,10 +330,8 @@ def load(path, state: dict, model, method, same_method: bool = True):
                 files.append(torch.load(name, map_location="cpu", weights_only=True, mmap=True))
             for name, vector in vectors_of.items():
                 fill(vector, [file[name] for file in files], model)
-    except (OSError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+    except Exception as error:  # torch.load raises many kinds for damaged and foreign files
         raise damaged(path, f"{type(error).__name__}: {one_line(error)}") from None
-    except Exception as error:  # torch.load raises many kinds for foreign pickles
-        raise damaged(path, one_line(error)) from None
     model.invalidate_gathered()
 
 

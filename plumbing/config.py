@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 
 class UserError(Exception):
-    """Wrong input. The text is one line that names the way out; the exit code is 2."""
+    """Wrong input. The text is one line that says what to change; the exit code is 2."""
 
 
 def explain(error: Exception) -> tuple:

@@ -16,7 +16,7 @@ The first rank to leave prints the reason, the others are silent. torchrun stops
 of its node (SIGTERM, after 30 s SIGKILL) and adds a report of its own.
 
 Stopping with --save_on_exit. A stop is a vote to end the round early (method.py). The rank that has
-the signal leaves the key stop/k in the store before it enters sync k. No rank completes sync k
+the signal writes the key stop/k to the store before it enters sync k. No rank completes sync k
 without it, so every rank that looks after sync k finds the key, and all save and leave at this
 round end. With averaged gradients every step is a round, and the votes of all ranks travel with the
 step's metrics.
@@ -65,6 +65,7 @@ class Setup:
     plan: Plan
     path: Path | None = None  # the checkpoint to continue
     saved: dict | None = None  # its state.json
+    lock: int | None = None  # descriptor that holds the lock of the run's folder, on rank 0
 
 
 def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
@@ -163,9 +164,10 @@ def environment() -> tuple:
 
 
 def rendezvous(rank: int, world_size: int):
-    """A store of this attempt alone. torchrun keeps its store, with old keys, when it restarts the
-    ranks. So rank 0 chooses a new prefix, and another rank believes it only beside its own latest
-    hello. Raises RankLostError if not all ranks have come within START_S."""
+    """A store for this attempt only. After a restart torchrun keeps its store with the old keys. So
+    rank 0 publishes a new prefix together with the random id that each rank wrote last, and a rank
+    accepts the prefix only if its own id is in the list. Raises RankLostError if a rank is missing
+    after START_S."""
     if world_size == 1:
         return dist.HashStore()
     hello, deadline = uuid.uuid4().hex, time.monotonic() + START_S
@@ -189,7 +191,8 @@ def rendezvous(rank: int, world_size: int):
     raise RankLostError(f"not all of the {world_size} ranks have started within {START_S} s")
 
 
-def agree(store, topic: str, rank: int, world_size: int, error: str, fingerprint: str = ""):
+def check_same_config(store, topic: str, rank: int, world_size: int, error: str, fingerprint: str =
+""):
     """Raise UserError, on all ranks, if one has an error or another fingerprint."""
     with translate_comm_errors():
         answer = f"{error}\n{fingerprint}".encode(errors="backslashreplace")
@@ -203,7 +206,7 @@ def agree(store, topic: str, rank: int, world_size: int, error: str, fingerprint
 
 
 def start(argv: list, methods: dict, shutdown) -> Setup:
-    """The Setup that all ranks agree on; the run's folder exists and is locked."""
+    """The Setup, equal on all ranks. The run's folder exists and is locked."""
     rank, world_size = environment()
     shutdown.rank = rank
     store = shutdown.store = rendezvous(rank, world_size)
@@ -218,13 +221,13 @@ def start(argv: list, methods: dict, shutdown) -> Setup:
         raise
     except Exception as wrong:
         error = explain(wrong)[1].removeprefix("error: ")
-    agree(store, "flags", rank, world_size, error, fingerprint)
+    check_same_config(store, "flags", rank, world_size, error, fingerprint)
     try:
         if rank == 0 and not setup.config.dry_run:
             setup.lock = open_folder(setup.config.out_dir)
     except UserError as wrong:
         error = str(wrong)
-    agree(store, "folder", rank, world_size, error)
+    check_same_config(store, "folder", rank, world_size, error)
     store.set_timeout(timedelta(seconds=setup.config.timeout_s))
     return setup
 
@@ -299,7 +302,7 @@ class StopRequest:
     """A signal that ends the run at the next round end, with a checkpoint."""
 
     def __init__(self, store, enabled: bool):
-        self.store, self.enabled, self.signal, self.told = store, enabled, 0, False
+        self.store, self.enabled, self.signal, self.voted = store, enabled, 0, False
         if enabled:
             self.pipe, wakeup = os.pipe()
             os.set_blocking(wakeup, False)
@@ -320,11 +323,11 @@ class StopRequest:
         if not self.enabled:
             return 0.0
         key = f"stop/{method.rounds}"
-        if self.signal and not self.told:
+        if self.signal and not self.voted:
             self.store.set(key, str(int(self.signal)))
-            self.told = True
+            self.voted = True
         # One rank per replica looks for the others' keys.
-        return float(self.told or method.mesh.shard_index == 0 and self.store.check([key]))
+        return float(self.voted or method.mesh.shard_index == 0 and self.store.check([key]))
 
     def agreed(self, method) -> int:
         """At a round end: the signal with which all ranks stop here, or 0."""
@@ -333,8 +336,8 @@ class StopRequest:
         if method.averages_gradients:
             found, key = method.model.known_metrics()[2] > 0, f"stop/{method.rounds}"
         else:
-            if method.mesh.device.type == "cuda":
-                torch.cuda.synchronize()  # sync k has ended on the device, not only on the host
+            if method.mesh.device.type == "cuda":  # until all rows of sync k have been gathered
+                torch.cuda.current_stream().synchronize()
             key = f"stop/{method.rounds - 1}"
             found = self.store.check([key])
         return int(self.store.get(key)) if found else 0
@@ -369,7 +372,7 @@ class Shutdown:
 
     def _claim(self, mine: str) -> str:
         self.store.set_timeout(timedelta(seconds=3))
-        return self.store.compare_set("last words", "", mine).decode()
+        return self.store.compare_set("first to leave", "", mine).decode()
 
     def explain(self, error: Exception, out_dir: str):
         """leave() for an error from outside the program. Raises any other error again. out_dir: ""

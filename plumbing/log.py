@@ -12,10 +12,10 @@ Rank 0 writes one JSON object per row; its first key is `event`. `step` counts f
     eval    step, tokens, train_s, val_loss, bits_per_byte
     end     step, val_loss, train_s, tokens_per_s, peak_memory_bytes, exit
 
-step.loss is the mean over all ranks if gradients were averaged, else over replica 0: in a local
-step no other replica is asked. A sync row has lists with one entry per replica: `loss` (mean over
-the round), `steps` (of the round), `pseudo_grad_norm`, `weight`, `dropped` (layers it was left out
-of). Of stall_ms, wait_others_ms is the host's waiting for other replicas and wait_link_ms for a
+step.loss is the mean over all ranks if gradients were averaged, else over replica 0: a local step
+has no communication between replicas. A sync row has lists with one entry per replica: `loss` (mean
+over the round), `steps` (of the round), `pseudo_grad_norm`, `weight`, `dropped` (layers it was left
+out of). Of stall_ms, wait_others_ms is the host's waiting for other replicas and wait_link_ms for a
 simulated link (simulate.py); the rest is arithmetic.
 """
 

@@ -1,4 +1,4 @@
-"""What a run takes, computed before it starts: memory per rank, tokens and traffic per round.
+"""Memory per rank, tokens and traffic per round of a run, computed before it starts.
 
     python train.py --model 7b --replicas 8 --shards 8 --device cuda --dry_run --link_mbps 100000
 
@@ -19,8 +19,8 @@ Every run prints this first. With --dry_run it is all that happens, for any mesh
                             + 8 B T V                loss: not more than LOGITS at a time
                             + 2 B T^2 H L            softmax in bf16 on a CPU, see model.attend
 
-`memory` is exact, `activations` is not. Not counted: the program itself (some 300 MB on CPUs),
-NCCL's buffers, what the allocator does not give back.
+`memory` is exact for ranks on one machine, `activations` is an estimate. Not counted: the program
+itself (some 300 MB on CPUs), NCCL's buffers, what the allocator does not give back.
 """
 
 import os
@@ -31,7 +31,7 @@ import torch
 import model
 from model import ModelConfig
 from plumbing.config import UserError
-from plumbing.shm import SLOTS, slot_size
+from plumbing.shm import SLOTS, machine_id, slot_size
 from shard import Layout
 from simulate import FRAMING
 
@@ -92,7 +92,7 @@ class Plan:
     def slots(self) -> dict:
         """Bytes of this rank's shm slots by use, if its groups use shm."""
         config = self.config
-        shm = config.backend == "shm" or config.backend == "auto" and self.on_cpu
+        shm = config.backend == "shm" or config.backend == "auto" and self.on_cpu and machine_id()
         linked = self.simulation.limits_link
         whole, N = max(layout.padded for layout in self.layouts), self.shards
         sizes = {"gathers": 0, "sums": 0, "sync": 0}

@@ -1,6 +1,6 @@
 """What surrounds the steps of a run: batches, the record, evaluation, checkpoints, stopping.
 
-At a round end all replicas meet, so evaluation, checkpoints and stops happen there and nowhere
+Replicas are equal at round ends only, so evaluation, checkpoints and stops happen there and nowhere
 else.
 """
 
@@ -89,7 +89,7 @@ class Run:
     def check_finite(self):
         """Stop if the loss or the norm is not finite, unless the next sync repairs the replica."""
         norm, loss, _ = self.model.known_metrics()
-        if math.isfinite(norm + loss) or (self.method.mends_replicas and self.method.local):
+        if math.isfinite(norm + loss) or (self.method.repairs_replicas and self.method.local):
             return
         raise UserError(
             f"diverged at step {self.method.steps - self.model.metrics_lag}: loss {loss:.4g}, "

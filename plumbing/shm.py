@@ -13,8 +13,9 @@ No lock, no thread and, if nobody has to wait, no system call: each word of `wri
 has one writer, and an x86 processor shows stores to others in the order in which they were made (on
 other processors use gloo). A rank that waits sleeps for some microseconds at a time.
 
-The data moves in `work.wait()`, on the caller's thread, so nothing overlaps with computation; on
-one machine the copies use the same cores anyway. Before a rank uses a slot again it completes its
+A call copies this rank's tensor into its slot. `work.wait()` copies or sums the data of the others.
+Both run on the caller's thread, so nothing overlaps with computation; on one machine the copies use
+the same cores anyway. Before a rank uses a slot again it completes its
 own oldest operation on that slot. All ranks of a group issue the same operations with the same
 sizes in the same order, so they also agree when slots must grow. Gathers and sums have slots of
 their own: a rank can then be one layer ahead of its neighbours in both.
