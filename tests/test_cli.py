@@ -31,6 +31,8 @@ edit                               | edit
 --outer_lr=-1                      | --outer_lr -1
 --pseudo_grad_clip 0               | --pseudo_grad_clip 0.0: must be above 0
 --max_steps DIGITS                 | --max_steps 999
+--timeout_s 1e14                   | --timeout_s 1000
+--batch_size 1e10                  | --batch_size
 --batch_size 2000000000            | a rank needs about
 --n_embd 20000 --n_head 100 --n_layer 500 | a rank needs about
 --block_size 1000000000            | lower --block_size
