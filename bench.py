@@ -12,12 +12,11 @@ and the cost of a sync.
               One rank: plain, an ordinary training loop
     sync      a sync of EDiT and of DiLoCo, beside an all-reduce of the same      two ranks
               bytes (with N = 1 if there is only one replica otherwise)
-    round     tau steps of EDiT with their sync, beside the bound                 any
     memory    the peak per rank, beside what a rank must hold (plan.py)           any
 
 The speed of a machine drifts, so the candidates take turns in one run, a few steps at a time:
-A B C, then B C A, and so on. A ratio is the median of the ratios of the turns. The flags of model,
-batch, mesh and device, --compile, --recompute, --tau, --offload and --link_mbps are train.py's.
+A B C, then B C A, and so on. A ratio is the median of the ratios of the turns. The other flags are
+train.py's. Without --dtype, a device with native bf16 is measured in fp32 and in bf16.
 """
 
 import ctypes
@@ -25,6 +24,7 @@ import dataclasses
 import gc
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -40,14 +40,23 @@ import simulate
 from mesh import Mesh
 from model import Llama
 from plumbing import launch
-from plumbing.config import Parser, UserError, check_limits, explain, fill, parse
+from plumbing.config import UserError, fill, option, parse
 from plumbing.plan import Plan
 from shard import ShardedModel
 from train import METHODS
 
-PARTS = ("step", "sync", "round", "memory")
-ALONE = ("step", "round", "memory")  # possible on one rank
 LR, DECAY, CLIP, NEVER = 1e-3, 0.1, 1.0, 2**30
+
+
+@dataclass
+class Flags(simulate.Config):
+    """The benchmark's flags, beside train.py's."""
+
+    parts: str = option("", "some of step,sync,memory (default: all that are possible)")
+    repeats: int = option(5, "turns", low=1)
+    steps: int = option(2, "steps per turn", low=1)
+    vocab_size: int = option(257, "of the model; 257: bytes", low=2)
+    json: str = option("out/bench.json", "file for the rows")
 
 
 @dataclass
@@ -56,27 +65,17 @@ class Case:
 
     config: object  # plumbing.config.Config
     method_config: object
-    simulation: simulate.Config
-    vocab_size: int
+    flags: Flags
     mesh: Mesh
 
     def __post_init__(self):
-        self.config = dataclasses.replace(self.config, shards=self.mesh.shards)
+        mesh, flags, vocab_size = self.mesh, self.flags, self.flags.vocab_size
+        config = self.config = dataclasses.replace(self.config, shards=mesh.shards)
         self.plan = Plan(
-            self.config, METHODS["edit"], self.method_config, self.simulation, self.vocab_size,
-            self.mesh.world_size,
-        )  # fmt: skip
-        shape = (2, self.config.batch_size, self.config.block_size)
-        self.tokens, self.targets = torch.randint(self.vocab_size, shape, device=self.mesh.device)
-
-    def replace(self, **flags):
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, **flags))
-
-    def on_mesh(self, shards: int):
-        """The same on a new mesh of the same ranks."""
-        mesh = self.mesh
-        mesh = Mesh(shards, mesh.device, self.config.timeout_s, mesh.backend)
-        return dataclasses.replace(self, mesh=mesh)
+            config, METHODS["edit"], self.method_config, flags, vocab_size, mesh.world_size
+        )
+        shape = (2, config.batch_size, config.block_size)
+        self.tokens, self.targets = torch.randint(vocab_size, shape, device=mesh.device)
 
     def alone(self):
         """The same on every rank by itself, without communication."""
@@ -102,11 +101,11 @@ class Case:
 class OurStep:
     """A step as in train.py, without its warm-up steps."""
 
-    def __init__(self, case: Case, method: str = "minibatch", tau: int = NEVER):
+    def __init__(self, case: Case, method: str = "minibatch"):
         plan, recompute, self.case = case.plan, case.config.recompute, case
         model = ShardedModel(plan.model_config, case.mesh, plan.dtype, recompute=recompute)
         self.model, self.optimizer = case.compiled(model), model.adamw(DECAY, lr=LR)
-        values = {"sync_warmup_steps": 0, "tau": tau, "offload": case.method_config.offload}
+        values = vars(case.method_config) | {"sync_warmup_steps": 0, "tau": NEVER}
         config = fill(METHODS[method].Config, values)
         self.method = METHODS[method](model, case.mesh, config, NEVER)
 
@@ -121,7 +120,7 @@ class OurStep:
         model.clip_gradient(metrics.norm, CLIP)
         self.optimizer.step()
         model.invalidate_gathered()
-        method.after_step()
+        method.after_step(LR)
 
 
 def torch_step(case):
@@ -174,17 +173,16 @@ def timed_ms(mesh, run, count: int = 1) -> float:
     return 1e3 * (time.perf_counter() - began) / count
 
 
-def alternate(mesh, steps: dict, repeats: int, count: int) -> dict:
-    """name -> milliseconds per step in each of `repeats` turns. Each turn begins with another
-    candidate."""
+def alternate(mesh, steps: dict, flags: Flags) -> dict:
+    """name -> milliseconds per step in each turn. Each turn begins with another candidate."""
     gc.collect()  # the models of earlier rows
     for step in [*steps.values()] * 2:
         step()
     times, names = {name: [] for name in steps}, list(steps)
-    for turn in range(repeats):
+    for turn in range(flags.repeats):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             steps[name]()  # fills the caches, which the candidate before has used
-            times[name].append(timed_ms(mesh, steps[name], count))
+            times[name].append(timed_ms(mesh, steps[name], flags.steps))
     return times
 
 
@@ -198,36 +196,29 @@ def speedups(times: dict) -> dict:
     return row
 
 
-def compare(case, args) -> dict:
-    """One row of the part step."""
+# ---- the parts: each yields rows ----
+
+
+def compare_steps(case):
     mesh, steps = case.mesh, {"ours": OurStep(case)}
     steps["fsdp2" if mesh.world_size > 1 else "plain"] = torch_step(case)
     if mesh.world_size > 1:
         steps["bound"] = OurStep(case.alone())
-    row = case.describe() | speedups(alternate(mesh, steps, args.repeats, args.steps))
+    row = speedups(alternate(mesh, steps, case.flags))
     if "bound" in steps:
         overhead_ms = row["ours_ms"] - row["bound_ms"]
         row["overhead_ms_per_layer"] = overhead_ms / (case.config.n_layer + 2)
     tokens = mesh.world_size * case.plan.tokens_per_micro_step
     row["tokens_per_s"] = 1e3 * tokens / row["ours_ms"]
-    return row
+    yield row
 
 
-# ---- the parts: each yields rows ----
-
-
-def part_step(case, args):
-    for dtype in args.dtypes:
-        yield compare(case.replace(dtype=dtype), args)
-
-
-def part_sync(case, args):
+def compare_syncs(case):
     """The time that a sync of EDiT and of DiLoCo stalls the training. bound: for DiLoCo the
     all-reduce of all parameters; for EDiT the part of it that a forward cannot hide."""
-    case = case if case.mesh.replicas > 1 else case.on_mesh(1)
     mesh, steps = case.mesh, {name: OurStep(case, name) for name in ("edit", "diloco")}
-    if case.simulation.limits_link:
-        mesh.simulated_link = simulate.SimulatedLink(case.simulation, mesh.shards, mesh.device)
+    if case.flags.limits_link:
+        mesh.simulated_link = simulate.SimulatedLink(case.flags, mesh.shards, mesh.device)
     model = steps["edit"].model
     vector, first_layer = torch.zeros_like(model.master), case.plan.layouts[0].shard_size
     # [sync] all-reduce, sum P/N and then a layer's P/N fp32, once per turn, for comparison
@@ -235,7 +226,7 @@ def part_sync(case, args):
     first = lambda: mesh.all_reduce(vector[:first_layer], mesh.sync).wait()
     forward = lambda: model.forward(case.tokens, case.targets, train=False)
     times = {name: [] for name in ("edit", "diloco", "step", "forward", "wire", "first")}
-    for turn in range(args.repeats + 2):
+    for turn in range(case.flags.repeats + 2):
         for name, step in steps.items():
             times["step"].append(timed_ms(mesh, step))
             step.method.end_round()
@@ -245,12 +236,11 @@ def part_sync(case, args):
             times[name].append(timed_ms(mesh, run))
         if turn < 2:  # warm-up
             [values.clear() for values in times.values()]
-    mesh.simulated_link = None
     ms = {name: statistics.median(values) for name, values in times.items()}
     hidden = max(ms["first"], ms["wire"] - ms["forward"])
     for name in steps:
-        row = case.describe() | {
-            "method": name, "link_mbps": case.simulation.link_mbps, "stall_ms": ms[name],
+        row = {
+            "method": name, "link_mbps": case.flags.link_mbps, "stall_ms": ms[name],
             "bound_ms": hidden if name == "edit" else ms["wire"], "wire_ms": ms["wire"],
             "step_ms": ms["step"], "forward_ms": ms["forward"],
             "stall_in_steps": ms[name] / ms["step"],
@@ -258,35 +248,27 @@ def part_sync(case, args):
         yield row | {f"tau {tau}": ms[name] / (tau * ms["step"]) for tau in (8, 32, 128)}
 
 
-def part_round(case, args):
-    case, tau = case if case.mesh.replicas > 1 else case.on_mesh(1), case.method_config.tau
-    steps = {"edit": OurStep(case, "edit", tau), "bound": OurStep(case.alone())}
-    times = alternate(case.mesh, steps, args.repeats, tau)
-    yield case.describe() | {"tau": tau} | speedups(times)
-
-
-def part_memory(case, args):
+def measure_memory(case):
     """The peak of two steps and a sync, and the same on one rank. There, what is not held for good
     are the activations, which are as large in both."""
     # How much freed memory glibc keeps otherwise depends on what came before.
-    launch.keep_freed_memory(False)
-    for dtype in args.dtypes:
-        one, all_ = case.alone().replace(dtype=dtype), case.replace(dtype=dtype)
-        peak_bytes(one), peak_bytes(all_)  # code and scratch memory, allocated once
-        held = sum(all_.plan.memory().values())
-        activations = peak_bytes(one) - sum(one.plan.memory().values())
-        peak = peak_bytes(all_)
-        yield all_.describe() | {
-            "peak_MB": peak / 1e6, "held_MB": held / 1e6, "activations_MB": activations / 1e6,
-            "planned_MB": all_.plan.activations() / 1e6,
-            "peak_over_formula": peak / (held + all_.plan.seen() + activations),
-        }  # fmt: skip
-    launch.keep_freed_memory()
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: larger blocks go back to the system at once
+    alone = case.alone()
+    peak_bytes(alone)  # code and scratch memory, allocated once
+    activations = peak_bytes(alone) - sum(alone.plan.memory().values())
+    held, peak = sum(case.plan.memory().values()), peak_bytes(case)
+    libc.mallopt(-3, 1 << 25)  # 32 MiB, where glibc's own adaptation ends
+    libc.mallopt(-1, 1 << 26)  # M_TRIM_THRESHOLD, likewise
+    yield {
+        "peak_MB": peak / 1e6, "held_MB": held / 1e6, "activations_MB": activations / 1e6,
+        "planned_MB": case.plan.activations() / 1e6,
+        "peak_over_formula": peak / (held + case.plan.seen() + activations),
+    }  # fmt: skip
 
 
 def peak_bytes(case) -> int:
-    """Above what there was before. A new mesh, because the slots of shm stay with the groups."""
-    case = case.on_mesh(case.mesh.shards) if case.mesh.world_size > 1 else case
+    """Above what there was before."""
     gc.collect()
     cuda = case.mesh.device.type == "cuda"
     if cuda:
@@ -295,87 +277,75 @@ def peak_bytes(case) -> int:
     else:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present value
-        before = status_bytes("VmRSS")
-    step = OurStep(case, "edit", tau=2)
-    step(), step(), step()
-    return torch.cuda.max_memory_allocated() - before if cuda else status_bytes("VmHWM") - before
+        before = peak_rss()
+    step = OurStep(case, "edit")
+    step(), step()
+    step.method.end_round()
+    step()  # completes the sync
+    return (torch.cuda.max_memory_allocated() if cuda else peak_rss()) - before
 
 
-def status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+def peak_rss() -> int:
+    """Bytes, since clear_refs was written."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
+
+
+PARTS = {"step": compare_steps, "sync": compare_syncs, "memory": measure_memory}
 
 
 # ---- the run ----
 
 
-def show(rows: list) -> None:
-    """The last row, below a heading if its columns are new."""
-    row = rows[-1]
-    if len(rows) == 1 or rows[-2].keys() != row.keys():
-        print("\n" + "  ".join(f"{name:>10}" for name in row))
+def show(part: str, rows: list):
+    print(f"\n{part}\n" + "  ".join(f"{name:>10}" for name in rows[0]))
     text = lambda x: x if isinstance(x, str) else f"{x:.3g}" if abs(x) < 100 else f"{x:,.0f}"
-    print("  ".join(f"{text(x):>{max(10, len(name))}}" for name, x in row.items()), flush=True)
+    for row in rows:
+        print("  ".join(f"{text(x):>{max(10, len(name))}}" for name, x in row.items()), flush=True)
 
 
 def read_arguments(argv: list, world_size: int) -> tuple:
-    """(the benchmark's flags, the Config of train.py, the method's, the simulation's), checked."""
-    parser = Parser(description="Speed, memory, the cost of a sync. Also takes train.py's flags.")
-    add, possible = parser.add_argument, PARTS if world_size > 1 else ALONE
-    add("--parts", default=",".join(possible), help="some of " + ",".join(possible))
-    add("--repeats", type=int, default=5, help="turns (default: 5)")
-    add("--steps", type=int, default=2, help="steps per turn (default: 2)")
-    add("--vocab_size", type=int, default=257, help="of the model (default: 257, bytes)")
-    add("--json", default="out/bench.json", help="file for the rows (default: out/bench.json)")
-    args, rest = parser.parse_known_args(argv)
-    args.parts = args.parts.split(",")
-    for part in args.parts:
+    """(part names, dtypes, Config of train.py, the method's, Flags), checked."""
+    argv = ["--model", "10m", "--batch_size", "2", *argv]
+    config, method_config, flags, given = parse(argv, METHODS, Flags)
+    if refused := {"method", "resume", "dry_run"} & given.keys():
+        raise UserError(f"--{min(refused)}: the benchmark does not take it")
+    possible = [part for part in PARTS if part != "sync" or world_size > 1]
+    parts = flags.parts.split(",") if flags.parts else possible
+    for part in parts:
         if part not in possible:
             options = ", ".join(possible)
             raise UserError(f"--parts {part[:100]}: with {world_size} ranks there are {options}")
-    for name, low in ("repeats", 1), ("steps", 1), ("vocab_size", 2):
-        check_limits(name, getattr(args, name), {"low": low})
-    defaults = ["--model", "10m", "--batch_size", "2", "--tau", "32"]
-    config, *others, given = parse(defaults + rest, METHODS, simulate.Config)
-    if refused := {"method", "resume", "dry_run"} & given.keys():
-        raise UserError(f"--{min(refused)}: the benchmark does not take it")
     launch.check_mesh(config, world_size)
-    automatic = config.dtype == "auto"
+    dtypes = [config.dtype]
     launch.resolve_device(config)
-    args.dtypes = [config.dtype]
-    if automatic and config.dtype == "bf16":
-        args.dtypes, config.dtype = ["fp32", "bf16"], "fp32"
-    return args, config, *others
+    if dtypes == ["auto"]:
+        dtypes = ["fp32", "bf16"] if config.dtype == "bf16" else ["fp32"]
+    return parts, dtypes, config, method_config, flags
 
 
 def measure(argv: list, shutdown):
     rank, world_size = launch.environment()
-    store, error = launch.rendezvous(rank, world_size), ""
-    shutdown.store = store
-    try:
-        args, config, method_config, simulation = read_arguments(argv, world_size)
-        if rank == 0:
-            Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-            open(args.json, "a").close()  # is it possible? Now, not after the measurements
-    except Exception as wrong:
-        error = explain(wrong)[1].removeprefix("error: ")
-    launch.check_same_config(store, "flags", rank, world_size, error)
-    launch.keep_freed_memory()  # as in train.py; here it also speeds up the others
-    device, backend = launch.open_groups(config, simulation, store)
-    mesh = Mesh(config.shards, device, config.timeout_s, backend)
-    case, rows = Case(config, method_config, simulation, args.vocab_size, mesh), {}
-    case.plan.check_memory()
-    for part in sorted(args.parts, key="memory".__ne__):  # first, before others have used some
-        print(f"\n{part}", end="")
+    store = shutdown.store = launch.rendezvous(rank, world_size)
+    parts, dtypes, config, method_config, flags = read_arguments(argv, world_size)
+    Path(flags.json).parent.mkdir(parents=True, exist_ok=True)
+    open(flags.json, "a").close()  # is it possible? Now, not after the measurements
+    device, backend = launch.open_groups(config, flags, store)
+    rows = {}
+    for part in sorted(parts, key="memory".__ne__):  # first, before others have used some
         rows[part] = []
-        for row in globals()[f"part_{part}"](case, args):
-            rows[part].append(row)
-            show(rows[part])
+        shards = 1 if part == "sync" and config.shards == world_size else config.shards
+        for dtype in dtypes:
+            mesh = Mesh(shards, device, config.timeout_s, backend)
+            case = Case(dataclasses.replace(config, dtype=dtype), method_config, flags, mesh)
+            case.plan.check_memory()
+            rows[part] += [case.describe() | row for row in PARTS[part](case)]
+        show(part, rows[part])
     if rank == 0:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
         record = {"command": sys.argv, "torch": torch.__version__, "device": name, "parts": rows}
-        Path(args.json).write_text(json.dumps(record, indent=1))
-        print(f"\nrows in {args.json}", flush=True)
+        Path(flags.json).write_text(json.dumps(record, indent=1))
+        print(f"\nrows in {flags.json}", flush=True)
 
 
 def main(argv: list):

@@ -52,7 +52,7 @@ def encode(encoding, text: str) -> np.ndarray:
 
 
 def tokenizer(name: str) -> tiktoken.Encoding:
-    """`byte` (256 bytes and end-of-text, works offline) or `gpt2` (tiktoken downloads it once)."""
+    """`byte` (256 bytes and end-of-text, works offline) or tiktoken's `gpt2` (downloaded once)."""
     if name == "byte":
         return tiktoken.Encoding(
             "byte",
@@ -60,13 +60,11 @@ def tokenizer(name: str) -> tiktoken.Encoding:
             mergeable_ranks={bytes([i]): i for i in range(256)},
             special_tokens={"<|endoftext|>": 256},
         )
-    if name != "gpt2":
-        raise UserError(f"tokenizer {name!r} is unknown: use byte or gpt2")
     try:
-        return tiktoken.get_encoding("gpt2")
+        return tiktoken.get_encoding(name)
     except Exception as error:  # requests raises many kinds; all mean that the download failed
         raise UserError(
-            f"cannot download the gpt2 vocabulary ({type(error).__name__}): connect once, point "
+            f"cannot download the {name} vocabulary ({type(error).__name__}): connect once, point "
             "TIKTOKEN_CACHE_DIR at a folder that has it, or use --tokenizer byte"
         ) from None
 
@@ -120,11 +118,10 @@ def load(folder: str | None) -> Corpus:
     try:
         meta = json.loads(Path(folder, "meta.json").read_text())
         dtype = {"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]]
-        with open(Path(folder, "tokens.bin"), "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        tokens = np.memmap(Path(folder, "tokens.bin"), dtype, mode="r")
         corpus = Corpus(
-            np.frombuffer(mapped, dtype), int(meta["train_tokens"]), str(meta["tokenizer"]),
-            int(meta["vocab_size"]), float(meta["bytes_per_token"]), str(meta["hash"]),
+            tokens, int(meta["train_tokens"]), str(meta["tokenizer"]), int(meta["vocab_size"]),
+            float(meta["bytes_per_token"]), str(meta["hash"]),
         )  # fmt: skip
         if len(corpus.tokens) != meta["tokens"] or not 0 <= corpus.train_tokens <= meta["tokens"]:
             raise ValueError(f"tokens.bin has {len(corpus.tokens):,} tokens")
@@ -134,7 +131,7 @@ def load(folder: str | None) -> Corpus:
         raise UserError(f"--data {folder[:200]}: {reason}; {hint}") from None
     corpus.check(corpus.tokens[:CHECKED_TOKENS])
     # Batches read at random positions. Reading ahead would cost milliseconds per batch.
-    mapped.madvise(mmap.MADV_RANDOM)
+    tokens.base.madvise(mmap.MADV_RANDOM)
     return corpus
 
 
@@ -198,8 +195,6 @@ def text_documents(paths):
                     while lines := file.readlines(2**24):  # pieces bound the memory
                         yield "".join(lines), False
                     yield "", True
-        except OSError as error:
-            raise UserError(f"--input {str(path)[:200]}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise UserError(f"--input {path}: not UTF-8 text; use iconv -t utf-8") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -252,8 +247,6 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = n
         (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         partial.rename(out)
         return meta
-    except OSError as error:
-        raise UserError(f"--out {str(out)[:200]}: {error.strerror}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

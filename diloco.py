@@ -81,6 +81,3 @@ class DiLoCo(Method):
         self.outer.step()
         self.anchor.grad = None
         self.model.master.copy_(self.anchor)
-
-    def sync_stats(self, norms):
-        return super().sync_stats(norms) | {"pseudo_grad_norm": norms[:, 0]}

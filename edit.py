@@ -156,8 +156,8 @@ class EDiT(Method):
     shared = ("anchor", "momentum")
     repairs_replicas = True  # a flagged replica restarts from the anchor
 
-    def __init__(self, model, mesh, config, max_steps: int):
-        super().__init__(model, mesh, config, max_steps)
+    def __init__(self, model, mesh, config, max_steps: int, seed: int = 0):
+        super().__init__(model, mesh, config, max_steps, seed)
         self.anchors, self.momenta = model.views(self.anchor), model.views(self.momentum)
         self.detector = AnomalyDetector(
             len(model.layers), mesh.device, model.master.dtype,

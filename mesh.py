@@ -14,8 +14,8 @@ r"""The replicas x shards grid: the process groups, every collective, the byte l
 The world group is all ranks; metrics of a step with averaged gradients travel in it. Tensors cross
 ranks only here, so the ledger counts all of them: sent["shard"] and sent["sync"] (with world) count
 the bytes that this rank has sent, as bandwidth-optimal algorithms would: all-gather and
-reduce-scatter (n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload. `grep '# \[s' *.py
-plumbing/*.py` lists every collective.
+reduce-scatter and all-to-all (n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload, an
+exchange between two ranks its payload. `grep '# \[s' *.py plumbing/*.py` lists every collective.
 
 Every collective returns a handle. `wait()` blocks the stream on NCCL and the host on gloo and shm.
 With shm (plumbing/shm.py) the host moves the data itself, in the call and in `wait()`. Ranks of a
@@ -71,13 +71,25 @@ class Handle:
             self.waited_s["others"] += time.perf_counter() - began - link_s
         self.work = None
 
+    def is_completed(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
+
+class Works(list):
+    """Several operations as one."""
+
+    def wait(self):
+        for work in self:
+            work.wait()
+
 
 class Group:
     """A row or a column of the grid, or all of it."""
 
     def __init__(self, name: str, ranks: list, rank: int, process_group):
-        self.name, self.process_group = name, process_group
+        self.name, self.ranks, self.process_group = name, ranks, process_group
         self.size, self.index = len(ranks), ranks.index(rank)
+        self.elsewhere = (self.size - 1) / self.size  # share of a vector that other ranks hold
 
 
 class Mesh:
@@ -117,8 +129,17 @@ class Mesh:
             process_groups.append(dist.new_group(ranks, timeout=self.timeout, backend=backend))
         return Group(name, grid[row].tolist(), self.rank, process_groups[row])
 
-    def _issue(self, group, operation, payload_bytes, share, start) -> Handle:
-        """start() an operation of which this rank sends share * (n-1)/n * payload_bytes."""
+    @contextmanager
+    def uncounted(self):
+        """What is sent and waited for inside does not count: evaluation is not training."""
+        sent, waited_s = dict(self.sent), dict(self.waited_s)
+        yield
+        self.sent.update(sent)
+        self.waited_s.update(waited_s)
+
+    def _issue(self, group, operation, start, sent_bytes, hops) -> Handle:
+        """start() an operation of which this rank sends sent_bytes. hops: how many transfers must
+        follow one another."""
         if group.size == 1:
             return Handle()
         name, crosses_replicas = f"{group.name} {operation}", group is not self.shard
@@ -127,30 +148,47 @@ class Mesh:
             work = start()
         if crosses_replicas:  # shm may wait here for a free slot
             self.waited_s["others"] += time.perf_counter() - began
-        sent_bytes = share * (group.size - 1) / group.size * payload_bytes
         self.calls[name] += 1
         self.sent["sync" if crosses_replicas else "shard"] += sent_bytes
         if crosses_replicas and self.simulated_link:
-            work = self.simulated_link.carry(work, sent_bytes, hops=share * (self.replicas - 1))
+            work = self.simulated_link.carry(work, sent_bytes, hops)
         return Handle(work, name, self.waited_s if crosses_replicas else None)
 
     def all_gather(self, whole: torch.Tensor, group: Group) -> Handle:
         """Fill `whole` (flat, group.size equal pieces); this rank's own piece is in place."""
         own, pg = whole.chunk(group.size)[group.index], group.process_group
         start = lambda: all_gather_single(whole, own, group=pg, async_op=True)
-        return self._issue(group, "all-gather", whole.nbytes, 1, start)
+        sent_bytes = whole.nbytes * group.elsewhere
+        return self._issue(group, "all-gather", start, sent_bytes, self.replicas - 1)
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, group: Group) -> Handle:
         """part <- this rank's piece of the sum of `whole` over the group. In a group of one, part
         and whole must be the same memory. `whole` may be reused after wait()."""
         pg = group.process_group
         start = lambda: reduce_scatter_single(part, whole, group=pg, async_op=True)
-        return self._issue(group, "reduce-scatter", whole.nbytes, 1, start)
+        sent_bytes = whole.nbytes * group.elsewhere
+        return self._issue(group, "reduce-scatter", start, sent_bytes, self.replicas - 1)
 
     def all_reduce(self, x: torch.Tensor, group: Group) -> Handle:
         """x <- its sum over the group, in place; bit-identical on all its ranks."""
         start = lambda: dist.all_reduce(x, group=group.process_group, async_op=True)
-        return self._issue(group, "all-reduce", x.nbytes, 2, start)
+        sent_bytes = 2 * x.nbytes * group.elsewhere
+        return self._issue(group, "all-reduce", start, sent_bytes, 2 * (self.replicas - 1))
+
+    def all_to_all(self, received: torch.Tensor, pieces: torch.Tensor, group: Group) -> Handle:
+        """received[i] <- the row of `pieces` (group.size rows) that rank i has for this rank."""
+        pg = group.process_group
+        start = lambda: dist.all_to_all_single(received, pieces, group=pg, async_op=True)
+        sent_bytes = pieces.nbytes * group.elsewhere
+        return self._issue(group, "all-to-all", start, sent_bytes, self.replicas - 1)
+
+    def exchange(self, received: torch.Tensor, x: torch.Tensor, partner: int, group: Group):
+        """received <- the partner's x. partner: its index in the group; it calls this too."""
+        peer, pg = group.ranks[partner], group.process_group
+        operations = (dist.irecv, received), (dist.isend, x)  # irecv first: isend may wait for it
+        operations = [dist.P2POp(function, t, peer, pg) for function, t in operations]
+        start = lambda: Works(dist.batch_isend_irecv(operations))
+        return self._issue(group, "exchange", start, x.nbytes, 1)
 
     def gather_rows(self, row: torch.Tensor, group: Group) -> torch.Tensor:
         """The rows (n,) of all ranks of the group, (group.size, n); waits for them."""
@@ -158,6 +196,17 @@ class Mesh:
         rows[group.index] = row
         self.all_gather(rows.view(-1), group).wait()
         return rows
+
+    def gather_in_background(self, row: torch.Tensor) -> tuple:
+        """(rows, handle): rows (world_size, n) has the rows (n,) of all ranks, on the host, when
+        handle.is_completed(). For the record of a run, so it is not counted."""
+        rows = row.new_zeros(self.world_size, len(row))
+        rows[self.rank] = row
+        if self.world_size == 1:
+            return rows, Handle()
+        with translate_comm_errors():
+            work = all_gather_single(rows.view(-1), row, group=self.host, async_op=True)
+        return rows, Handle(work)
 
     def all_gather_object(self, thing) -> list:
         """What every rank passes, in rank order; on the host, for rare things."""

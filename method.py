@@ -9,17 +9,21 @@
 
 A method is a subclass in a file of its own. It names the vectors that it keeps between syncs and
 writes begin(), local_stats() and sync(). A sync may stay in flight: EDiT's completes layer by layer
-during the next forward, or in drain(). A-EDiT decides in sync_due() when a round ends.
+during the next forward, CO2's a round later. drain() waits for it. A-EDiT decides in sync_due()
+when a round ends; Streaming DiLoCo also communicates within a round, in after_inner_step().
 
-Replicas are equal at round ends only (in the warm-up after every step), so a run is evaluated,
-saved and stopped there and nowhere else.
+A run is evaluated, saved and stopped at round ends (in the warm-up after every step) and nowhere
+else. In most methods replicas are equal there; where they are not, judged() says which model is
+evaluated.
 """
 
 import time
+from collections import deque
 from contextlib import contextmanager
 
 import torch
 
+from mesh import Handle
 from plumbing.config import LocalConfig
 
 
@@ -51,21 +55,44 @@ class Method:
     Config = LocalConfig  # its flags: a dataclass
     shared = ()  # names of vectors, laid out like model.master, equal in all replicas after a sync
     private = ()  # names of vectors that differ between replicas
+    equal_replicas = True  # are the parameters equal in all replicas after a sync?
+    overlaps = False  # does traffic fly while steps compute, so that no round end waits for all?
+    mean_on_resume = False  # on another number of replicas, do all start from the saved ones' mean?
     repairs_replicas = False  # does a sync replace parameters that are not finite?
     lockstep = True  # do all replicas take the same number of steps?
 
-    def __init__(self, model, mesh, config, max_steps: int):
+    def __init__(self, model, mesh, config, max_steps: int, seed: int = 0):
         self.model, self.mesh, self.config, self.max_steps = model, mesh, config, max_steps
+        self.seed = seed  # of the run
         self.clock = time.perf_counter  # seconds of training, only differences count
         self.steps = self.local_steps = self.rounds = 0  # inner steps in all, since a sync; syncs
         self.local = False  # has the warm-up ended?
         self.in_flight = False  # has sync() left work for drain()?
-        self.loss_sum, self.last_sync = 0.0, None  # of the round; see stats()
+        self.loss_sum = 0.0  # of the round
+        # For stats(): syncs whose row has not been read, with the gather of their scalars. Only
+        # rank 0 reads them.
+        self.unread = deque(maxlen=None if mesh.rank == 0 else 1)
+        self.lr = 0.0  # inner learning rate of the last step
+        self.spread = None  # distance between replicas at the last evaluation, if they differ
         offload = getattr(config, "offload", False)
         for name in self.shared + self.private:
             setattr(self, name, model.new_vector(offload))
 
     # ---- what a method writes ----
+
+    @classmethod
+    def check(cls, config, method_config, replicas: int):
+        """Raise UserError if the flags do not fit together. config: plumbing.config.Config."""
+
+    @classmethod
+    def held_vectors(cls, method_config) -> float:
+        """How many vectors like model.master it holds, buffers included."""
+        return len(cls.shared + cls.private)
+
+    @classmethod
+    def sent_vectors(cls, method_config, replicas: int) -> float:
+        """What a rank sends to other replicas per round, in vectors like model.master."""
+        return 2 * (replicas - 1) / replicas
 
     def begin(self):
         """The warm-up is over, or a run resumes after it."""
@@ -79,17 +106,23 @@ class Method:
         every replica, (M, n). Set in_flight to complete it later, and then call end_sync()."""
         raise NotImplementedError
 
+    def after_inner_step(self):
+        """After every local step, before the round may end."""
+
     def sync_due(self) -> bool:
+        """An overlapping method has no early ends: its replicas do not meet at one round end."""
         over = self.local_steps >= self.config.tau or self.steps >= self.max_steps
-        return over or self.sync_voted()
+        return over or not self.overlaps and self.sync_voted()
 
     def drain(self):
-        """Complete a sync that is in flight."""
+        """Wait for all traffic in flight. This does not change the run."""
+        for _, gather in self.unread:
+            gather.wait()
 
     @contextmanager
     def judged(self):
-        """Inside this context model.master is the model to evaluate, save and export."""
-        self.drain()
+        """Inside this context model.master is the model to evaluate and export. Nothing is in
+        flight before it, and afterwards everything is as it was."""
         yield
 
     def vote(self) -> float:
@@ -97,9 +130,10 @@ class Method:
         return 0.0
 
     def sync_stats(self, rows) -> dict:
-        """The fields about replicas in the record's `sync` row: lists, scalars or tensors."""
-        M = self.mesh.replicas
-        return {"pseudo_grad_norm": None, "weight": [1 / M] * M, "dropped": [0] * M, "clip": 1.0}
+        """The fields about replicas in the record's `sync` row: lists, scalars or tensors. rows:
+        see sync(); their first column, if there is one, is the norm of the pseudo-gradient."""
+        M, norm = self.mesh.replicas, rows[:, 0] if rows.shape[1] else None
+        return {"pseudo_grad_norm": norm, "weight": [1 / M] * M, "dropped": [0] * M, "clip": 1.0}
 
     # ---- what train.py calls ----
 
@@ -118,14 +152,25 @@ class Method:
 
     def before_step(self):
         if not self.local and self.steps >= self.config.sync_warmup_steps:
-            self.local = True
-            self.begin()
+            self.start_local_steps()
 
-    def after_step(self):
-        self.steps += 1
+    def start_local_steps(self):
+        self.local = True
+        self.start_row()
+        self.begin()
+
+    def start_row(self):
+        """From here on, stalls, waits and bytes count for the next row of stats()."""
+        self.stall, self.waited_before = Stall(self.mesh.device), dict(self.mesh.waited_s)
+        self.sent_before = self.mesh.sent["sync"]
+
+    def after_step(self, lr: float):
+        """lr: the learning rate of this inner step."""
+        self.steps, self.lr = self.steps + 1, lr
         if self.local:
             self.local_steps += 1
             self.loss_sum = self.loss_sum + self.model.metrics[-1].loss
+            self.after_inner_step()
             if self.sync_due():
                 self.end_round()
 
@@ -135,37 +180,54 @@ class Method:
         return known and self.model.known_metrics()[2] > 0
 
     def end_round(self):
-        self.drain()
-        self.stall, self.waited_before = Stall(self.mesh.device), dict(self.mesh.waited_s)
-        self.sent_before, self.round_steps = self.mesh.sent["sync"], self.local_steps
+        self.round_steps = self.local_steps
         with self.stall:
             stats, loss = self.local_stats(), self.loss_sum / self.local_steps
             own = torch.stack([loss, torch.full_like(loss, self.local_steps)]).to(stats.dtype)
-            # [sync] all-gather, 2 scalars and local_stats() per replica, once per round
-            self.rows = self.mesh.gather_rows(torch.cat([own, stats]), self.mesh.sync)
+            self.rows, self.gather = self.gather_rows(torch.cat([own, stats]))
             self.local_steps, self.loss_sum, self.rounds = 0, 0.0, self.rounds + 1
             self.sync(self.rows[:, 2:])
         if not self.in_flight:
             self.end_sync()
 
+    def gather_rows(self, row) -> tuple:
+        """(rows of all replicas, (M, 2 + n): loss, steps, local_stats(); the gather of them). If
+        the method overlaps, the rows arrive later, for the record only."""
+        if self.overlaps:
+            # [sync] all-gather of rows as below, once per round, on the host, not counted
+            rows, gather = self.mesh.gather_in_background(row.cpu())
+            return rows[:: self.mesh.shards], gather
+        # [sync] all-gather, 2 scalars and local_stats() per replica, once per round
+        return self.mesh.gather_rows(row, self.mesh.sync), Handle()
+
     def end_sync(self):
         """Keep what stats() returns. Reads nothing from the device."""
         self.in_flight = False
         row = {"round": self.rounds, "step": self.steps, "tau": self.round_steps}
-        row |= {"steps": self.rows[:, 1].int(), "loss": self.rows[:, 0]}
+        row |= {"steps": self.rows[:, 1], "loss": self.rows[:, 0]}
         row |= self.sync_stats(self.rows[:, 2:]) | {"stall_ms": self.stall}
         for cause, seconds in self.mesh.waited_s.items():
             row[f"wait_{cause}_ms"] = 1e3 * (seconds - self.waited_before[cause])
-        self.last_sync = row | {"sync_bytes": self.mesh.sent["sync"] - self.sent_before}
+        row["sync_bytes"] = self.mesh.sent["sync"] - self.sent_before
+        self.unread.append((row, self.gather))
+        self.start_row()
 
     def stats(self) -> dict | None:
-        """The record's `sync` row (plumbing/log.py) of a sync completed since the last call, else
-        None. Reads the device."""
-        row, self.last_sync = self.last_sync, None
-        if row is None:
+        """The record's `sync` row (plumbing/log.py) of the next completed sync, None if there is
+        none. Reads the device."""
+        if not self.unread or not self.unread[0][1].is_completed():
             return None
-        row["stall_ms"] = row["stall_ms"].ms()
-        return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in row.items()}
+        row, _ = self.unread.popleft()
+        row = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in row.items()}
+        row["steps"] = [int(steps) for steps in row["steps"]]
+        return row | {"stall_ms": row["stall_ms"].ms()}
+
+    def norm(self, vector: torch.Tensor) -> torch.Tensor:
+        """||vector|| over the whole replica, of a vector laid out like model.master; 0-dim. The
+        squares are added in rank order: where replicas hold equal vectors, they get equal bits."""
+        square = vector.norm().square().view(1)
+        # [shard] all-gather, 1 scalar, when a method calls it
+        return self.mesh.gather_rows(square, self.mesh.shard).sum().sqrt()
 
     def align_steps(self):
         """After a round that a stop ended early in some replicas: all count the largest number of
@@ -184,6 +246,6 @@ class Method:
 
     def load_state_dict(self, state: dict):
         """The vectors are loaded after it."""
-        self.steps, self.rounds, self.local = state["steps"], state["rounds"], state["local"]
-        if self.local:
-            self.begin()
+        self.steps, self.rounds = state["steps"], state["rounds"]
+        if state["local"]:
+            self.start_local_steps()

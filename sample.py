@@ -5,8 +5,6 @@ executing anything in it: `model` (state dict of model.Llama, fp32), `model_conf
 ModelConfig), `tokenizer` (its name), `config` (the run's flags).
 """
 
-import sys
-
 import torch
 
 from data import tokenizer
@@ -87,17 +85,9 @@ def main():
     add("--top_k", type=int, default=50, help="draw from the k most likely; 0: all (default: 50)")
     add("--seed", type=int, default=0, help="of the random draws (default: 0)")
     args = parser.parse_args()
-    limits = {"tokens": {"below": 10**6}, "temperature": {}, "top_k": {}, "seed": {"below": 2**63}}
-    for name, limit in limits.items():
-        check_limits(name, getattr(args, name), limit)
+    for name in ("tokens", "temperature", "top_k", "seed"):
+        check_limits(name, getattr(args, name), {})
     model, encoding = load_model(args.model)
-    length = len(encoding.encode(args.prompt, disallowed_special=()))
-    if length > model.config.block_size:
-        print(
-            f"sample.py: note: the model uses only the last {model.config.block_size} of {length} "
-            "prompt tokens",
-            file=sys.stderr,
-        )
     options = {name: getattr(args, name) for name in ("temperature", "top_k", "seed")}
     print(continue_text(model, encoding, args.prompt, count=args.tokens, **options))
 

@@ -32,7 +32,9 @@ def train(setup, mesh, shutdown):
     for layer in model.layers if config.compile else []:
         layer.compile()
     optimizer = model.adamw(config.weight_decay, betas=(config.beta1, config.beta2))
-    method = METHODS[config.method](model, mesh, setup.method_config, config.max_steps)
+    method = METHODS[config.method](
+        model, mesh, setup.method_config, config.max_steps, config.seed
+    )
     run = Run(setup, mesh, model, optimizer, method, shutdown)  # continues a checkpoint, if any
 
     while method.progress < config.max_steps:
@@ -54,7 +56,7 @@ def train(setup, mesh, shutdown):
         model.clip_gradient(metrics.norm, config.grad_clip)
         optimizer.step()
         model.invalidate_gathered()
-        method.after_step()  # a sync starts here
+        method.after_step(lr)  # a sync starts here
         run.after_step(lr, metrics)  # log; at a round end: evaluate, save or stop if due
     run.finish()
 
@@ -83,10 +85,9 @@ def main(argv: list):
             setup.plan.show(setup.corpus)
             return
         out_dir = setup.config.out_dir
-        launch.keep_freed_memory()
         mesh = launch.make_mesh(setup, shutdown.store)
         train(setup, mesh, shutdown)
-        sys.stdout.flush()
+        print(end="", flush=True)
     except Exception as error:
         shutdown.explain(error, out_dir)
     if dist.is_initialized():

@@ -43,13 +43,13 @@ def explain(error: Exception) -> tuple:
 
 def run_command(program: str, main):
     """Run a command line's main(). Errors that explain() knows end it with one line."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed by the shell
     try:
         main()
-        sys.stdout.flush()
+        print(end="", flush=True)
     except Exception as error:
         code, line = explain(error)
-        print(f"{program}: {line}" if line else "", file=sys.stderr, end="\n" if line else "")
+        if line:
+            print(f"{program}: {line}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would flush to the closed pipe
         sys.exit(code)
 
@@ -107,14 +107,12 @@ class Config:
     device: str = option("auto", "auto: cuda if there is one", choices=["auto", "cpu", "cuda"])
     backend: str = option(
         "auto",
-        "of torch.distributed. auto: nccl on GPUs; on CPUs shm within a machine, else gloo. "
-        "With shm, ranks can share a GPU",
+        "auto: nccl on GPUs; on CPUs shm within a machine, else gloo. shm: ranks can share a GPU",
         choices=["auto", "nccl", "gloo", "shm"],
     )
     dtype: str = option(
         "auto",
-        "of the layers. auto: bf16 where the device has it natively, else fp32; "
-        "fp64 also makes the master parameters fp64",
+        "of the layers. auto: bf16 where it is native, else fp32. fp64: master parameters too",
         choices=["auto", "fp32", "bf16", "fp64"],
     )
     compile: bool = option(False, "torch.compile each layer")
@@ -123,12 +121,8 @@ class Config:
     dry_run: bool = option(False, "print memory and traffic of the run, for any mesh, and exit")
     log_interval: int = option(10, "steps between log lines", low=1)
     eval_interval: int = option(200, "steps between evaluations (at round ends)", low=1)
-    eval_batches: int = option(
-        16, "validation batches of 16 windows, over all ranks", low=1, below=10**6
-    )
-    timeout_s: float = option(
-        600.0, "seconds to wait for a silent rank before giving up", above=0, below=1e7
-    )
+    eval_batches: int = option(16, "validation batches of 16 windows", low=1, below=10**6)
+    timeout_s: float = option(600.0, "seconds to wait for a silent rank", above=0, below=1e7)
     # checkpoints
     checkpoint_interval: int = option(0, "steps between checkpoints (at round ends); 0: none")
     keep: int = option(2, "checkpoints to keep", low=1)
@@ -137,11 +131,7 @@ class Config:
         "", "checkpoint, or folder with checkpoints, to continue; auto: the last in OUT_DIR, if any"
     )
     # model
-    model: str = option(
-        "tiny",
-        "preset for the flags of model, batch, rates, tau, warm-ups and intervals not given",
-        choices=list(PRESETS),
-    )
+    model: str = option("tiny", "preset for flags that are not given", choices=list(PRESETS))
     n_layer: int = option(4, "blocks", low=1, below=10_000)
     n_head: int = option(4, "attention heads", low=1)
     n_embd: int = option(128, "channels", low=1)
@@ -175,6 +165,7 @@ GROUPS = {  # first flag of each group of --help -> its title
     "data": "data",
     "lr": "inner optimizer",
     "slow_replica": "simulation of a slow, uneven cluster",
+    "parts": "benchmark",
     "sync_warmup_steps": "synchronization (methods with local steps)",
 }
 # Flags of this machine or this start: a resumed run does not take them from the checkpoint.
@@ -188,58 +179,41 @@ def parse(argv: list, methods: dict, simulation_class, saved: dict | None = None
     flag."""
     owners = [(None, Config), (None, simulation_class)]
     owners += [(name, method.Config) for name, method in methods.items()]
-    declared = {}  # flag -> [(method name or None, field)]
+    fields, defaults = {}, {}  # flag -> its field; flag -> {method name or None: default}
     for owner, config_class in owners:
         for f in dataclasses.fields(config_class):
-            declared.setdefault(f.name, []).append((owner, f))
-    given = read_flags(argv, declared, methods)
-    values = {k: v for k, v in (saved or {}).items() if k in declared and k not in NOT_RESUMED}
-    if given.get("method", values.get("method")) != values.get("method"):
-        # Another method has its own defaults.
-        values = {k: v for k, v in values.items() if k in Config.__dataclass_fields__}
-    values |= given
+            fields.setdefault(f.name, f)
+            defaults.setdefault(f.name, {})[owner] = f.default
+    given = read_flags(argv, fields, defaults, list(methods))
+    values = {k: v for k, v in (saved or {}).items() if k not in NOT_RESUMED} | given
     values = PRESETS[values.get("model", "tiny")] | values
     config = fill(Config, values)
-    complete = saved is not None or not config.resume
-    if complete and (config.n_embd % config.n_head or config.n_embd // config.n_head % 2):
-        raise UserError(
-            f"--n_embd {config.n_embd} --n_head {config.n_head}: "
-            "channels per head must be a whole, even number"
-        )
     method_config = fill(methods[config.method].Config, values)
     return config, method_config, fill(simulation_class, values), given
 
 
-def read_flags(argv, declared, methods) -> dict:
+def read_flags(argv: list, fields: dict, defaults: dict, methods: list) -> dict:
     """The flags in argv, checked: name -> value."""
-    about = "Train with " + ", ".join(methods) + "."
-    parser = Parser(usage="train.py [--flag value ...]", description=about)
-    for name, owned in declared.items():
+    group = parser = Parser(usage="%(prog)s [--flag value ...]")
+    for name, f in fields.items():
+        default = f.default
+        if len(set(defaults[name].values())) > 1:
+            default = ", ".join(f"{owner}: {value}" for owner, value in defaults[name].items())
+        help = f.metadata["help"] + (f" (default: {default})" if default != "" else "")
+        choices = methods if name == "method" else f.metadata.get("choices")
+        if isinstance(f.default, bool):
+            kind = {"action": argparse.BooleanOptionalAction}
+        elif choices:
+            kind = {"choices": choices}
+        else:
+            kind = {"type": type(f.default), "metavar": type(f.default).__name__.upper()}
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
-        add_flag(group, name, owned, list(methods) if name == "method" else None)
+        group.add_argument(f"--{name}", default=None, help=help, **kind)
     given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
     for name, value in given.items():
-        check_limits(name, value, declared[name][0][1].metadata)
+        check_limits(name, value, fields[name].metadata)
     return given
-
-
-def add_flag(group, name, owned, choices):
-    f = owned[0][1]
-    defaults = {owner: field.default for owner, field in owned}
-    if len(set(defaults.values())) == 1:
-        default = f.default
-    else:
-        default = ", ".join(f"{owner}: {value}" for owner, value in defaults.items())
-    help = f.metadata["help"] + (f" (default: {default})" if default != "" else "")
-    if isinstance(f.default, bool):
-        action = argparse.BooleanOptionalAction
-        group.add_argument(f"--{name}", action=action, default=None, help=help)
-    else:
-        choices = choices or f.metadata.get("choices")
-        metavar = "|".join(choices) if choices else type(f.default).__name__.upper()
-        kind = type(f.default)
-        group.add_argument(f"--{name}", type=kind, choices=choices, metavar=metavar, help=help)
 
 
 def check_limits(name, value, limits):

@@ -19,19 +19,18 @@ Stopping with --save_on_exit. A stop is a vote to end the round early (method.py
 the signal writes the key stop/k to the store before it enters sync k. No rank completes sync k
 without it, so every rank that looks after sync k finds the key, and all save and leave at this
 round end. With averaged gradients every step is a round, and the votes of all ranks travel with the
-step's metrics.
+step's metrics. Replicas of an overlapping method (CO2, Streaming DiLoCo, NoLoCo) do not wait for
+each other at a round end: there the rank with the signal names the round after which all stop.
 """
 
-import ctypes
 import dataclasses
-import json
+import hashlib
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
-import uuid
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -65,35 +64,31 @@ class Setup:
     plan: Plan
     path: Path | None = None  # the checkpoint to continue
     saved: dict | None = None  # its state.json
-    lock: int | None = None  # descriptor that holds the lock of the run's folder, on rank 0
 
 
 def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
     """Check everything that wrong input can break. Writes nothing. Raises UserError."""
-    config, method_config, simulation, given = parse(argv, methods, simulate.Config)
-    path = saved = None
-    if config.dry_run and config.resume:
-        raise UserError("--dry_run --resume: a dry run shows flags only; leave out --resume")
-    if config.dry_run:
-        world_size = config.replicas * config.shards or max(world_size, config.shards)
+    config, *_ = parse(argv, methods, simulate.Config)  # which checkpoint?
     resumed = checkpoint.run_folder(config.resume) if config.resume not in ("", "auto") else ""
     out_dir = config.out_dir or str(resumed) or f"out/{config.method}"
-    if not config.dry_run:
+    path = saved = None
+    if config.resume or not config.dry_run:
         path = checkpoint.choose(config.resume, out_dir)
-    if config.resume:
-        saved = checkpoint.read(path) if path else None
-        try:
-            again = parse(argv, methods, simulate.Config, saved["flags"] if path else {})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise checkpoint.damaged(path, f"flags: {error}") from None
-        config, method_config, simulation, given = again
+    if path:
+        saved = checkpoint.read(path)
+    # Once more: flags that are not given come from the checkpoint.
+    flags = saved["flags"] if saved else {}
+    config, method_config, simulation, given = parse(argv, methods, simulate.Config, flags)
     config.out_dir = out_dir
+    if config.dry_run:
+        world_size = config.replicas * config.shards or max(world_size, config.shards)
     check_mesh(config, world_size)
     resolve_device(config)
     simulate.Stragglers(simulation, world_size // config.shards, config.seed)  # checks its flags
     corpus = data.load(config.data or None)
     data.check_windows(corpus, config.block_size)
     method = methods[config.method]
+    method.check(config, method_config, world_size // config.shards)
     plan = Plan(config, method, method_config, simulation, corpus.vocab_size, world_size)
     if not config.dry_run:
         plan.check_memory()
@@ -105,152 +100,116 @@ def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
 
 def check_mesh(config, world_size: int):
     M, N = config.replicas, config.shards
-    if M and world_size != M * N:
+    if world_size % N or M and world_size != M * N:
+        mesh = f"--replicas {M} --shards {N}" if M else f"--shards {N}"
         raise UserError(
-            f"--replicas {M} --shards {N}: these are {M * N} ranks, but {world_size} have been "
-            "started; change --nproc_per_node or --nnodes, or leave out --replicas"
+            f"{mesh}: {world_size} ranks do not form such a mesh; change --nproc_per_node"
         )
-    if world_size % N:
-        raise UserError(f"--shards {N}: {world_size} ranks do not divide into replicas of {N}")
 
 
 def resolve_device(config):
     """Replace `auto` in device and dtype by what this machine has."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "auto":
-        config.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if config.dry_run and config.device == "cuda":  # of another machine, with bf16
-        config.dtype = "bf16" if config.dtype == "auto" else config.dtype
-        return
+        config.device = "cuda" if gpus else "cpu"
+    if config.dtype == "auto":
+        config.dtype = "bf16" if has_native_bf16(config.device) else "fp32"
     if config.backend == "nccl" and config.device == "cpu":
         raise UserError("--backend nccl: it is for --device cuda; use --backend gloo")
-    if config.backend == "shm" and not shm.machine_id():
-        raise UserError("--backend shm: it needs Linux on x86_64 without a limit on file sizes")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
-    gpus, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
-    if config.device == "cuda" and config.backend in ("auto", "nccl") and local_rank >= gpus:
+    if config.dry_run or config.device == "cpu":  # a dry run may be for another machine
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if gpus == 0 or config.backend in ("auto", "nccl") and local_rank >= gpus:
         raise UserError(
-            f"--device cuda: more ranks than the {gpus} CUDA devices of this machine; lower "
-            "--nproc_per_node, or share the GPUs with --backend shm"
+            f"--device cuda: torch finds {gpus} CUDA devices here; use --device cpu, lower "
+            "--nproc_per_node, or let the ranks share a GPU with --backend shm"
         )
-    native = has_native_bf16(config.device)
-    if config.dtype == "bf16" and not native and not config.dry_run:
-        raise UserError(f"--dtype bf16: this {config.device} has no native bf16; use --dtype fp32")
-    if config.dtype == "auto":
-        config.dtype = "bf16" if native else "fp32"
 
 
 def has_native_bf16(device: str) -> bool:
-    if device == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    if device == "cuda":  # without one it is a dry run for another machine
+        cuda = torch.cuda
+        return not cuda.is_available() or cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def environment() -> tuple:
     """(rank, world size) that torchrun has set; (0, 1) without it. Raises UserError."""
-    try:
-        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 0}
-        rank, world_size, local_rank, _ = (int(os.environ.get(k, v)) for k, v in names.items())
-        addressed = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-        if not (0 <= rank < world_size and local_rank >= 0 and (addressed or world_size == 1)):
-            raise ValueError
-        return rank, world_size
-    except ValueError:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+    rank, world_size, address, port, local_rank = values = [os.environ.get(n) for n in names]
+    if rank is world_size is None:
+        return 0, 1
+    numbers = [value and value.isdecimal() for value in (rank, world_size, port, local_rank or "0")]
+    if None in values[:4] or not all(numbers) or int(rank) >= int(world_size):
         raise UserError(
-            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT do not describe a run: use torchrun, "
-            "or unset them to run one process"
-        ) from None
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT do not describe a run: use torchrun, or "
+            "unset them to run one process"
+        )
+    return int(rank), int(world_size)
 
 
 def rendezvous(rank: int, world_size: int):
-    """A store for this attempt only. After a restart torchrun keeps its store with the old keys. So
-    rank 0 publishes a new prefix together with the random id that each rank wrote last, and a rank
-    accepts the prefix only if its own id is in the list. Raises RankLostError if a rank is missing
-    after START_S."""
+    """A store for this attempt only. After a restart torchrun's store still has the old keys, and
+    its count of restarts may differ between nodes. So each rank announces a random id, and the
+    prefix of the new keys is a hash of all ids. It is valid when all ranks have computed it: then
+    none has read an old id. Raises RankLostError if a rank is missing after START_S."""
     if world_size == 1:
         return dist.HashStore()
-    hello, deadline = uuid.uuid4().hex, time.monotonic() + START_S
+    valid, deadline = False, time.monotonic() + START_S
     with translate_comm_errors():
         store = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
-        store.set(f"hello/{rank}", hello)
-        name = uuid.uuid4().hex
-        arrived = [f"{name}/arrived/{r}" for r in range(1, world_size)]
-        while time.monotonic() < deadline:
-            if rank == 0:
-                hellos = [store.get(f"hello/{r}").decode() for r in range(world_size)]
-                store.set("attempt", json.dumps([name, hellos]))
-                if store.check(arrived):
-                    return dist.PrefixStore(name, store)
-            else:
-                name, hellos = json.loads(store.get("attempt"))
-                if hellos[rank : rank + 1] == [hello]:
-                    store.set(f"{name}/arrived/{rank}", "")
-                    return dist.PrefixStore(name, store)
+        store.set(f"hello/{rank}", os.urandom(16).hex())
+        while not valid and time.monotonic() < deadline:
+            ids = store.multi_get([f"hello/{r}" for r in range(world_size)])
+            prefix = hashlib.sha256(b"".join(ids)).hexdigest()
+            store.set(f"{prefix}/{rank}", "")
+            valid = store.check([f"{prefix}/{r}" for r in range(world_size)])
             time.sleep(0.02)
-    raise RankLostError(f"not all of the {world_size} ranks have started within {START_S} s")
+    return dist.PrefixStore(prefix, store)
 
 
-def check_same_config(store, topic: str, rank: int, world_size: int, error: str, fingerprint: str =
-""):
-    """Raise UserError, on all ranks, if one has an error or another fingerprint."""
+@contextmanager
+def alike(store, topic: str, rank: int, world_size: int):
+    """If the block raises an error that explain() knows on one rank, raise it on all ranks."""
+    error = ""
+    try:
+        yield
+    except Exception as wrong:
+        error = explain(wrong)[1].removeprefix("error: ") or "standard output is closed"
     with translate_comm_errors():
-        answer = f"{error}\n{fingerprint}".encode(errors="backslashreplace")
-        store.set(f"{topic}/{rank}", answer)
-        answers = [store.get(f"{topic}/{r}").decode().split("\n", 1) for r in range(world_size)]
-    error = next((theirs for theirs, _ in answers if theirs), "")
-    if not error and len({theirs for _, theirs in answers}) > 1:
-        error = "the ranks differ in their flags or read different corpora: start them all alike"
-    if error:
-        raise UserError(error)
+        store.set(f"{topic}/{rank}", error.encode(errors="backslashreplace"))
+        errors = [store.get(f"{topic}/{r}").decode() for r in range(world_size)]
+    if any(errors):
+        raise UserError(next(filter(None, errors)))
 
 
 def start(argv: list, methods: dict, shutdown) -> Setup:
     """The Setup, equal on all ranks. The run's folder exists and is locked."""
     rank, world_size = environment()
-    shutdown.rank = rank
     store = shutdown.store = rendezvous(rank, world_size)
-    error = fingerprint = ""
-    try:
+    with alike(store, "flags", rank, world_size):
         setup = set_up(argv, methods, rank, world_size)
         # Paths may differ between nodes.
-        alike = dataclasses.replace(setup.config, out_dir="", data="", resume="")
-        read = (setup.corpus.hash, setup.path and setup.path.name, setup.saved)
-        fingerprint = f"{alike} {setup.method_config} {setup.simulation} {read}"
-    except BrokenPipeError:  # of --help
-        raise
-    except Exception as wrong:
-        error = explain(wrong)[1].removeprefix("error: ")
-    check_same_config(store, "flags", rank, world_size, error, fingerprint)
-    try:
+        config = dataclasses.replace(setup.config, out_dir="", data="", resume="")
+        read = f"{config} {setup.method_config} {setup.simulation} {setup.corpus.hash}"
+        read += f" {setup.saved}"
+        if store.compare_set("read", "", read).decode() != read:
+            raise UserError("the ranks differ in their flags or corpora: start them all alike")
+    with alike(store, "folder", rank, world_size):
         if rank == 0 and not setup.config.dry_run:
-            setup.lock = open_folder(setup.config.out_dir)
-    except UserError as wrong:
-        error = str(wrong)
-    check_same_config(store, "folder", rank, world_size, error)
+            Path(setup.config.out_dir).mkdir(parents=True, exist_ok=True)
+            checkpoint.lock(setup.config.out_dir)
+            checkpoint.clean_up(setup.config.out_dir)
     store.set_timeout(timedelta(seconds=setup.config.timeout_s))
     return setup
 
 
-def open_folder(out_dir: str) -> int:
-    """Create the run's folder, check that it can be written to, lock it, remove leftovers."""
-    try:
-        Path(out_dir).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out_dir).close()
-        descriptor = checkpoint.lock(out_dir)
-        checkpoint.clean_up(out_dir)
-        return descriptor
-    except OSError as error:
-        raise UserError(
-            f"--out_dir {out_dir[:200]}: {error.strerror}; name a folder to write to"
-        ) from None
-
-
-def open_groups(config, simulation, store) -> tuple:
+def open_groups(config, simulation, store, overlaps=False) -> tuple:
     """Start torch.distributed. Returns (this rank's device, backend), where backend(ranks,
     crosses_replicas) names the backend of a group, see mesh.Mesh. auto: nccl on GPUs; on CPUs shm
-    for groups within one machine, else gloo. A simulated link needs a transport with a thread of
-    its own, so not shm."""
+    for groups within one machine, else gloo. A simulated link, and a method that overlaps (see
+    method.py), need a transport with a thread of its own, so not shm."""
     (rank, world_size), device = environment(), torch.device(config.device)
     if config.device == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -265,8 +224,8 @@ def open_groups(config, simulation, store) -> tuple:
         if preferred != "shm":
             return preferred
         one_machine = len({machines[r] or r for r in ranks}) == 1
-        linked = crosses_replicas and simulation.limits_link
-        return "shm" if one_machine and not linked else "gloo"
+        background = crosses_replicas and (simulation.limits_link or overlaps)
+        return "shm" if one_machine and not background else "gloo"
 
     if world_size > 1:
         timeout = timedelta(seconds=config.timeout_s)
@@ -281,18 +240,10 @@ def open_groups(config, simulation, store) -> tuple:
 
 def make_mesh(setup: Setup, store) -> Mesh:
     config = setup.config
-    device, backend = open_groups(config, setup.simulation, store)
+    overlaps = setup.plan.method.overlaps
+    device, backend = open_groups(config, setup.simulation, store, overlaps)
     with translate_comm_errors():
         return Mesh(config.shards, device, config.timeout_s, backend)
-
-
-def keep_freed_memory(keep: bool = True):
-    """Let glibc keep what a step frees for the next step. By default it returns much of it to the
-    system and fetches it again page by page: some 3% of a step on CPUs."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-3, 1 << (25 if keep else 16))  # M_MMAP_THRESHOLD, bytes: 32 MiB at most
-        libc.mallopt(-1, 2**31 - 1 if keep else 1 << 17)  # M_TRIM_THRESHOLD
 
 
 # ---- leaving ----
@@ -302,7 +253,7 @@ class StopRequest:
     """A signal that ends the run at the next round end, with a checkpoint."""
 
     def __init__(self, store, enabled: bool):
-        self.store, self.enabled, self.signal, self.voted = store, enabled, 0, False
+        self.store, self.enabled, self.signal, self.asked = store, enabled, 0, False
         if enabled:
             self.pipe, wakeup = os.pipe()
             os.set_blocking(wakeup, False)
@@ -322,17 +273,22 @@ class StopRequest:
         """1.0 if this rank, or a rank of another replica, wants to stop. At each step's end."""
         if not self.enabled:
             return 0.0
+        if method.overlaps and method.local:
+            self.ask_for_stop(method)
+            return 0.0
         key = f"stop/{method.rounds}"
-        if self.signal and not self.voted:
-            self.store.set(key, str(int(self.signal)))
-            self.voted = True
+        if self.signal:
+            self.store.set(key, str(self.signal))
+            return 1.0
         # One rank per replica looks for the others' keys.
-        return float(self.voted or method.mesh.shard_index == 0 and self.store.check([key]))
+        return float(method.mesh.shard_index == 0 and self.store.check([key]))
 
     def agreed(self, method) -> int:
         """At a round end: the signal with which all ranks stop here, or 0."""
         if not self.enabled:
             return 0
+        if method.overlaps and method.local:
+            return self.agreed_round(method)
         if method.averages_gradients:
             found, key = method.model.known_metrics()[2] > 0, f"stop/{method.rounds}"
         else:
@@ -342,13 +298,31 @@ class StopRequest:
             found = self.store.check([key])
         return int(self.store.get(key)) if found else 0
 
+    def ask_for_stop(self, method):
+        """Choose the round after which all ranks stop: the latest that a rank has begun."""
+        if not self.signal or self.asked:
+            return
+        self.asked, mine = True, f"{self.signal} {method.mesh.rank}"
+        if self.store.compare_set("stop/asked", "", mine).decode() == mine:
+            keys = [f"begun/{rank}" for rank in range(method.mesh.world_size)]
+            begun = [int(self.store.get(key)) for key in keys if self.store.check([key])]
+            self.store.set("stop/round", str(max(begun, default=method.rounds + 1)))
+
+    def agreed_round(self, method) -> int:
+        """Each rank names the round that it begins before it looks for a request. So either it sees
+        the request, or the request has counted this round."""
+        self.store.set(f"begun/{method.mesh.rank}", str(method.rounds + 1))
+        if not self.store.check(["stop/asked"]):
+            return 0
+        last_round = int(self.store.get("stop/round"))
+        return int(self.store.get("stop/asked").split()[0]) if method.rounds >= last_round else 0
+
 
 class Shutdown:
     """Ends this rank with an exit code and, if it is the first to leave, one line."""
 
     def __init__(self, program: str):
-        self.program, self.store, self.rank = program, None, 0
-        sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed by the shell
+        self.program, self.store = program, None
         for number in STOPS:  # also while a rank waits inside gloo, and without a traceback
             signal.signal(number, signal.SIG_DFL)
 
@@ -357,22 +331,18 @@ class Shutdown:
         # torchrun stops the other ranks at the first exit. They are about to leave by themselves.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         threading.Timer(5, os._exit, [code]).start()
-        mine = f"{self.rank} {os.getpid()}"
         try:
-            first = self.rank == 0 if self.store is None else self._claim(mine) == mine
+            # Without a store, 2 means that this rank's environment is wrong, 1 that a rank is lost.
+            own, first = os.urandom(8).hex(), code == 2 or os.environ.get("RANK", "0") == "0"
+            if self.store:
+                first = self.store.compare_set("first to leave", "", own).decode() == own
         except RuntimeError:
             first = True  # the store is gone
         if first and line:
             print(f"{self.program}: {line}", file=sys.stderr, flush=True)
-        try:
-            sys.stdout.flush()
-        except OSError:
-            pass
+        with suppress(OSError):
+            print(end="", flush=True)
         os._exit(code)
-
-    def _claim(self, mine: str) -> str:
-        self.store.set_timeout(timedelta(seconds=3))
-        return self.store.compare_set("first to leave", "", mine).decode()
 
     def explain(self, error: Exception, out_dir: str):
         """leave() for an error from outside the program. Raises any other error again. out_dir: ""
@@ -380,7 +350,5 @@ class Shutdown:
         if not isinstance(error, RankLostError):
             self.leave(*explain(error))
         saved = checkpoint.list_checkpoints(out_dir) if out_dir else []
-        hint = "; --checkpoint_interval would have kept checkpoints" if out_dir else ""
-        if saved:
-            hint = f"; --resume auto continues from {saved[-1]}"
+        hint = f"; --resume auto continues from {saved[-1]}" if saved else ""
         self.leave(1, f"error: lost contact with another rank ({error}){hint}")

@@ -9,7 +9,8 @@ Rank 0 writes one JSON object per row; its first key is `event`. `step` counts f
             sync_bytes
     sync    round, step, tau, steps, loss, pseudo_grad_norm, weight, dropped, clip, stall_ms,
             wait_others_ms, wait_link_ms, sync_bytes
-    eval    step, tokens, train_s, val_loss, bits_per_byte
+    eval    step, tokens, train_s, val_loss, bits_per_byte; NoLoCo: spread, the root mean square
+            distance of the replicas from their mean
     end     step, val_loss, train_s, tokens_per_s, peak_memory_bytes, exit
 
 step.loss is the mean over all ranks if gradients were averaged, else over replica 0: a local step
@@ -21,11 +22,9 @@ simulated link (simulate.py); the rest is arithmetic.
 
 import json
 import math
-import os
 import resource
 import sys
 import time
-from contextlib import contextmanager
 
 import torch
 
@@ -38,11 +37,10 @@ class Clock:
     saving)."""
 
     def __init__(self, device: torch.device):
-        self.device, self.stopped_at = device, None
-        self.start_at(0.0)
+        self.device, self.started, self.stopped_at = device, time.perf_counter(), None
 
     def start_at(self, train_s: float):
-        self.started, self.paused_s = time.perf_counter() - train_s, 0.0
+        self.started = time.perf_counter() - train_s
 
     def __enter__(self):
         self._finish_queued_work()
@@ -50,7 +48,7 @@ class Clock:
 
     def __exit__(self, *exception):
         self._finish_queued_work()
-        self.paused_s += time.perf_counter() - self.stopped_at
+        self.started += time.perf_counter() - self.stopped_at
         self.stopped_at = None
 
     def _finish_queued_work(self):
@@ -58,7 +56,7 @@ class Clock:
             torch.cuda.synchronize()
 
     def train_s(self) -> float:
-        return (self.stopped_at or time.perf_counter()) - self.started - self.paused_s
+        return (self.stopped_at or time.perf_counter()) - self.started
 
 
 class Log:
@@ -73,38 +71,34 @@ class Log:
         self.tokens, self.first_tokens, self.first_progress = 0, 0, 0.0
         self.last = {"step": 0, "tokens": 0, "train_s": 0.0}  # of the last step row
 
-    def write(self, event: str, **row):
-        with self.writable():
-            line = json.dumps({"event": event} | {k: finite(v) for k, v in row.items()})
-            self.file.write(line + "\n")
-            self.file.flush()
-
-    @contextmanager
-    def writable(self):
-        try:
-            yield
-        except OSError as error:
-            raise UserError(f"{self.path} could not be written: {error.strerror}") from None
-
     def start(self, description: dict, saved: dict | None, same_file: bool, step: int):
         """Open the file. description: what the config row says; saved: the state.json that the
         run resumes from; same_file: its record is the beginning of this file."""
         if saved:
             self.tokens = self.first_tokens = saved["tokens"]
             self.first_progress = saved["progress"]
-            self.mesh.sent.update(saved["sent"])
             self.last = {"step": step, "tokens": self.tokens, "train_s": saved["train_s"]}
         if self.mesh.rank != 0:
             return
-        with self.writable():
-            self.file = open(self.path, "a" if same_file else "w")
-            if same_file and self.file.tell() > saved["metrics_bytes"]:
-                self.file.truncate(saved["metrics_bytes"])
-                self.file.seek(0, os.SEEK_END)
+        self.file = open(self.path, "a" if same_file else "w", buffering=1)  # whole lines
+        if same_file and self.file.tell() > saved["metrics_bytes"]:
+            self.file.truncate(saved["metrics_bytes"])
         if not same_file:
             self.write("config", **description)
         if saved:
             self.write("resume", step=step, **description)
+
+    def write(self, event: str, **row):
+        line = json.dumps({"event": event} | {k: finite(v) for k, v in row.items()})
+        try:
+            self.file.write(line + "\n")
+        except OSError as error:
+            raise UserError(f"{self.path} could not be written: {error.strerror}") from None
+
+    def report(self, line: str, event: str, **row):
+        """Write a row and print its line."""
+        self.write(event, **row)
+        print(line, flush=True)
 
     def resumed(self, path, was: dict, changed: list):
         """was: the checkpoint's mesh; changed: flags that differ from the checkpoint's."""
@@ -128,17 +122,13 @@ class Log:
 
     def state(self, progress: float) -> dict:
         """What a checkpoint must know to continue this record."""
-        with self.writable():
-            if self.file:
-                os.fsync(self.file.fileno())
-            written = self.file.tell() if self.file else 0
         return {
             "progress": progress,
             "tokens": self.count_tokens(progress),
             "tokens_per_step": self.tokens_per_step,
             "train_s": self.clock.train_s(),
             "sent": dict(self.mesh.sent),
-            "metrics_bytes": written,
+            "metrics_bytes": self.path.stat().st_size if self.file else 0,
         }
 
     def step(self, method, lr: float, metrics):
@@ -154,66 +144,61 @@ class Log:
         self.last, seconds = now, max(passed["train_s"], 1e-9)
         step_ms, speed = 1e3 * seconds / max(passed["step"], 1), passed["tokens"] / seconds
         sent = {f"{group}_bytes": round(count) for group, count in self.mesh.sent.items()}
-        self.write(
-            "step", step=step, tokens=now["tokens"], loss=loss, lr=lr, grad_norm=grad_norm,
-            step_ms=step_ms, train_s=now["train_s"], tokens_per_s=speed, **sent,
-        )  # fmt: skip
-        left = self.first_tokens + (config.max_steps - self.first_progress) * self.tokens_per_step
-        left_s = round(max(0, left - now["tokens"]) / speed) if speed else 0
-        print(
+        left = (config.max_steps - method.progress) * self.tokens_per_step
+        left_s = round(left / speed) if speed else 0
+        self.report(
             f"step {step:05d}/{config.max_steps:05d} | loss {loss:.4f} | lr {lr:.1e} | "
             f"gnorm {grad_norm:.2f} | {step_ms:.0f} ms | {speed:,.0f} tok/s | "
             f"{left_s // 60}m{left_s % 60:02d}s left",
-            flush=True,
-        )
+            "step", step=step, tokens=now["tokens"], loss=loss, lr=lr, grad_norm=grad_norm,
+            step_ms=step_ms, train_s=now["train_s"], tokens_per_s=speed, **sent,
+        )  # fmt: skip
 
     def sync(self, method):
-        """A sync that has finished since the last call, if any."""
-        row = method.stats() if self.file else None
-        if row is None:
-            return
-        self.write("sync", **row)
+        """The syncs that have been completed since the last call."""
+        while self.file and (row := method.stats()):
+            self.sync_row(row)
+
+    def sync_row(self, row: dict):
         norms, weights, steps = row["pseudo_grad_norm"], row["weight"], row["steps"]
         tau = str(steps[0]) if len(set(steps)) == 1 else "/".join(map(str, steps))
         spread = "-"
         if norms:
             spread = f"{sum(norms) / len(norms):.3f} [{min(norms):.3f} .. {max(norms):.3f}]"
-        print(
+        self.report(
             f"sync {row['round']:04d} | tau {tau} | pseudo-grad {spread} | "
             f"weights [{min(weights):.2f} .. {max(weights):.2f}] | dropped {sum(row['dropped'])} | "
             f"clip {row['clip']:.2f} | {size(row['sync_bytes'])} | stall {row['stall_ms']:.0f} ms "
             f"(others {row['wait_others_ms']:.0f}, link {row['wait_link_ms']:.0f})",
-            flush=True,
-        )
+            "sync", **row,
+        )  # fmt: skip
         for i, layers in enumerate(row["dropped"]):
             if layers:
                 print(f"left out replica {i} in {layers} layers: norm {norms[i]:.3g}", flush=True)
 
     def eval(self, method, val_loss: float, bytes_per_token: float):
+        if not self.file:
+            return
         bits = val_loss / math.log(2) / bytes_per_token
-        tokens, train_s = self.count_tokens(method.progress), self.clock.train_s()
-        if self.file:
-            row = {"step": method.steps, "tokens": tokens, "train_s": train_s}
-            self.write("eval", **row, val_loss=val_loss, bits_per_byte=bits)
-            print(
-                f"eval {method.steps:05d} | val loss {val_loss:.4f} nats/token | "
-                f"{bits:.3f} bits/byte",
-                flush=True,
-            )
+        more = {} if method.spread is None else {"spread": method.spread}
+        line = f"eval {method.steps:05d} | val loss {val_loss:.4f} nats/token | "
+        self.report(
+            line + f"{bits:.3f} bits/byte" + "".join(f" | {k} {v:.3g}" for k, v in more.items()),
+            "eval", step=method.steps, tokens=self.count_tokens(method.progress),
+            train_s=self.clock.train_s(), val_loss=val_loss, bits_per_byte=bits, **more,
+        )  # fmt: skip
 
     def end(self, method, val_loss: float):
         if not self.file:
             return
         train_s, peak = self.clock.train_s(), peak_memory_bytes(self.mesh.device)
         speed = self.count_tokens(method.progress) / max(train_s, 1e-9)
-        row = {"step": method.steps, "val_loss": val_loss, "train_s": train_s}
-        row |= {"tokens_per_s": speed, "peak_memory_bytes": peak, "exit": "done"}
-        self.write("end", **row)
-        print(
+        self.report(
             f"done | {method.steps} steps in {train_s:.0f} s | {speed:,.0f} tok/s | "
             f"val loss {val_loss:.4f} | peak {size(peak)} on rank 0",
-            flush=True,
-        )
+            "end", step=method.steps, val_loss=val_loss, train_s=train_s, tokens_per_s=speed,
+            peak_memory_bytes=peak, exit="done",
+        )  # fmt: skip
 
 
 def finite(value):

@@ -9,6 +9,7 @@ Every run prints this first. With --dry_run it is all that happens, for any mesh
     AdamW                 8 sum P/N                  two moments
     outer vectors         4 sum P/N each             the method's: anchor, momentum;
                                                      on the host with --offload
+    sync buffers          4 sum P/N each             of methods that overlap, see their files
     two whole layers      2 max P * (4 or 2)         in the compute dtype; none if N = 1 in fp32
     a layer's gradient    4 max P                    while it is reduced; none if N = 1
     shm slots             2 (4 or 2) max P/N         shard group; plumbing/shm.py, if it is used
@@ -53,61 +54,64 @@ class Plan:
 
     def __post_init__(self):
         config = self.config
+        if config.n_embd % (2 * config.n_head):
+            raise UserError(
+                f"--n_embd {config.n_embd} --n_head {config.n_head}: "
+                "channels per head must be a whole, even number"
+            )
         self.shards, self.replicas = config.shards, self.world_size // config.shards
         shape = (config.n_layer, config.n_head, config.n_embd, config.block_size)
         self.model_config = ModelConfig(*shape, self.vocab_size)
         with torch.device("meta"):  # shapes without memory
-            embedding, block, head = (model.make_layer(self.model_config, l) for l in (0, 1, -1))
-        block = Layout(block, self.shards)
-        self.layouts = [Layout(embedding, self.shards), *[block] * config.n_layer]
-        self.layouts.append(Layout(head, self.shards))
+            layers = [model.make_layer(self.model_config, l) for l in (0, 1, -1)]
+        embedding, block, head = (Layout(layer, self.shards) for layer in layers)
+        self.layouts = [embedding, *[block] * config.n_layer, head]
         self.n_params = sum(layout.used for layout in self.layouts)
         self.dtype = DTYPES[config.dtype]
         self.master = torch.promote_types(self.dtype, torch.float32)
         self.shard_bytes = sum(each.shard_size for each in self.layouts) * self.master.itemsize
+        self.largest = max(layout.padded for layout in self.layouts)  # max P
         self.on_cpu = config.device == "cpu"
         self.tokens_per_micro_step = config.batch_size * config.block_size
         self.tokens_per_step = self.world_size * config.accum * self.tokens_per_micro_step
 
     def memory(self) -> dict:
         """Bytes that one rank holds for good, by kind."""
-        outer = " and ".join(self.method.shared + self.method.private)
-        whole = max(layout.padded for layout in self.layouts)
-        alone = self.shards == 1
+        vectors, alone = self.method.shared + self.method.private, self.shards == 1
+        outer = " and ".join(vectors)
         if not self.on_cpu and getattr(self.method_config, "offload", False):
             outer += " on the host"
+        buffers = self.method.held_vectors(self.method_config) - len(vectors)
+        aliased = alone and self.dtype == self.master  # a layer is a view of the parameters
         kinds = {
             "parameters": self.shard_bytes,
             "gradient": self.shard_bytes,
             "AdamW": 2 * self.shard_bytes,
-            outer: len(self.method.shared + self.method.private) * self.shard_bytes,
-            "two whole layers": 2 * whole * self.dtype.itemsize,
-            "a layer's gradient": 0 if alone else whole * self.master.itemsize,
-            "shm slots": sum(self.slots().values()),
+            outer: len(vectors) * self.shard_bytes,
+            "sync buffers": round(buffers * self.shard_bytes),
+            "two whole layers": 0 if aliased else 2 * self.largest * self.dtype.itemsize,
+            "a layer's gradient": 0 if alone else self.largest * self.master.itemsize,
+            "shm slots": sum(self.slots()),
         }
-        if alone and self.dtype == self.master:
-            kinds["two whole layers"] = 0
         return {kind: count for kind, count in kinds.items() if count}
 
-    def slots(self) -> dict:
-        """Bytes of this rank's shm slots by use, if its groups use shm."""
-        config = self.config
-        shm = config.backend == "shm" or config.backend == "auto" and self.on_cpu and machine_id()
-        linked = self.simulation.limits_link
-        whole, N = max(layout.padded for layout in self.layouts), self.shards
-        sizes = {"gathers": 0, "sums": 0, "sync": 0}
-        if shm and N > 1:
-            sizes["gathers"] = SLOTS * slot_size(whole * self.dtype.itemsize // N)
-            sizes["sums"] = SLOTS * slot_size(whole * self.master.itemsize)
-        if shm and self.replicas > 1 and not linked:
-            sizes["sync"] = SLOTS * slot_size(whole * self.master.itemsize // N)
-        return sizes
+    def slots(self) -> tuple:
+        """Bytes of this rank's shm slots for gathers, sums (both in the shard group) and syncs, if
+        its groups use shm."""
+        backend, N = self.config.backend, self.shards
+        if backend != "shm" and not (backend == "auto" and self.on_cpu and machine_id()):
+            return 0, 0, 0
+        largest, gathers, sums, syncs = self.largest * self.master.itemsize, 0, 0, 0
+        if N > 1:
+            gathers, sums = self.largest * self.dtype.itemsize // N, largest
+        if self.replicas > 1 and not (self.simulation.limits_link or self.method.overlaps):
+            syncs = largest // N
+        return tuple(SLOTS * slot_size(payload) for payload in (gathers, sums, syncs))
 
     def seen(self) -> int:
         """Bytes of other ranks' slots that this rank reads: the system counts them as its own."""
-        slots, N = self.slots(), self.shards
-        shard = (N - 1) * (slots["gathers"] + slots["sums"] // N)
-        return shard + (self.replicas - 1) * slots["sync"]
+        (gathers, sums, syncs), N = self.slots(), self.shards
+        return (N - 1) * (gathers + sums // N) + (self.replicas - 1) * syncs
 
     def activations(self) -> int:
         """About how many bytes the activations of one micro-step take at their peak."""
@@ -136,7 +140,8 @@ class Plan:
 
     def sync_bytes(self) -> float:
         """What one rank sends over the slow links at a sync, without the row of scalars."""
-        return 2 * (self.replicas - 1) / self.replicas * self.shard_bytes
+        vectors = self.method.sent_vectors(self.method_config, self.replicas)
+        return vectors * self.shard_bytes
 
     def show(self, corpus):
         config = self.config
@@ -167,17 +172,15 @@ class Plan:
             self.show_round()
 
     def show_round(self):
-        each = f"{size(self.sync_bytes())} per rank over the slow links"
         tau, tokens = getattr(self.method_config, "tau", None), self.tokens_per_step
-        if hasattr(self.method_config, "tau_time_s"):
-            print(f"round   {self.method_config.tau_time_s:g} s of training: {each}")
-        elif tau:
-            print(
-                f"round   {tau} steps x {tokens:,} tokens = {tau * tokens:,} tokens: "
-                f"{each} (mini-batch: x {tau})"
-            )
+        sent = f"{size(self.sync_bytes())} per rank over the slow links"
+        if tau:
+            steps = f"{tau} steps x {tokens:,} tokens = {tau * tokens:,} tokens"
+            print(f"round   {steps}: {sent} (mini-batch: x {tau})")
+        elif hasattr(self.method_config, "tau_time_s"):
+            print(f"round   {self.method_config.tau_time_s:g} s of training: {sent}")
         else:
-            print(f"round   every step: {each}")
+            print(f"round   every step: {sent}")
         mbps = self.simulation.link_mbps
         if mbps:
             wire_s = self.shards * self.sync_bytes() * 8 * FRAMING / (mbps * 1e6)
@@ -188,12 +191,12 @@ def size(count: float) -> str:
     return f"{count / 1e6:.1f} MB" if count < 1e10 else f"{count / 1e9:.2f} GB"
 
 
-def picture(replicas: int, shards: int, most: int = 4) -> list:
-    """The grid as lines of text, at most `most` rows and columns of it."""
-    columns = range(min(shards, most))
+def picture(replicas: int, shards: int) -> list:
+    """The grid as lines of text, at most 4 rows and columns of it."""
+    columns = range(min(shards, 4))
     head = " " * 13 + "".join(f"shard {n:<5}" for n in columns)
-    lines = [head + ("..." if shards > most else "")]
-    for replica in range(min(replicas, most)):
+    lines = [head + ("..." if shards > 4 else "")]
+    for replica in range(min(replicas, 4)):
         ranks = "".join(f"rank {replica * shards + n:<6}" for n in columns)
         lines.append(f"replica {replica:<5}{ranks}")
-    return lines + (["..."] if replicas > most else [])
+    return lines + (["..."] if replicas > 4 else [])

@@ -104,7 +104,8 @@ class Run:
             self.corpus, config.eval_batches, mesh.rank, mesh.world_size,
             config.batch_size, config.block_size,
         )  # fmt: skip
-        with self.method.judged(), self.clock:  # a sync in flight still counts as training
+        self.method.drain()  # this still counts as training
+        with self.clock, self.mesh.uncounted(), self.method.judged():
             for inputs, targets, rows in batches:
                 inputs, targets = inputs.to(mesh.device), targets.to(mesh.device)
                 loss = self.model.forward(inputs, targets, train=False)
@@ -149,7 +150,8 @@ class Run:
 
     def save(self) -> Path:
         method, began = self.method, time.perf_counter()
-        with method.judged(), self.clock:
+        method.drain()
+        with self.clock, self.mesh.uncounted():
             self.log.sync(method)
             self.saved_at = method.progress
             state = self.log.state(method.progress) | {
@@ -166,11 +168,10 @@ class Run:
 
     def resume(self):
         setup, saved, method = self.setup, self.setup.saved, self.method
-        flags = saved["flags"]
-        same_method = self.config.method == flags["method"]
         self.clock.start_at(saved["train_s"])  # A-EDiT's round begins in load()
+        self.mesh.sent.update(saved["sent"])
         with self.clock:
-            checkpoint.load(setup.path, saved, self.model, method, same_method)
+            checkpoint.load(setup.path, saved, self.model, method)
         for state in self.optimizer.state.values():
             state["step"].fill_(method.steps)
         self.evaluated_at, self.saved_at = saved["evaluated_at"], saved["progress"]

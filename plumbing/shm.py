@@ -15,10 +15,10 @@ other processors use gloo). A rank that waits sleeps for some microseconds at a 
 
 A call copies this rank's tensor into its slot. `work.wait()` copies or sums the data of the others.
 Both run on the caller's thread, so nothing overlaps with computation; on one machine the copies use
-the same cores anyway. Before a rank uses a slot again it completes its
-own oldest operation on that slot. All ranks of a group issue the same operations with the same
-sizes in the same order, so they also agree when slots must grow. Gathers and sums have slots of
-their own: a rank can then be one layer ahead of its neighbours in both.
+the same cores anyway. Before a rank uses a slot again it completes its own oldest operation on that
+slot. All ranks of a group issue the same operations with the same sizes in the same order, so they
+also agree when slots must grow. Gathers and sums have slots of their own: a rank can then be one
+layer ahead of its neighbours in both.
 
 The memory has no name in any file system (memfd_create), so it disappears with the last process
 that maps it, however that process ends. A dead neighbour is noticed through its pidfd, a silent one
@@ -61,7 +61,7 @@ class Channel:
     """The slots of all ranks of a group for one kind of operation."""
 
     def __init__(self, group, name: str):
-        self.group, self.name, self.slot_bytes, self.generation = group, name, 0, 0
+        self.group, self.name, self.slot_bytes = group, name, 0
         self.count, self.pending = 0, deque()  # operations issued; those not yet completed
 
     def write(self, flat: torch.Tensor) -> int:
@@ -72,16 +72,17 @@ class Channel:
         if grow:
             self._open(slot_size(flat.nbytes))
         self.count += 1
+        slot = self.count % SLOTS
         for rank in range(self.group.size()):
-            self._wait_for(self.released[rank], self.count - SLOTS, rank)
+            self._wait(lambda: self.released[rank][slot] >= self.count - SLOTS, rank)
         self._view(self.group.rank(), self.count, 0, flat).copy_(flat)
-        self.written[self.group.rank()][self.count % SLOTS] = self.count
+        self.written[self.group.rank()][slot] = self.count
         return self.count
 
     def read(self, n: int, rank: int, first_byte: int, like: torch.Tensor) -> torch.Tensor:
         """What `rank` wrote in operation n, from first_byte on, as long as `like`: a view of its
         memory, valid until release(n)."""
-        self._wait_for(self.written[rank], n, rank)
+        self._wait(lambda: self.written[rank][n % SLOTS] >= n, rank)
         return self._view(rank, n, first_byte, like)
 
     def release(self, n: int):
@@ -89,10 +90,6 @@ class Channel:
 
     def _view(self, rank, n, first_byte, like):
         return self.slots[rank][n % SLOTS, first_byte : first_byte + like.nbytes].view(like.dtype)
-
-    def _wait_for(self, words, n, rank):
-        """Until `rank` has set its word for operation n."""
-        self._wait(lambda: words[n % SLOTS] >= n, rank)
 
     def _wait(self, done, rank):
         """Until done(), which depends on `rank`."""
@@ -113,11 +110,10 @@ class Channel:
 
     def _open(self, slot_bytes: int):
         """Create this rank's slots and map those of the others. Collective."""
-        self.generation += 1
         size = HEADER_BYTES + SLOTS * slot_bytes
         descriptor = os.memfd_create("shm")
         os.ftruncate(descriptor, size)
-        key = f"{self.name}/{self.generation}"
+        key = f"{self.name}/{slot_bytes}"  # slots only grow
         self.group.store.set(f"{key}/{self.group.rank()}", str(descriptor))
         self.slots, self.written, self.released = [], [], []
         for rank, process in enumerate(self.group.processes):
@@ -155,14 +151,13 @@ class Work(dist.Work):
 
 
 class ShmGroup(dist.ProcessGroup):
-    """All-gather, reduce-scatter, all-reduce (sums only) and barrier of contiguous tensors."""
+    """All-gather, reduce-scatter, all-reduce (only sums) of contiguous tensors; 2 or more ranks."""
 
     def __init__(self, options, _):
         """options: what torch.distributed tells a backend: store, group_rank, timeout, ..."""
         rank, size, store = options.group_rank, options.group_size, options.store
         super().__init__(rank, size)
         self.store, self.timeout_s, self.deaths = store, options.timeout.total_seconds(), []
-        self.name = options.group_id
         store.set(f"process/{rank}", str(os.getpid()))
         self.processes = [int(store.get(f"process/{other}")) for other in range(size)]
         for process in self.processes:
@@ -171,13 +166,6 @@ class ShmGroup(dist.ProcessGroup):
             self.deaths[-1].register(descriptor, select.POLLIN)
             weakref.finalize(self, os.close, descriptor)
         self.gathers, self.sums = Channel(self, "gathers"), Channel(self, "sums")
-
-    def getBackendName(self) -> str:
-        return "shm"
-
-    @property
-    def group_name(self) -> str:
-        return self.name
 
     def _allgather_base(self, output, input, opts=None):
         pieces, channel = output.view(-1).chunk(self.size()), self.gathers
@@ -197,9 +185,6 @@ class ShmGroup(dist.ProcessGroup):
 
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
 
-    def barrier(self, opts=None):
-        return self.allreduce([torch.zeros(1)])
-
     def _sum(self, flat, part, first_byte, opts):
         """part <- the sum over the ranks of `flat` from first_byte on, in rank order on every
         rank: the results are bit-identical."""
@@ -209,9 +194,6 @@ class ShmGroup(dist.ProcessGroup):
 
         def collect(n):
             read = lambda rank: channel.read(n, rank, first_byte, part).to(part.device)
-            if self.size() == 1:
-                part.copy_(read(0))
-                return
             torch.add(read(0), read(1), out=part)
             for rank in range(2, self.size()):
                 part.add_(read(rank))

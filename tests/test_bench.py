@@ -14,7 +14,7 @@ from mesh import Mesh
 from ranks import ROOT
 
 SMALL = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 8 --batch_size 1 --dtype fp32".split()
-SMALL += "--repeats 1 --steps 1 --tau 2 --device cpu".split()
+SMALL += "--repeats 1 --steps 1 --device cpu".split()
 
 
 def test_ratios_follow_from_the_times():
@@ -27,35 +27,34 @@ def test_ratios_follow_from_the_times():
 def test_candidates_take_turns():
     calls, mesh = [], SimpleNamespace(device=torch.device("cpu"))
     steps = {name: lambda name=name: calls.append(name) for name in "abc"}
-    times = bench.alternate(mesh, steps, repeats=2, count=1)
+    times = bench.alternate(mesh, steps, SimpleNamespace(repeats=2, steps=1))
     # two steps each to warm up; then one untimed and one timed per turn
     assert "".join(calls) == "abcabc" + "aabbcc" + "bbccaa"
     assert {name: len(values) for name, values in times.items()} == {"a": 2, "b": 2, "c": 2}
 
 
 def test_one_rank_is_compared_with_a_plain_loop(monkeypatch):
-    args, *configs = bench.read_arguments(SMALL, 1)
-    assert args.parts == ["step", "round", "memory"]
-    case = bench.Case(*configs, 257, Mesh(1, torch.device("cpu")))
-    for part in args.parts:
-        (row,) = getattr(bench, f"part_{part}")(case, args)
-        assert row["mesh"] == "1x1"
+    parts, dtypes, *configs = bench.read_arguments(SMALL, 1)
+    assert (parts, dtypes) == (["step", "memory"], ["fp32"])
+    case = bench.Case(*configs, Mesh(1, torch.device("cpu")))
+    assert case.describe()["mesh"] == "1x1"
+    assert all(len(list(bench.PARTS[part](case))) == 1 for part in parts)
     monkeypatch.setattr(bench, "alternate", lambda *_: {"ours": [4.0], "plain": [6.0]})
-    row = bench.compare(case, args)
+    (row,) = bench.compare_steps(case)
     assert (row["over_plain"], row["tokens_per_s"]) == (1.5, 8 / 0.004)
 
 
 def test_parts_run_on_two_ranks_and_write_what_they_print(tmp_path):
     file = tmp_path / "new" / "bench.json"
     command = [sys.executable, *"-m torch.distributed.run --standalone".split()]
-    command += ["--nproc_per_node", "2", "bench.py", *SMALL, "--parts", "step,sync,round,memory"]
+    command += ["--nproc_per_node", "2", "bench.py", *SMALL, "--parts", "step,sync,memory"]
     done = subprocess.run(
         [*command, "--shards", "2", "--link_mbps", "500", "--json", str(file)],
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     parts = json.loads(file.read_text())["parts"]
-    assert set(parts) == {"step", "sync", "round", "memory"} and all(parts.values())
+    assert set(parts) == {"step", "sync", "memory"} and all(parts.values())
     for part, rows in parts.items():
         assert all(name in done.stdout for name in [part, *rows[0]])
     assert {"over_fsdp2", "of_bound", "overhead_ms_per_layer"} <= parts["step"][0].keys()

@@ -1,5 +1,6 @@
 """Wrong input: one clear line, exit code 2 on every rank, no traceback, no hang, nothing left."""
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -36,28 +37,30 @@ edit                               | edit
 --batch_size 2000000000            | a rank needs about
 --n_embd 20000 --n_head 100 --n_layer 500 | a rank needs about
 --block_size 1000000000            | lower --block_size
---shards 3                         | --shards 3: 1 ranks do not divide
+--shards 3                         | --shards 3: 1 ranks do not form
 --replicas 2                       | --replicas 2 --shards 1
 --n_head 2 --n_embd 6              | --n_embd 6
 --slow_replica 1:2                 | --slow_replica 1:2
 --random_lag fast                  | --random_lag fast
---dry_run --resume auto            | --dry_run --resume
 --resume nowhere                   | --resume nowhere: there is no checkpoint
 --out_dir NAME                     | File name too long
 --out_dir a\x07b                    | --out_dir 'a\\x07b': must be printable
---out_dir /dev/null/run            | --out_dir /dev/null/run: Not a directory
+--out_dir /dev/null/run            | error: /dev/null/run: Not a directory
 --backend nccl                     | --backend nccl
---backend shm                      | --backend shm: it needs
 --device cuda                      | use --device cpu
---dtype bf16                       | use --dtype fp32
 --data nowhere                     | --data nowhere: No such file
 --data \udcff                      | --data
 --data IN/half                     | damaged
 --data IN/nested-meta              | damaged
 --data IN/foreign-token            | vocabulary
+--resume IN/locked/run             | run: Permission denied
+--resume IN/locked/checkpoint-00000001 | locked: Permission denied
+--out_dir IN/locked/run            | run: Permission denied
+--out_dir IN/read-only/run         | run: Permission denied
+--data IN/locked/corpus            | corpus: Permission denied
 RANK=1                             | do not describe a run
-LOCAL_RANK=x                       | do not describe a run
 RANK=0 WORLD_SIZE=2                | do not describe a run
+RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=1 LOCAL_RANK=x | do not describe a run
 RANK=2 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1 | do not describe a run
 """
 DATA = """
@@ -72,6 +75,9 @@ DATA = """
 --input IN/text.txt --out IN/half  | exists already
 --input IN/text.txt --out NAME     | File name too long
 --input IN/text.txt --out new --max_tokens nan | --max_tokens
+--input IN/locked/text.txt --out new | Permission denied
+--input IN/text.txt --out IN/locked/new | Permission denied
+--input IN/text.txt --out IN/read-only/new | Permission denied
 --input IN/text.txt --dataset fineweb-edu --out new | not allowed with
 """
 SAMPLE = """
@@ -82,6 +88,7 @@ SAMPLE = """
 --model IN/half.pt                 | not a model.pt
 --model IN/foreign.pt              | not a model.pt
 --model IN/pickle.pt               | not a model.pt
+--model IN/locked/model.pt         | model.pt: Permission denied
 --model x --seed DIGITS            | --seed
 """
 BENCH = """
@@ -90,6 +97,7 @@ BENCH = """
 --repeats 0                        | --repeats 0
 --method edit                      | --method
 --json /dev/null/rows.json         | /dev/null
+--json IN/locked/rows.json         | rows.json: Permission denied
 """
 TABLE = [
     (program, *(part.strip() for part in line.split("|")))
@@ -122,7 +130,26 @@ def inputs(tmp_path_factory, corpus_folder):
     files |= {f"{name}.jsonl": b'{"text": "good"}\n' + line for name, line in lines.items()}
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    return folder
+    rights = {"locked": 0, "read-only": 0o500}
+    for name, mode in rights.items():
+        (folder / name).mkdir(mode)
+    yield folder
+    [(folder / name).chmod(0o700) for name in rights]  # pytest removes them
+
+
+@pytest.fixture
+def ordinary_user():
+    """Takes away this thread's capabilities 1 and 2 (capabilities(7)): without them root, too, is
+    refused what the modes of files and folders forbid."""
+    libc, header = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0)
+    rights = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; again for 32 and up
+    assert libc.capget(header, rights) == 0
+    effective = rights[0]
+    rights[0] &= ~0b110
+    assert libc.capset(header, rights) == 0
+    yield
+    rights[0] = effective
+    assert libc.capset(header, rights) == 0
 
 
 def run_here(program, argv, monkeypatch):
@@ -149,10 +176,9 @@ def run_here(program, argv, monkeypatch):
     "program, line, message", TABLE, ids=[f"{p.__name__} {line}"[:60] for p, line, _ in TABLE]
 )
 def test_wrong_input_is_refused_in_one_line(
-    program, line, message, inputs, corpus_folder, tmp_path, monkeypatch, capsys
+    program, line, message, inputs, ordinary_user, corpus_folder, tmp_path, monkeypatch, capsys
 ):
-    """A word NAME=value sets a variable of the environment. This machine has neither a GPU nor
-    bf16 nor what shm needs."""
+    """A word NAME=value sets a variable of the environment. This machine has no GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(launch, "has_native_bf16", lambda device: False)
@@ -185,7 +211,7 @@ def run_bench(argv, rank, *more):
     "function, argv, message",
     [
         (ranks._command, ["--shards", "3"], "--shards 3"),
-        (ranks._command, ["--out_dir", "/dev/null/run"], "--out_dir"),  # rank 0 notices it alone
+        (ranks._command, ["--out_dir", "/dev/null/run"], "/dev/null/run"),  # only rank 0 notices it
         (ranks._command, ["--data", "\udcff"], "--data"),
         (differ_in_lr, [], "the ranks differ"),
         (run_bench, ["--json", "/dev/null/rows.json"], "/dev/null"),
@@ -202,22 +228,24 @@ def test_every_rank_exits_with_2_after_one_line(function, argv, message, tmp_pat
 
 def test_programs_end_with_the_right_code_and_one_line_or_none(corpus_folder, inputs, tmp_path):
     """Real processes, side by side: standard output that is full, closed, or a closed pipe (a quiet
-    end, as with `| head -1`), and wrong input under torchrun."""
+    end, as with `| head -1`), and wrong input under torchrun and under a wrong launcher."""
     run = ["train.py", *flags(data=corpus_folder, max_steps=10**6)]
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node 2".split()
-    commands = [  # what is wrong with the output; command; exit code; the line
+    commands = [  # what is wrong, or the launcher; command; exit code; the line
         ("full", [*run, "--out_dir", tmp_path / "full"], 2, "No space left"),
         ("pipe", [*run, "--out_dir", tmp_path / "pipe"], 141, ""),
         ("pipe", ["data.py", "--input", inputs / "text.txt", "--out", tmp_path / "new"], 141, ""),
         ("closed", [*run, "--out_dir", tmp_path / "closed", "--max_steps", "2"], 0, ""),
         ("torchrun", [*torchrun, *run, "--tau", "0"], 1, "train.py: error: --tau 0"),
+        ("RANK=1", run, 2, "train.py: error: RANK, WORLD_SIZE"),
     ]
     reader, pipe = os.pipe()
     os.close(reader)
+    shell = {"closed": '"$@" >&-', "RANK=1": 'RANK=1 "$@"'}
     outputs = {"full": os.open("/dev/full", os.O_WRONLY), "pipe": pipe}
     started = [
         subprocess.Popen(
-            ["bash", "-c", f'"$@" {">&-" * (kind == "closed")}', "-", sys.executable, *command],
+            ["bash", "-c", shell.get(kind, '"$@"'), "-", sys.executable, *command],
             cwd=ROOT, stdout=outputs.get(kind), stderr=subprocess.PIPE, text=True,
         )
         for kind, command, *_ in commands
@@ -241,7 +269,7 @@ def test_help_lists_every_flag_with_its_default(capsys):
     for f in (f for config in configs for f in dataclasses.fields(config)):
         assert f"--{f.name}" in text, f.name
         assert isinstance(f.default, (bool, str)) or f"{f.default}" in text, f.name
-    assert "(default: diloco: 0.9, edit: 0.8, a_edit: 0.8)" in text
+    assert "diloco: 0.9, " in text and ", edit: 0.8, a_edit: 0.8)" in text  # methods differ
 
 
 def test_learning_rate_warms_up_linearly_then_follows_a_cosine():

@@ -97,25 +97,24 @@ class Sick:
     def __call__(self, method, model, mesh):
         after_step = method.after_step
 
-        def spoil_and_end_step():
+        def spoil_and_end_step(lr):
             if method.steps in self.steps and mesh.replica in self.replicas:
                 if self.what in ("nan", "inf"):
                     if mesh.shard_index == 0:
                         model.masters[-1][0] = float(self.what)
                 else:
                     model.master.copy_(self.value(model.master, method.anchor))
-            after_step()
+            after_step(lr)
 
         method.after_step = spoil_and_end_step
 
     def spoil(self, step, replicas, anchor):
         for i in self.replicas if step in self.steps else []:
-            x = replicas[i].copy()
+            x = replicas[i].x
             if self.what in ("nan", "inf"):
-                x[f"layers.{L - 1}.output.weight"][0, 0] = float(self.what)
+                x[replicas[i].layers[-1].start] = float(self.what)
             else:
-                x = {name: self.value(p, anchor[name]) for name, p in x.items()}
-            replicas[i].set(x)
+                x.copy_(self.value(x, anchor))
 
 
 SICK = {  # replicas, shards, what happens after which step, flags, layers dropped at each sync

@@ -73,6 +73,40 @@ def test_collectives_compute_and_count_what_they_promise():
             assert (waited_s["others"] > 0) == (N < 4) and waited_s["link"] == 0
 
 
+def overlapping_collectives():
+    """(all-to-all, exchange, gather in the background, ledger) on 4x1 and 2x2."""
+    results = []
+    for shards in (1, 2):
+        mesh = Mesh(shards, CPU)
+        group, M = mesh.sync, mesh.replicas
+        pieces = torch.arange(3 * M, dtype=torch.uint8).view(M, 3) + 20 * mesh.rank
+        received, theirs = torch.zeros_like(pieces), torch.zeros(5)
+        handle = mesh.all_to_all(received, pieces, group)
+        # a second operation in flight; the partner is the neighbour in the group
+        other = mesh.exchange(theirs, torch.full((5,), float(mesh.rank)), group.index ^ 1, group)
+        handle.wait(), other.wait()
+        counts = dict(mesh.sent), dict(mesh.calls)
+        with mesh.uncounted():
+            mesh.all_reduce(torch.zeros(2), group).wait()
+        rows, gather = mesh.gather_in_background(torch.tensor([float(mesh.rank), 7.0]))
+        gather.wait()
+        assert gather.is_completed() and mesh.sent == counts[0]
+        results.append((received.tolist(), theirs.tolist(), rows.tolist(), *counts))
+    return results
+
+
+def test_collectives_of_overlapping_methods_compute_and_count_what_they_promise():
+    for rank, cases in enumerate(run_ranks(4, overlapping_collectives)):
+        for N, (received, theirs, rows, sent, calls) in zip((1, 2), cases):
+            M, index = 4 // N, rank // N
+            ranks = range(rank % N, 4, N)  # of the sync group
+            assert received == [[20 * r + 3 * index + k for k in range(3)] for r in ranks]
+            assert theirs == [float(ranks[index ^ 1])] * 5
+            assert rows == [[float(r), 7.0] for r in range(4)]
+            assert sent == {"shard": 0, "sync": 3 * (M - 1) + 20}
+            assert calls == {"sync all-to-all": 1, "sync exchange": 1}
+
+
 @pytest.mark.parametrize(
     "backend, link_mbps, machines, expected",
     [

@@ -52,7 +52,7 @@ def test_program_continues_a_prompt_and_executes_nothing_of_the_file(tmp_path, m
     sample.main()
     printed = capsys.readouterr()
     assert printed.out.startswith("x" * 50) and len(printed.out) > 51
-    assert printed.err.count("\n") == 1 and "the last 16 of 50" in printed.err
+    assert printed.err == ""
     torch.save(saved | {"tokenizer": "byte", "config": Malicious()}, "model.pt")
     with pytest.raises(UserError, match="not a model.pt"):
         sample.main()

@@ -47,7 +47,6 @@ def compare_with_gloo():
                 expected, _ = run_operation(kind, gloo, wide.clone())
                 if not torch.equal(result, expected.to(dtype)):
                     wrong.append((elements, dtype, kind))
-    dist.barrier(group=ours)
     with pytest.raises(NotImplementedError, match="only sums"):
         dist.all_reduce(torch.zeros(3), op=dist.ReduceOp.MAX, group=ours)
     # every rank adds in the same order, so real numbers have the same bits everywhere
