@@ -43,7 +43,7 @@ from plumbing.config import LocalConfig, option
 @dataclass
 class Config(LocalConfig):  # the paper's tau is H = 500
     outer_lr: float = option(0.7, "outer learning rate")
-    outer_momentum: float = option(0.9, "outer Nesterov momentum", below=1)
+    outer_momentum: float = option(0.8, "outer Nesterov momentum (paper: 0.9)", below=1)
     offload: bool = option(False, "keep anchor and momentum in host memory (on a GPU)")
 
 

@@ -16,14 +16,23 @@ import sys
 import torch.distributed as dist
 
 from a_edit import AEDiT
+from co2 import CO2
 from diloco import DiLoCo
 from edit import EDiT
 from minibatch import MiniBatch
+from noloco import NoLoCo
 from plumbing import launch
 from plumbing.run import Run
+from post_local_sgd import PostLocalSGD
 from shard import ShardedModel
+from slowmo import SlowMo
+from streaming_diloco import StreamingDiLoCo
 
-METHODS = {"minibatch": MiniBatch, "diloco": DiLoCo, "edit": EDiT, "a_edit": AEDiT}
+METHODS = {
+    "minibatch": MiniBatch, "post_local_sgd": PostLocalSGD, "slowmo": SlowMo, "diloco": DiLoCo,
+    "streaming_diloco": StreamingDiLoCo, "co2": CO2, "noloco": NoLoCo, "edit": EDiT,
+    "a_edit": AEDiT,
+}  # fmt: skip
 
 
 def train(setup, mesh, shutdown):

@@ -1,12 +1,13 @@
-"""Mini-batch, DiLoCo and EDiT from their equations, as plainly as possible: one process, fp64, M
-whole models. Written from the papers, not from this repository's methods. It shares with them only
-the network (model.Llama, whole and unsharded) and which windows of the corpus a rank reads."""
+"""The methods from their equations, as plainly as possible: one process, fp64, M whole models.
+Written from the papers, not from this repository's methods. It shares with them only the network
+(model.Llama, whole and unsharded) and which windows of the corpus a rank reads."""
 
 import math
 import types
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 import data
 import simulate as simulate_flags
@@ -24,51 +25,281 @@ def cosine(step, lr, min_lr_ratio, warmup, max_steps):
 
 
 class Replica:
+    """A whole model. x: its parameters in one vector, layer by layer, a layer's matrices first.
+    layers: the slices of x; places: (name, slice, shape) of each parameter."""
+
     def __init__(self, config, seed):
         self.net = Llama(config, seed).double()
-        self.x = dict(self.net.named_parameters())
-        self.m, self.v, self.t = self.zeros(), self.zeros(), 0
-
-    def zeros(self):
-        return {name: torch.zeros_like(p.data) for name, p in self.x.items()}
+        self.parameters, self.places, self.layers, end = [], [], [], 0
+        for l, layer in enumerate(self.net.layers):
+            first = end
+            for name, p in sorted(layer.named_parameters(), key=lambda item: -item[1].dim()):
+                self.parameters.append(p)
+                self.places.append((f"layers.{l}.{name}", slice(end, end + p.numel()), p.shape))
+                end += p.numel()
+            self.layers.append(slice(first, end))
+        self.x = torch.cat([p.data.flatten() for p in self.parameters])
+        for p, (_, place, shape) in zip(self.parameters, self.places):
+            p.data = self.x[place].view(shape)
+        self.decayed = torch.cat([torch.full((p.numel(),), p.dim() == 2) for p in self.parameters])
+        self.m, self.v, self.t = torch.zeros_like(self.x), torch.zeros_like(self.x), 0
 
     def gradient(self, batches):
         """Mean loss and gradient over the replica's batches (its N ranks, their micro-steps)."""
         losses = [self.net(inputs, targets) for inputs, targets in batches]
         loss = sum(losses) / len(losses)
-        grads = torch.autograd.grad(loss, list(self.x.values()))
-        return loss.item(), dict(zip(self.x, grads))
+        grads = torch.autograd.grad(loss, self.parameters)
+        return loss.item(), torch.cat([g.flatten() for g in grads])
 
     def adamw(self, g, lr, f):
         self.t += 1
-        for name, p in self.x.items():
-            decay = f.weight_decay if p.dim() == 2 else 0.0
-            self.m[name] = f.beta1 * self.m[name] + (1 - f.beta1) * g[name]
-            self.v[name] = f.beta2 * self.v[name] + (1 - f.beta2) * g[name] ** 2
-            m_hat = self.m[name] / (1 - f.beta1**self.t)
-            v_hat = self.v[name] / (1 - f.beta2**self.t)
-            p.data = p.data - lr * decay * p.data - lr * m_hat / (v_hat.sqrt() + 1e-8)
-
-    def set(self, x):
-        for name, p in self.x.items():
-            p.data = x[name].clone()
-
-    def copy(self):
-        return {name: p.data.clone() for name, p in self.x.items()}
-
-
-def norm_of(vectors):
-    """Euclidean norm of all tensors of a dict together."""
-    return math.sqrt(sum((value**2).sum().item() for value in vectors.values()))
+        self.m = f.beta1 * self.m + (1 - f.beta1) * g
+        self.v = f.beta2 * self.v + (1 - f.beta2) * g**2
+        m_hat = self.m / (1 - f.beta1**self.t)
+        v_hat = self.v / (1 - f.beta2**self.t)
+        decay = f.weight_decay * self.decayed
+        self.x[:] = self.x - lr * decay * self.x - lr * m_hat / (v_hat.sqrt() + 1e-8)
 
 
 def clipped(g, max_norm):
     """g with a norm of at most max_norm (0: any), or 0 if its norm is not finite."""
-    norm = norm_of(g)
+    norm = g.norm().item()
     if not math.isfinite(norm):
-        return {name: torch.zeros_like(value) for name, value in g.items()}
-    factor = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
-    return {name: value * factor for name, value in g.items()}
+        return torch.zeros_like(g)
+    return g * (min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0)
+
+
+class Method:
+    """What replicas do together after the warm-up. f: flags; x_i: replicas[i].x; a: the anchor;
+    k: inner steps since the warm-up. sync() returns what its row says of the replicas."""
+
+    def __init__(self, f, replicas, N):
+        self.f, self.replicas, self.M, self.N = f, replicas, len(replicas), N
+        self.layers, self.a = replicas[0].layers, None
+
+    def begin(self):
+        self.a = self.replicas[0].x.clone()
+        self.b = torch.zeros_like(self.a)
+
+    def after_inner_step(self, k):
+        pass
+
+    def sync(self, lr):
+        """At the end of a round. lr: the inner rate of its last step."""
+
+    def finish(self, k):
+        pass
+
+    def judged(self):
+        return self.replicas[0].x
+
+    def d(self):
+        """The pseudo-gradients d_i = a - x_i."""
+        return [self.a - replica.x for replica in self.replicas]
+
+    def set_all(self, x):
+        for replica in self.replicas:
+            replica.x[:] = x
+
+
+def mean(vectors):
+    return sum(vectors) / len(vectors)
+
+
+def norms(vectors):
+    return [vector.norm().item() for vector in vectors]
+
+
+class PostLocalSGD(Method):
+    def sync(self, lr):
+        self.set_all(mean([replica.x for replica in self.replicas]))
+        return {}
+
+
+class DiLoCo(Method):
+    def sync(self, lr):
+        d, f = self.d(), self.f
+        self.b = f.outer_momentum * self.b + mean(d)
+        self.a = self.a - f.outer_lr * (mean(d) + f.outer_momentum * self.b)
+        self.set_all(self.a)
+        return {"pseudo_grad_norm": norms(d)}
+
+
+class SlowMo(Method):
+    """As in the paper: u <- mu u + d / g_t, a <- a - lr g_t u."""
+
+    def sync(self, g):
+        d, f = self.d(), self.f
+        self.b = f.outer_momentum * self.b + mean(d) / g
+        self.a = self.a - f.outer_lr * g * self.b
+        self.set_all(self.a)
+        return {"pseudo_grad_norm": norms(d)}
+
+
+class CO2(Method):
+    def begin(self):
+        super().begin()
+        self.mean, self.r, self.C = None, 0.0, 0.0
+
+    def outer_step(self):
+        f = self.f
+        phi = f.outer_momentum_clip or math.inf
+        G = 1 + self.r / self.C if self.C > 0 and f.staleness_penalty else 1.0
+        self.b = (f.outer_momentum * self.b + self.mean / G).clamp(-phi, phi)
+        self.a = self.a - f.outer_lr * self.b
+        self.r = f.outer_lr * self.b.norm().item()
+        self.C = max(self.C, self.r)
+
+    def sync(self, lr):
+        d = self.d()
+        if self.mean is not None:
+            self.outer_step()
+        self.mean = mean(d)  # it acts one round later
+        self.set_all(self.a)
+        return {"pseudo_grad_norm": norms(d)}
+
+    def finish(self, k):
+        self.outer_step()
+        self.set_all(self.a)
+
+
+class NoLoCo(Method):
+    def begin(self):
+        self.anchors = [replica.x.clone() for replica in self.replicas]
+        self.u = [torch.zeros_like(a) for a in self.anchors]
+        self.t = 0
+
+    def pairs(self):
+        """The groups of one or two replicas of round t."""
+        draw = np.random.Generator(np.random.Philox(key=self.f.seed, counter=[0, 0, 2, self.t]))
+        order = draw.permutation(self.M).tolist()
+        return [order[first : first + 2] for first in range(0, self.M, 2)]
+
+    def sync(self, lr):
+        f, old, self.t = self.f, self.anchors, self.t + 1
+        d = [a - replica.x for a, replica in zip(old, self.replicas)]
+        self.anchors = [None] * self.M
+        for pair in self.pairs():
+            for i in pair:
+                progress = f.outer_lr * mean([d[j] for j in pair])
+                pull = f.pull * (old[i] - mean([old[j] for j in pair]))
+                self.u[i] = f.outer_momentum * self.u[i] + progress + pull
+                self.anchors[i] = old[i] - self.u[i]
+                self.replicas[i].x[:] = self.anchors[i]
+        return {"pseudo_grad_norm": norms(d)}
+
+    def finish(self, k):
+        self.set_all(mean(self.anchors))
+
+    def judged(self):
+        return mean(self.anchors)
+
+    def spread(self):
+        return math.sqrt(mean([(a - mean(self.anchors)).norm().item() ** 2 for a in self.anchors]))
+
+
+class StreamingDiLoCo(Method):
+    def begin(self):
+        super().begin()
+        L, F = len(self.layers), self.f.fragments
+        strided = self.f.fragment_pattern == "strided"
+        owner = [l % F if strided else l * F // L for l in range(L)]
+        self.fragments = [[l for l in range(L) if owner[l] == p] for p in range(F)]
+        self.flying, self.landed = None, {}  # (p, k_sent, means by layer); p -> k
+
+    def after_inner_step(self, k):
+        interval = self.f.tau // self.f.fragments
+        if k % interval == 0:
+            self.send((k // interval - 1) % self.f.fragments, k)
+        if self.flying and k == self.flying[1] + self.f.delay:
+            self.land(k, self.f.alpha)
+
+    def send(self, p, k):
+        d = self.d()
+        means = {
+            l: quantized_mean([di[self.layers[l]] for di in d], self.N, self.f.quantize)
+            for l in self.fragments[p]
+        }
+        self.flying = p, k, means
+
+    def land(self, k, alpha):
+        p, _, means = self.flying
+        for l, d in means.items():
+            layer, mu = self.layers[l], self.f.outer_momentum
+            self.b[layer] = mu * self.b[layer] + d
+            self.a[layer] = self.a[layer] - self.f.outer_lr * (d + mu * self.b[layer])
+            for replica in self.replicas:
+                replica.x[layer] = alpha * replica.x[layer] + (1 - alpha) * self.a[layer]
+        self.flying, self.landed[p] = None, k
+
+    def sync(self, lr):
+        return {}
+
+    def finish(self, k):
+        if self.flying:
+            self.land(k, alpha=0)
+        for p in range(self.f.fragments):
+            if self.landed.get(p) != k:
+                self.send(p, k)
+                self.land(k, alpha=0)
+
+    def judged(self):
+        return self.a
+
+
+def quantized_mean(d, N, form):
+    """The mean of M replicas' vectors of one layer. Each of N ranks has a piece of the layer."""
+    M, size = len(d), len(d[0])
+    if M == 1 or form == "none":
+        return mean(d)
+    pieces = [F.pad(di, (0, -size % N)).chunk(N) for di in d]
+    means = [mean([rounded(pieces[i][n], form) for i in range(M)]) for n in range(N)]
+    if M > 2:  # who has the mean of a piece sends it quantised, too
+        means = [rounded(piece, form) for piece in means]
+    return torch.cat(means)[:size]
+
+
+def rounded(v, form):
+    """v as the receiver decodes it: blocks of 256 elements, each with a scale in fp32."""
+    blocks = F.pad(v, (0, -len(v) % 256)).view(-1, 256)
+    rows = [rounded_int8(block) if form == "int8" else rounded_e3m0(block) for block in blocks]
+    return torch.cat(rows)[: len(v)]
+
+
+def rounded_int8(block):
+    s = (block.abs().max() / 127).float().double()
+    return torch.zeros_like(block) if s == 0 else s * (block / s).round()
+
+
+def rounded_e3m0(block):
+    """The nearest of 0, s/64, s/32, ..., s, the larger one of two that are as near."""
+    s = block.abs().max().float().double()
+    levels = torch.tensor([0.0] + [2.0**-n for n in range(6, -1, -1)], dtype=torch.float64) * s
+    distance = (block.abs()[:, None] - levels.flip(0)).abs()
+    return block.sign() * levels.flip(0)[distance.argmin(dim=1)]
+
+
+class EDiT(Method):
+    def begin(self):
+        super().begin()
+        self.detectors = [[OneDetector(self.f) for _ in self.replicas] for _ in self.layers]
+
+    def sync(self, lr):
+        d, mu, reports = self.d(), self.f.outer_momentum, []
+        for layer, detectors in zip(self.layers, self.detectors):
+            dhat, report = edit_average([di[layer] for di in d], detectors, self.f)
+            reports.append(report)
+            if dhat is not None:
+                self.b[layer] = mu * self.b[layer] + dhat
+                self.a[layer] = self.a[layer] - self.f.outer_lr * (dhat + mu * self.b[layer])
+        self.set_all(self.a)
+        each = lambda key: np.array([report[key] for report in reports])  # (L, M) or (L,)
+        return {
+            "pseudo_grad_norm": np.sqrt((each("G") ** 2).sum(axis=0)),
+            "dropped": each("flagged").sum(axis=0),
+            "weight": each("w").mean(axis=0),
+            "clip": each("clip").mean(),
+        }
 
 
 class OneDetector:
@@ -96,17 +327,10 @@ class OneDetector:
         return mu, math.sqrt(variance)
 
 
-def diloco_average(d):
-    """The mean of d = [{name: tensor}, ...], and what the record says of it."""
-    M = len(d)
-    dhat = {name: sum(di[name] for di in d) / M for name in d[0]}
-    return dhat, dict(G=[norm_of(di) for di in d], flagged=[0] * M, w=[1 / M] * M, clip=1.0)
-
-
 def edit_average(d, detectors, f):
-    """EDiT's dhat of one layer from the replicas' d = [{name: tensor}, ...], None for a rollback;
-    and what the record says of it."""
-    G = [norm_of(di) for di in d]
+    """EDiT's dhat of one layer from the replicas' d, None for a rollback; and what the record says
+    of it."""
+    G = norms(d)
     flagged = [int(detector.flags(norm)) for detector, norm in zip(detectors, G)]
     good = [i for i in range(len(d)) if not flagged[i]]
     if not good:
@@ -114,49 +338,42 @@ def edit_average(d, detectors, f):
     least = min(G[j] for j in good)
     score = {i: math.exp(-(G[i] - least)) if f.weighted_averaging else 1.0 for i in good}
     w = {i: score[i] / sum(score.values()) for i in good}
-    dbar = {name: sum(w[i] * d[i][name] for i in good) for name in d[0]}
-    clip = min(1.0, f.pseudo_grad_clip / (norm_of(dbar) + 1e-6)) if f.pseudo_grad_clipping else 1.0
-    dhat = {name: value * clip for name, value in dbar.items()}
-    return dhat, dict(G=G, flagged=flagged, w=[w.get(i, 0.0) for i in range(len(d))], clip=clip)
+    dbar = sum(w[i] * d[i] for i in good)
+    phi = f.pseudo_grad_clip if f.pseudo_grad_clipping else math.inf
+    clip = min(1.0, phi / (dbar.norm().item() + 1e-6))
+    w = [w.get(i, 0.0) for i in range(len(d))]
+    return dbar * clip, dict(G=G, flagged=flagged, w=w, clip=clip)
+
+
+RULES = {
+    "minibatch": Method, "post_local_sgd": PostLocalSGD, "slowmo": SlowMo, "diloco": DiLoCo,
+    "streaming_diloco": StreamingDiLoCo, "co2": CO2, "noloco": NoLoCo, "edit": EDiT,
+}  # fmt: skip
+
+
+def validation_loss(x, config, f, corpus):
+    judge = Replica(config, f.seed)
+    judge.x[:] = x
+    batches = data.validation_batches(corpus, f.eval_batches, 0, 1, 16, f.block_size)
+    with torch.no_grad():
+        return mean([judge.net(inputs, targets).item() for inputs, targets, _ in batches])
 
 
 def simulate(f, M, N, corpus, tamper=None):
     """Train M replicas of N ranks each. f: an object with all flags as attributes. Returns the
-    logged loss of each step, the final parameters, and the sync rows of the record.
-    tamper(step, replicas, anchor) may change the replicas after a step."""
+    logged loss of each step, the final parameters, the sync rows of the record, the validation loss
+    by step and (NoLoCo) the spread at round ends. tamper(step, replicas, anchor) may change the
+    replicas after a step."""
     config = ModelConfig(f.n_layer, f.n_head, f.n_embd, f.block_size, corpus.vocab_size)
     replicas = [Replica(config, f.seed) for _ in range(M)]
-    in_layer = lambda l: [name for name in replicas[0].x if name.startswith(f"layers.{l}.")]
-    layers = {l: in_layer(l) for l in range(f.n_layer + 2)}
-    detectors = {l: [OneDetector(f) for _ in range(M)] for l in layers}
+    method = RULES[f.method](f, replicas, N)
     t_warm = f.max_steps if f.method == "minibatch" else f.sync_warmup_steps
-    anchor, b, losses, round_losses, syncs = None, None, [], [], []
-
-    def outer_step(step):
-        reports = []
-        for l, names in layers.items():
-            d = [{name: anchor[name] - r.x[name].data for name in names} for r in replicas]
-            if f.method == "edit":
-                dhat, report = edit_average(d, detectors[l], f)
-            else:
-                dhat, report = diloco_average(d)
-            reports.append(report)
-            for name in names if dhat is not None else []:
-                b[name] = f.outer_momentum * b[name] + dhat[name]
-                anchor[name] = anchor[name] - f.outer_lr * (dhat[name] + f.outer_momentum * b[name])
-        for replica in replicas:
-            replica.set(anchor)
-        each = lambda key: np.array([report[key] for report in reports])  # (L, M) or (L,)
-        syncs.append({
-            "step": step + 1, "steps": [len(round_losses)] * M,
-            "loss": np.mean(round_losses, axis=0), "dropped": each("flagged").sum(axis=0),
-            "pseudo_grad_norm": np.sqrt((each("G") ** 2).sum(axis=0)),
-            "weight": each("w").mean(axis=0), "clip": each("clip").mean(),
-        })  # fmt: skip
+    losses, round_losses, syncs, evals, spreads = [], [], [], {}, []
+    evaluate = lambda: validation_loss(method.judged(), config, f, corpus)
 
     for step in range(f.max_steps):
         if step == t_warm:
-            anchor, b = replicas[0].copy(), replicas[0].zeros()
+            method.begin()
         step_losses, gradients = [], []
         for i, replica in enumerate(replicas):
             sizes = f.batch_size, f.accum, f.block_size
@@ -169,21 +386,32 @@ def simulate(f, M, N, corpus, tamper=None):
             step_losses.append(loss)
             gradients.append(g)
         if step < t_warm:
-            mean = {name: sum(g[name] for g in gradients) / M for name in gradients[0]}
-            gradients = [mean] * M
+            gradients = [mean(gradients)] * M
         lr = cosine(step, f.lr, f.min_lr_ratio, f.lr_warmup_steps, f.max_steps)
         for replica, g in zip(replicas, gradients):
             replica.adamw(clipped(g, f.grad_clip), lr, f)
         # Averaged steps log the mean of all replicas, local steps replica 0's loss.
-        losses.append(sum(step_losses) / M if step < t_warm else step_losses[0])
+        losses.append(mean(step_losses) if step < t_warm else step_losses[0])
         if tamper:
-            tamper(step, replicas, anchor)
-        if step >= t_warm:
-            round_losses.append(step_losses)
-            if len(round_losses) == f.tau or step == f.max_steps - 1:
-                outer_step(step)
-                round_losses = []
-    return {"losses": losses, "model": replicas[0].copy(), "syncs": syncs}
+            tamper(step, replicas, method.a)
+        if step < t_warm:
+            continue
+        method.after_inner_step(step + 1 - t_warm)
+        round_losses.append(step_losses)
+        if len(round_losses) == f.tau or step == f.max_steps - 1:
+            row = {"step": step + 1, "steps": [len(round_losses)] * M}
+            row |= {"loss": np.mean(round_losses, axis=0)}
+            row |= {"weight": [1 / M] * M, "dropped": [0] * M, "clip": 1.0}
+            syncs.append(row | method.sync(lr))
+            round_losses = []
+            evals[step + 1] = evaluate()
+            spreads += [method.spread()] if f.method == "noloco" else []
+    if f.max_steps > t_warm:
+        method.finish(f.max_steps - t_warm)
+    evals[f.max_steps] = evaluate()
+    x = method.judged()
+    model = {name: x[place].view(shape) for name, place, shape in replicas[0].places}
+    return {"losses": losses, "model": model, "syncs": syncs, "evals": evals, "spreads": spreads}
 
 
 def all_flags(**options):
@@ -192,20 +420,23 @@ def all_flags(**options):
     return types.SimpleNamespace(**vars(config) | vars(method_config))
 
 
-def assert_matches(run, expected):
+def assert_matches(run, expected, rtol=1e-9):
     """A ranks.Run against what simulate() returned. Everything is fp64, so only the order of sums
     differs; model.pt is fp32."""
-    assert_close(run.losses, expected["losses"])
+    assert_close(run.losses, expected["losses"], rtol)
     assert len(run.rows("sync")) == len(expected["syncs"])
     for row, sync in zip(run.rows("sync"), expected["syncs"]):
         for key, value in sync.items():
-            assert_close(row[key], value, f"{key} at step {row['step']}")
+            assert_close(row[key], value, rtol, f"{key} at step {row['step']}")
+    for row in run.rows("eval"):
+        if row["step"] in expected["evals"]:
+            assert_close(row["val_loss"], expected["evals"][row["step"]], rtol, row["step"])
     for name, value in expected["model"].items():
         torch.testing.assert_close(run.model[name], value.float(), rtol=1e-6, atol=1e-7)
 
 
-def assert_close(recorded, value, message=""):
+def assert_close(recorded, value, rtol, message=""):
     """Numbers of the record, in which None stands for one that is not finite."""
     recorded, value = np.array(recorded, dtype=float), np.array(value, dtype=float)
     value = np.where(np.isfinite(value), value, math.nan)
-    np.testing.assert_allclose(recorded, value, rtol=1e-9, atol=1e-14, err_msg=message)
+    np.testing.assert_allclose(recorded, value, rtol=rtol, atol=1e-14, err_msg=str(message))

@@ -98,24 +98,26 @@ def wait_for_signal(rank, step, lag, *waiting):
     "method, number, to, lag",
     [
         ("minibatch", signal.SIGINT, [2], 1),
-        ("edit", signal.SIGTERM, [0, 1, 2, 3], 0),
-        ("diloco", signal.SIGINT, [0, 1, 2, 3], 1),
+        ("edit", signal.SIGTERM, [0, 1, 2, 3], 1),
+        ("noloco", signal.SIGTERM, [1], 0),
     ],
 )
 def test_signal_stops_all_ranks_at_one_round_end(method, number, to, lag, start, tmp_path):
-    """One signalled rank is enough. In mini-batch every step is a round end: nothing is lost."""
-    more = f"--method {method} --tau 1000 --save_on_exit --resume auto"
+    """One signalled rank is enough. In mini-batch every step is a round end: nothing is lost. An
+    overlapping method ends its round, here of 4 steps."""
+    tau = 4 if method == "noloco" else 1000
+    more = f"--method {method} --tau {tau} --save_on_exit --resume auto"
     run = start(more, special=patched(wait_for_signal, 19, lag, *to))
     run.wait_for("step 00019/")
     run.signal(number, *to)
     assert run.wait() == [128 + number] * 4, run.lines("err")
     (line,) = run.lines("err")
     (path,) = checkpoint.list_checkpoints(tmp_path / "run")
-    at = 20 + lag
+    at = 23 if method == "noloco" else 20 + lag
     assert f"stopped by {number.name} after step {at}; --resume auto continues from {path}" in line
     assert path.name == f"checkpoint-{at:08d}" and not (tmp_path / "run" / "model.pt").exists()
     finish(start(more))
-    if method == "minibatch":
+    if method != "edit":
         finish(start(more, out="whole"))
         assert_same(tmp_path / "run", tmp_path / "whole")
 
@@ -133,7 +135,7 @@ def test_signal_to_a_slow_replica_stops_the_fast_one(method, start, tmp_path):
     state = checkpoint.read(path)
     (sync,) = [row for row in record(tmp_path / "run") if row["event"] == "sync"]
     fast, slow = sync["steps"]
-    assert slow == 10 - 3 and fast >= 30 - 3
+    assert slow <= 10 - 3 and fast >= 30 - 3
     counted = [replica["steps"] for replica in state["replicas"]]
     assert counted == [3 + fast, 3 + (fast if method == "edit" else slow)]
     assert state["progress"] == 3 + (fast if method == "edit" else (fast + slow) / 2)
@@ -192,7 +194,7 @@ def die_or_wait(rank):
         (0, signal.SIGKILL, "--backend shm --checkpoint_interval 3", "--resume auto continues"),
         (3, signal.SIGKILL, "--backend gloo --checkpoint_interval 3", "--resume auto continues"),
         # a machine that hangs, not a process that is gone
-        (3, signal.SIGSTOP, "--timeout_s 2", "--checkpoint_interval would have kept"),
+        (3, signal.SIGSTOP, "--timeout_s 2", "is silent for 2 s"),
         (3, None, "", "hello/3"),  # the key that it has not set
     ],
 )
@@ -212,9 +214,9 @@ def test_lost_rank_ends_the_others_with_a_line(victim, number, more, hint, start
 
 
 def break_in(rank, name, count, error):
-    """The count-th call of a function that saves kills its process or raises the error."""
-    module = shutil if name == "rmtree" else checkpoint
-    function, calls = getattr(module, name), []
+    """The count-th call of a function kills its process or raises the error."""
+    module, name = name.split(".")
+    function, calls = getattr(sys.modules[module], name), []
 
     def deadly(*args, **options):
         calls.append(None)
@@ -226,27 +228,25 @@ def break_in(rank, name, count, error):
             os.remove(f"{args[0]}/state.json")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(module, name, deadly)
+    setattr(sys.modules[module], name, deadly)
 
 
 CRASHES = {  # function, rank, call, error
-    "before the vectors are written": ("write_vectors", 2, 2, None),
-    "before the files are reported": ("checksum", 1, 2, None),
-    "before the description": ("write_whole", 0, 2, None),
-    "before the new name": ("sync_folder", 0, 3, None),
-    "after the new name": ("sync_folder", 0, 4, None),
-    "while the oldest is removed": ("rmtree", 0, 1, None),
-    "a disk full of vectors": ("checksum", 2, 2, OSError(28, "No space left")),
-    "no room for the description": ("write_whole", 0, 2, OSError(28, "No space left")),
+    "before the vectors are written": ("torch.save", 2, 2, None),
+    "before the new name": ("os.rename", 0, 2, None),
+    "before the oldest is removed": ("os.rename", 0, 3, None),
+    "while the oldest is removed": ("shutil.rmtree", 0, 1, None),
+    "a disk full of vectors": ("torch.save", 2, 2, OSError(28, "No space left")),
+    "no room for the name": ("os.rename", 0, 2, OSError(28, "No space left")),
 }
 
 
 @pytest.mark.parametrize("name, victim, count, error", CRASHES.values(), ids=CRASHES)
 def test_crash_leaves_a_checkpoint(name, victim, count, error, start, tmp_path, undisturbed):
-    more = "--checkpoint_interval 7 --keep 1 --resume auto"
-    run = start(more, special=patched(break_in, name, count, error, of=[victim]))
+    more, store = "--checkpoint_interval 7 --keep 1 --resume auto", agent_store()
+    run = start(more, special=patched(break_in, name, count, error, of=[victim]), store=store)
     codes = run.wait()
-    assert codes == [2] * 4 if error else codes[victim] == -9 and 0 not in codes
+    assert codes[victim] == (2 if error else -9) and 0 not in codes
     if error:
         (line,) = run.lines("err")
         assert "no checkpoint could be written" in line
@@ -254,7 +254,7 @@ def test_crash_leaves_a_checkpoint(name, victim, count, error, start, tmp_path, 
     assert complete
     for path in complete:
         checkpoint.verify(path, checkpoint.read(path))
-    finish(start(more))
+    finish(start(more, store=store))  # as under --max-restarts
     assert_same(tmp_path / "run", undisturbed)
     assert not list((tmp_path / "run").glob("*.tmp"))
 
@@ -294,7 +294,8 @@ def test_full_disk_or_divergence_ends_a_run(patch, number, more, message, saved,
     assert 2 in codes and set(codes) <= {0, 1, 2}
     (line,) = run.lines("err")
     assert message in line
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"metrics.jsonl", *saved}
+    left = {path.name for path in (tmp_path / "run").iterdir() if path.suffix != ".tmp"}
+    assert left == {"metrics.jsonl", *saved}
 
 
 def test_random_kills_cost_no_step_and_change_no_bit(start, tmp_path):

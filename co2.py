@@ -1,0 +1,120 @@
+"""CO2: one all-reduce per round that flies while the next round computes.
+
+The problem. Even one all-reduce per round makes every replica wait. CO2 sends the pseudo-gradients
+of round t while round t+1 computes, and applies their mean one round late. A staleness gap penalty
+makes the step smaller where the anchor moves fast.
+
+    sync_warmup_steps steps of mini-batch; anchor = x; u = 0; r = C = 0; then round t = 0, 1, ...:
+        tau inner steps: x_i <- AdamW(x_i)
+        d_i = anchor - x_i                            # in the storage of x_i
+        if t > 0:
+            wait for f                                # f = mean of the d_i of round t-1
+            G       = 1 + r / C                       # staleness gap penalty; 1 while C = 0
+            u      <- clamp(mu u + f / G, -phi, phi)
+            anchor <- anchor - lr u
+            r       = lr ||u||;  C <- max(C, r)       # [shard] all-gather, 1 scalar
+        f <- d_i / M;  start to sum f over replicas   # [sync] all-reduce, asynchronous
+        x_i <- anchor
+    at the end of training: wait for f and apply it as above
+
+So the first two rounds start from the same anchor. A round begins without the progress of the round
+before.
+
+    paper        variable       shape        where
+    x_i, d_i     model.master   (sum P/N,)   every rank its shard
+    a            anchor         (sum P/N,)   equal on all ranks of a sync group
+    u            momentum       (sum P/N,)   equal on all ranks of a sync group
+    f            mean           (sum P/N,)   the asynchronous all-reduce's own buffer
+    Lambda       G              scalar
+    phi          outer_momentum_clip
+
+Deviations: (1) The formula of G is reconstructed from memory: the paper's body could not be
+obtained. C is the largest move of the anchor so far, so 1 <= G <= 2. (2) d is not divided by the
+inner learning rate. (3) The published code's default, memory-efficient mode does not overlap. This
+file always does, so its sync group needs gloo or NCCL.
+
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N. Exposed: max(0, T - tau * time of a step),
+where T is the time of the all-reduce.
+Run: torchrun --nproc_per_node 4 train.py --method co2 --shards 2
+Source: CO2, arXiv 2401.16265 (abstract), and its authors' code, fairscale-CO2.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from mesh import Handle
+from method import Method
+from plumbing.config import LocalConfig, option
+
+
+@dataclass
+class Config(LocalConfig):  # code: tau 48, outer_lr 1, outer_momentum 0.5, no penalty
+    outer_lr: float = option(0.7, "outer learning rate")
+    outer_momentum: float = option(0.2, "momentum over rounds", below=1)
+    outer_momentum_clip: float = option(0.0, "phi, largest element of u; 0: no limit")
+    staleness_penalty: bool = option(True, "divide f by G = 1 + r / C")
+
+
+class CO2(Method):
+    Config = Config
+    shared = ("anchor", "momentum", "mean")
+    overlaps = True
+
+    def begin(self):
+        self.anchor.copy_(self.model.master)
+        self.handle, self.sent = Handle(), False  # of f
+        self.r, self.C = self.model.master.new_zeros(2)
+
+    def local_stats(self):
+        """||d_i||, for the log only. d_i = a - x_i takes the place of x_i."""
+        d = torch.sub(self.anchor, self.model.master, out=self.model.master)
+        return self.norm(d).view(1)
+
+    def sync(self, norms):
+        if self.sent:
+            self.outer_step()
+        torch.div(self.model.master, self.mesh.replicas, out=self.mean)
+        # [sync] all-reduce, sum P/N fp32, asynchronous, once per round
+        self.handle, self.sent = self.mesh.all_reduce(self.mean, self.mesh.sync), True
+        self.model.master.copy_(self.anchor)
+
+    def outer_step(self):
+        """The mean pseudo-gradient of the round before moves the anchor."""
+        self.handle.wait()
+        f, u, phi = self.mean, self.momentum, self.config.outer_momentum_clip
+        if self.config.staleness_penalty:
+            # G = 1 + r / C
+            f.div_(torch.where(self.C > 0, 1 + self.r / self.C, 1.0))
+        # u <- clamp(mu u + f / G, -phi, phi);  a <- a - lr u
+        u.mul_(self.config.outer_momentum).add_(f)
+        if phi:
+            u.clamp_(-phi, phi)
+        self.anchor.sub_(u, alpha=self.config.outer_lr)
+        # r = lr ||u||;  C <- max(C, r)
+        self.r = self.config.outer_lr * self.norm(u)
+        self.C = torch.maximum(self.C, self.r)
+
+    def drain(self):
+        super().drain()
+        if self.local:
+            self.handle.wait()
+
+    def finish(self):
+        self.drain()
+        if self.local and self.sent:
+            self.outer_step()
+            self.sent = False
+            self.model.master.copy_(self.anchor)
+            self.model.invalidate_gathered()
+
+    def state_dict(self) -> dict:
+        if not self.local:
+            return super().state_dict()
+        return super().state_dict() | {"sent": self.sent, "r": self.r.item(), "C": self.C.item()}
+
+    def load_state_dict(self, state: dict):
+        super().load_state_dict(state)
+        if self.local:
+            self.sent, place = state["sent"], self.model.master.new_tensor
+            self.r, self.C = place(state["r"]), place(state["C"])

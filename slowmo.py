@@ -1,0 +1,85 @@
+"""SlowMo: local steps, averaged parameters, and a slow momentum over the rounds.
+
+The problem. Plain averaging (Post Local SGD) loses accuracy as tau grows. A momentum over rounds
+regains it and sends nothing more.
+
+    sync_warmup_steps steps of mini-batch; anchor = x; v = 0; then repeat:
+        tau inner steps: x_i <- AdamW(x_i)
+        d       = 1/M sum_i (anchor - x_i)       # [sync] all-reduce per layer, blocking
+        v      <- mu * g_t / g_{t-1} * v + d     # g_t: inner learning rate of the last step
+        anchor <- anchor - lr * v                #      of round t; g_{-1} = g_0
+        x_i    <- anchor
+
+The paper writes u <- mu u + d / g_t and anchor <- anchor - lr g_t u. With v = g_t u this is the
+same, without a division by a learning rate near 0.
+
+    paper      variable        shape        where
+    x_i        model.master    (sum P/N,)   every rank its shard
+    a          anchor          (sum P/N,)   equal on all ranks of a sync group
+    g_t u      momentum        (sum P/N,)   equal on all ranks of a sync group
+    alpha      outer_lr
+    beta       outer_momentum
+    gamma_t    self.lr, previous_lr
+
+With --outer_lr 1 --outer_momentum 0 this is Post Local SGD. With a constant inner rate it is DiLoCo
+with heavy-ball instead of Nesterov momentum.
+
+Deviations from the paper: (1) The warm-up is mini-batch. (2) The inner AdamW keeps its moments at a
+sync, as the paper does for Adam; it sets SGD's momentum to zero. (3) The last round may be shorter,
+so that no step is lost.
+
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 12 (M-1) for losses, steps and norms.
+Run: torchrun --nproc_per_node 4 train.py --method slowmo --shards 2
+Source: SlowMo, arXiv 1910.00643.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from method import Method
+from plumbing.config import LocalConfig, option
+
+
+@dataclass
+class Config(LocalConfig):  # paper: tau 12; momentum 0.4 to 0.8, tuned
+    outer_lr: float = option(1.0, "outer learning rate")
+    outer_momentum: float = option(0.5, "momentum over rounds", below=1)
+
+
+class SlowMo(Method):
+    Config = Config
+    shared = ("anchor", "momentum")
+
+    def begin(self):
+        self.anchor.copy_(self.model.master)
+        self.previous_lr = None  # no round has ended
+
+    def local_stats(self):
+        """||d_i||, for the log only. d_i = a - x_i takes the place of x_i."""
+        d = torch.sub(self.anchor, self.model.master, out=self.model.master)
+        return self.norm(d).view(1)
+
+    def sync(self, norms):
+        d, v = self.model.master, self.momentum
+        # d = 1/M sum_i d_i
+        d.div_(self.mesh.replicas)
+        # [sync] all-reduce, P/N fp32, once per round and layer
+        handles = [self.mesh.all_reduce(d_l, self.mesh.sync) for d_l in self.model.masters]
+        for handle in handles:
+            handle.wait()
+        # v <- mu g_t / g_{t-1} v + d;  a <- a - lr v
+        ratio = self.lr / self.previous_lr if self.previous_lr else 1.0  # rate 0: then v = 0
+        self.previous_lr = self.lr
+        v.mul_(self.config.outer_momentum * ratio).add_(d)
+        self.anchor.sub_(v, alpha=self.config.outer_lr)
+        self.model.master.copy_(self.anchor)
+
+    def state_dict(self) -> dict:
+        own = {"previous_lr": self.previous_lr} if self.local else {}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state: dict):
+        super().load_state_dict(state)
+        if self.local:
+            self.previous_lr = state["previous_lr"]

@@ -1,0 +1,143 @@
+"""The 4 and 8 bit formats and the mean over replicas in them."""
+
+import pytest
+import torch
+
+from mesh import Mesh
+from quantize import BLOCK_BYTES, MeanInFlight, bytes_per_element, decode, encode
+from ranks import run_ranks
+from reference import quantized_mean, rounded
+
+FORMATS = ["e3m0", "int8"]
+SIZES = [300, 5, 512, 257]  # of vectors; blocks do not cross from one to the next
+
+
+def drawn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def Q(v, format):
+    return decode(encode(v, format), format, v.dtype)
+
+
+def test_e3m0_codes_by_hand():
+    v = torch.zeros(1, 256)
+    v[0, :8] = torch.tensor([-4.0, 3.0, 2.99, 1.5, 0.07, 0.03125, 0.031, -0.0625])
+    code = encode(v, "e3m0")
+    # sign * 8 + e, two per byte, the even element low; then the scale
+    codes = [15, 7, 6, 6, 1, 1, 0, 9]
+    assert code[0, :4].tolist() == [low | high << 4 for low, high in zip(codes[::2], codes[1::2])]
+    assert code.shape == (1, 132) and not code[0, 4:128].any()
+    assert code[0, 128:].view(torch.float32).item() == 4.0
+    expected = [-4.0, 4.0, 2.0, 2.0, 0.0625, 0.0625, 0.0, -0.0625]
+    assert decode(code, "e3m0")[0, :8].tolist() == expected
+
+
+def test_int8_codes_by_hand():
+    v = torch.zeros(1, 256)
+    v[0, :5] = torch.tensor([-254.0, 254.0, 3.1, -2.9, 0.99])
+    code = encode(v, "int8")
+    assert code.shape == (1, 260)
+    assert code[0, :5].view(torch.int8).tolist() == [-127, 127, 2, -1, 0]
+    assert code[0, 256:].view(torch.float32).item() == 2.0
+    assert decode(code, "int8")[0, :5].tolist() == [-254.0, 254.0, 4.0, -2.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("format", FORMATS)
+def test_rounding_is_nearest_bounded_and_symmetric(format, dtype):
+    v = drawn(40, 256, dtype=dtype) * 10.0 ** torch.arange(-20, 20)[:, None].to(dtype)
+    q = Q(v, format)
+    assert q.dtype == dtype
+    for block, decoded in zip(v.double(), q.double()):
+        torch.testing.assert_close(decoded, rounded(block, format), rtol=1e-6, atol=0)
+    s, error = v.abs().amax(dim=1, keepdim=True), (q - v).abs()
+    bound = s / 127 / 2 if format == "int8" else torch.maximum(v.abs() / 3, s / 128)
+    assert (error <= bound * (1 + 1e-6)).all()
+    rms = ((error / s).norm() / (v / s).norm()).item()  # of normally distributed elements
+    assert rms == pytest.approx({"e3m0": 0.195, "int8": 0.0068}[format], rel=0.05)
+    assert torch.equal(Q(-v, format), -q) and torch.equal(Q(8 * v, format), 8 * q)
+    if format == "e3m0":
+        assert torch.equal(Q(q, format), q)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_zero_blocks_stay_zero_and_divergence_shows(format):
+    v = drawn(5, 256)
+    v[0], v[1, 3], v[2, 200], v[3, 0] = 0.0, torch.nan, torch.inf, 1e300  # too large for fp32
+    q = Q(v, format)
+    assert (q[0] == 0).all() and q[1:4].isnan().all() and q[4].isfinite().all()
+    smallest = torch.full((1, 256), 2e-43)  # its scale has two significant bits at most
+    assert (Q(smallest, format) >= 0).all() and (Q(-smallest, format) <= 0).all()
+
+
+def test_bytes_per_element():
+    assert BLOCK_BYTES == {"e3m0": 132, "int8": 260, "none": 1024}
+    assert 4 / bytes_per_element("e3m0") == pytest.approx(7.76, abs=0.01)
+    assert 4 / bytes_per_element("int8") == pytest.approx(3.94, abs=0.01)
+    assert bytes_per_element("none") == 4
+
+
+def means():
+    """By format: (means, means if a replica has a NaN, sent bytes, calls)."""
+    results = {}
+    for format in [*FORMATS, "none"]:
+        mesh = Mesh(1, torch.device("cpu"))
+        vectors = [drawn(size, seed=size + mesh.replica) for size in SIZES]
+        kept = [vector.clone() for vector in vectors]
+        mean = MeanInFlight(vectors, format, mesh)
+        mean.halfway()
+        calls = dict(mesh.calls)  # wait() starts nothing
+        mean.halfway()
+        result = mean.wait()
+        assert all(torch.equal(*pair) for pair in zip(vectors, kept))
+        sent = mesh.sent["sync"]
+        if mesh.replica == 0:
+            vectors[0][299] = torch.nan
+        results[format] = result, MeanInFlight(vectors, format, mesh).wait(), sent, calls
+    return results
+
+
+@pytest.mark.parametrize("M", [1, 2, 3, 4])
+def test_mean_equals_reference_and_is_equal_everywhere(M):
+    ranks = run_ranks(M, means)
+    d = [[drawn(size, seed=size + i) for size in SIZES] for i in range(M)]
+    blocks, elements = sum(-(-size // 256) for size in SIZES), sum(SIZES)
+    for format in [*FORMATS, "none"]:
+        first, *_ = ranks[0][format]
+        for rank in ranks:
+            result, sick, sent, calls = rank[format]
+            for l, size in enumerate(SIZES):
+                expected = quantized_mean([di[l] for di in d], 1, format)
+                torch.testing.assert_close(result[l], expected, rtol=1e-12, atol=1e-15)
+                assert torch.equal(result[l], first[l])
+            # NaN in the last block of the first vector, or in its element, and nowhere else
+            sick_from = 299 if format == "none" or M == 1 else 256
+            assert sick[0][sick_from:].isnan().all() and sick[0][:sick_from].isfinite().all()
+            assert all(vector.isfinite().all() for vector in sick[1:])
+            padded = blocks + (-blocks % M if M > 2 else 0)
+            size = elements * 8 if format == "none" else padded * BLOCK_BYTES[format]
+            assert sent == pytest.approx(2 * (M - 1) / M * size)
+            two_hops = {"sync all-to-all": 1, "sync all-gather": 1}
+            hops = {1: {}, 2: {"sync all-gather": 1}}.get(M, two_hops)
+            assert calls == ({"sync all-reduce": 1} if format == "none" and M > 1 else hops)
+        if format != "none" and M > 1:
+            assert_error_within_bounds(first, d, format, M)
+
+
+def assert_error_within_bounds(result, d, format, M):
+    """The mean of the replicas' bounds, and for M > 2 the bound of the mean's own encoding."""
+    for l in range(len(SIZES)):
+        mean = sum(di[l] for di in d) / M
+        bounds = [bound(di[l], format) for di in d]
+        limit = sum(bounds) / M
+        if M > 2:
+            before = sum(rounded(di[l], format) for di in d) / M
+            limit = limit + bound(before, format)
+        assert ((result[l] - mean).abs() <= limit * (1 + 1e-6)).all()
+
+
+def bound(v, format):
+    """The largest error of each element."""
+    s = torch.cat([block.abs().max().expand(len(block)) for block in v.split(256)])
+    return s / 254 if format == "int8" else torch.maximum(v.abs() / 3, s / 128)
