@@ -64,18 +64,25 @@ def decode(coded: torch.Tensor, format: str, dtype=torch.float32) -> torch.Tenso
     return VALUES.to(coded.device, dtype)[codes.int()].mul_(scale)
 
 
+def weigh(x, weight):
+    """weight * x. Weight 0 leaves x out, also if it is not finite."""
+    return (weight * x).where(weight > 0, 0.0)
+
+
 class MeanInFlight:
     """The mean over the sync group of flat vectors, for example of some layers. Blocks do not cross
-    from one vector into the next."""
+    from one vector into the next. weights: None, or a function that returns (M, vectors) with mean
+    1 over the replicas; it is called after the first hop. What has weight 0 is left out."""
 
-    def __init__(self, vectors: list, format: str, mesh):
+    def __init__(self, vectors: list, format: str, mesh, weights=None):
         self.mesh, self.M, self.dtype = mesh, mesh.replicas, vectors[0].dtype
+        self.weights = weights
         self.format, self.hops_left = format if self.M > 1 else "none", 1
         self.sizes = [vector.numel() for vector in vectors]
         if self.format == "none":
-            self.whole = torch.cat(vectors).div_(self.M)
-            # [sync] all-reduce, the vectors in their dtype, asynchronous
-            self.handle = mesh.all_reduce(self.whole, mesh.sync)
+            self.whole, self.hops_left = torch.cat(vectors), 2 if weights else 1
+            if not weights:
+                self._sum()
             return
         self.blocks = [-(-size // BLOCK) for size in self.sizes]
         padded = [pad(v, (0, n * BLOCK - len(v))) for v, n in zip(vectors, self.blocks)]
@@ -90,10 +97,18 @@ class MeanInFlight:
 
     def halfway(self):
         """Start the second hop, if there is one. Waits for the first."""
-        if self.hops_left == 2:
+        if self.hops_left == 1:
+            return
+        self.hops_left = 1
+        if self.format == "none":
+            own = self.weights()[self.mesh.replica]
+            for vector, weight in zip(self.whole.split(self.sizes), own):
+                vector.copy_(weigh(vector, weight))
+            self._sum()
+        else:
             self.handle.wait()
-            self.hops_left = 1
-            self._gather(encode(self._mean(self.received.chunk(self.M)), self.format))
+            mean = self._mean(self.received.chunk(self.M), self.mesh.replica)
+            self._gather(encode(mean, self.format))
 
     def wait(self) -> list:
         """The mean of each vector."""
@@ -101,7 +116,10 @@ class MeanInFlight:
         self.handle.wait()
         if self.format == "none":
             return list(self.whole.split(self.sizes))
-        mean = self._mean(self.received.chunk(2) if self.M == 2 else [self.received])
+        if self.M == 2:
+            mean = self._mean(self.received.chunk(2), piece=0)
+        else:
+            mean = decode(self.received, self.format, self.dtype)
         vectors = mean[: sum(self.blocks)].split(self.blocks)
         return [vector.view(-1)[:size] for vector, size in zip(vectors, self.sizes)]
 
@@ -112,9 +130,18 @@ class MeanInFlight:
         # [sync] all-gather, codes of each piece's mean (M = 2: of the vectors), asynchronous
         self.handle = self.mesh.all_gather(self.received.view(-1), self.mesh.sync)
 
-    def _mean(self, copies) -> torch.Tensor:
-        """Of coded blocks, in rank order: all replicas get the same bits."""
-        total = decode(copies[0], self.format, self.dtype)
-        for codes in copies[1:]:
-            total.add_(decode(codes, self.format, self.dtype))
-        return total.div_(len(copies))
+    def _sum(self):
+        self.whole.div_(self.M)
+        # [sync] all-reduce, the vectors in their dtype, asynchronous
+        self.handle = self.mesh.all_reduce(self.whole, self.mesh.sync)
+
+    def _mean(self, copies, piece: int) -> torch.Tensor:
+        """Of every replica's codes of a piece, in rank order: all replicas get the same bits."""
+        copies = [decode(codes, self.format, self.dtype) for codes in copies]
+        if self.weights:
+            blocks = torch.tensor(self.blocks, device=self.received.device)
+            weights = self.weights().repeat_interleave(blocks, dim=1)  # (M, blocks)
+            weights = pad(weights, (0, -weights.shape[1] % self.M))
+            first, rows = piece * len(copies[0]), len(copies[0])
+            copies = [weigh(x, w[first : first + rows, None]) for x, w in zip(copies, weights)]
+        return sum(copies[1:], copies[0]).div_(len(copies))

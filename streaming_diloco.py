@@ -44,6 +44,7 @@ from dataclasses import dataclass
 
 import torch
 
+from edit import outer_nesterov
 from method import Method
 from plumbing.config import LocalConfig, UserError, option
 from quantize import BLOCK, MeanInFlight, bytes_per_element
@@ -131,17 +132,22 @@ class StreamingDiLoCo(Method):
         with self.stall:
             # d_i = a - x_i
             d = [a - x for x, a, _ in self.fragments[p]]
-            self.mean = MeanInFlight(d, self.config.quantize, self.mesh)
+            self.mean = self.start_mean(d)
 
     def land(self):
-        lr, mu, alpha = self.config.outer_lr, self.config.outer_momentum, self.config.alpha
         with self.stall:
-            for (x, a, b), d in zip(self.fragments[self.p], self.mean.wait()):
-                # b <- mu b + d;  a <- a - lr (d + mu b);  x_i <- alpha x_i + (1 - alpha) a
-                b.mul_(mu).add_(d)
-                a.sub_(d, alpha=lr).sub_(b, alpha=lr * mu)
-                x.mul_(alpha).add_(a, alpha=1 - alpha)
+            self.outer_step(self.fragments[self.p], self.mean.wait())
         self.landed, self.mean = self.p, None
+
+    def start_mean(self, d) -> MeanInFlight:
+        return MeanInFlight(d, self.config.quantize, self.mesh)
+
+    def outer_step(self, layers, means):
+        lr, mu, alpha = self.config.outer_lr, self.config.outer_momentum, self.config.alpha
+        for (x, a, b), d in zip(layers, means):
+            # b <- mu b + d;  a <- a - lr (d + mu b);  x_i <- alpha x_i + (1 - alpha) a
+            outer_nesterov(a, b, d, lr, mu, kept=a.new_ones(()))
+            x.mul_(alpha).add_(a, alpha=1 - alpha)
 
     def sync(self, rows):
         if self.mean:  # only if the training ends in the middle of a round

@@ -27,11 +27,12 @@ from post_local_sgd import PostLocalSGD
 from shard import ShardedModel
 from slowmo import SlowMo
 from streaming_diloco import StreamingDiLoCo
+from streaming_edit import StreamingEDiT
 
 METHODS = {
     "minibatch": MiniBatch, "post_local_sgd": PostLocalSGD, "slowmo": SlowMo, "diloco": DiLoCo,
     "streaming_diloco": StreamingDiLoCo, "co2": CO2, "noloco": NoLoCo, "edit": EDiT,
-    "a_edit": AEDiT,
+    "a_edit": AEDiT, "streaming_edit": StreamingEDiT,
 }  # fmt: skip
 
 

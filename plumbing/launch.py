@@ -19,7 +19,7 @@ Stopping with --save_on_exit. A stop is a vote to end the round early (method.py
 the signal writes the key stop/k to the store before it enters sync k. No rank completes sync k
 without it, so every rank that looks after sync k finds the key, and all save and leave at this
 round end. With averaged gradients every step is a round, and the votes of all ranks travel with the
-step's metrics. Replicas of an overlapping method (CO2, Streaming DiLoCo, NoLoCo) do not wait for
+step's metrics. Replicas of an overlapping method (CO2, NoLoCo, Streaming ...) do not wait for
 each other at a round end: there the rank with the signal names the round after which all stop.
 """
 

@@ -247,13 +247,18 @@ class StreamingDiLoCo(Method):
         return self.a
 
 
-def quantized_mean(d, N, form):
-    """The mean of M replicas' vectors of one layer. Each of N ranks has a piece of the layer."""
+def quantized_mean(d, N, form, w=None):
+    """The mean of M replicas' vectors of one layer, with weights w (default: equal; 0 leaves a
+    replica out). Each of N ranks has a piece of the layer."""
     M, size = len(d), len(d[0])
+    w = w or [1 / M] * M
+    good = [i for i in range(M) if w[i] > 0]
+    weighted = lambda vectors: sum((w[i] * vectors[i] for i in good), torch.zeros_like(d[0]))
     if M == 1 or form == "none":
-        return mean(d)
+        return weighted(d)
     pieces = [F.pad(di, (0, -size % N)).chunk(N) for di in d]
-    means = [mean([rounded(pieces[i][n], form) for i in range(M)]) for n in range(N)]
+    weighted = lambda n: sum(w[i] * rounded(pieces[i][n], form) for i in good)
+    means = [weighted(n) if good else torch.zeros_like(pieces[0][n]) for n in range(N)]
     if M > 2:  # who has the mean of a piece sends it quantised, too
         means = [rounded(piece, form) for piece in means]
     return torch.cat(means)[:size]
@@ -287,19 +292,16 @@ class EDiT(Method):
     def sync(self, lr):
         d, mu, reports = self.d(), self.f.outer_momentum, []
         for layer, detectors in zip(self.layers, self.detectors):
-            dhat, report = edit_average([di[layer] for di in d], detectors, self.f)
-            reports.append(report)
-            if dhat is not None:
+            w, report = edit_weights([di[layer] for di in d], detectors, self.f)
+            reports.append(report | {"clip": 1.0})
+            if any(w):
+                dbar = sum(w[i] * d[i][layer] for i in range(self.M) if w[i] > 0)
+                reports[-1]["clip"] = edit_clip(dbar, self.f)
+                dhat = dbar * reports[-1]["clip"]
                 self.b[layer] = mu * self.b[layer] + dhat
                 self.a[layer] = self.a[layer] - self.f.outer_lr * (dhat + mu * self.b[layer])
         self.set_all(self.a)
-        each = lambda key: np.array([report[key] for report in reports])  # (L, M) or (L,)
-        return {
-            "pseudo_grad_norm": np.sqrt((each("G") ** 2).sum(axis=0)),
-            "dropped": each("flagged").sum(axis=0),
-            "weight": each("w").mean(axis=0),
-            "clip": each("clip").mean(),
-        }
+        return edit_row(reports)
 
 
 class OneDetector:
@@ -327,27 +329,78 @@ class OneDetector:
         return mu, math.sqrt(variance)
 
 
-def edit_average(d, detectors, f):
-    """EDiT's dhat of one layer from the replicas' d, None for a rollback; and what the record says
-    of it."""
+def edit_weights(d, detectors, f):
+    """EDiT's weights of one layer from the replicas' d, 0 for flagged ones; and what the record
+    says of it."""
     G = norms(d)
     flagged = [int(detector.flags(norm)) for detector, norm in zip(detectors, G)]
-    good = [i for i in range(len(d)) if not flagged[i]]
-    if not good:
-        return None, dict(G=G, flagged=flagged, w=[0.0] * len(d), clip=1.0)
-    least = min(G[j] for j in good)
-    score = {i: math.exp(-(G[i] - least)) if f.weighted_averaging else 1.0 for i in good}
-    w = {i: score[i] / sum(score.values()) for i in good}
-    dbar = sum(w[i] * d[i] for i in good)
+    least = min((norm for norm, out in zip(G, flagged) if not out), default=0.0)
+    score = [math.exp(least - norm) if f.weighted_averaging else 1.0 for norm in G]
+    score = [0.0 if out else s for s, out in zip(score, flagged)]
+    w = [s / (sum(score) or 1.0) for s in score]
+    return w, dict(G=G, flagged=flagged, w=w)
+
+
+def edit_clip(dbar, f):
     phi = f.pseudo_grad_clip if f.pseudo_grad_clipping else math.inf
-    clip = min(1.0, phi / (dbar.norm().item() + 1e-6))
-    w = [w.get(i, 0.0) for i in range(len(d))]
-    return dbar * clip, dict(G=G, flagged=flagged, w=w, clip=clip)
+    return min(1.0, phi / (dbar.norm().item() + 1e-6))
+
+
+def edit_row(reports):
+    each = lambda key: np.array([report[key] for report in reports])  # (L, M) or (L,)
+    return {
+        "pseudo_grad_norm": np.sqrt((each("G") ** 2).sum(axis=0)),
+        "dropped": each("flagged").sum(axis=0),
+        "weight": each("w").mean(axis=0),
+        "clip": each("clip").mean(),
+    }
+
+
+class StreamingEDiT(StreamingDiLoCo):
+    def begin(self):
+        super().begin()
+        self.detectors = [[OneDetector(self.f) for _ in self.replicas] for _ in self.layers]
+        self.reports = []
+
+    def after_inner_step(self, k):
+        super().after_inner_step(k)
+        last = self.f.max_steps - self.f.sync_warmup_steps
+        if k == last and self.flying and self.flying[1] < k:
+            self.land(k, alpha=0)  # early enough for the last row
+
+    def send(self, p, k):
+        d, means = self.d(), {}
+        for l in self.fragments[p]:
+            own = [di[self.layers[l]] for di in d]
+            w, report = edit_weights(own, self.detectors[l], self.f)
+            means[l] = quantized_mean(own, self.N, self.f.quantize, w), report
+        self.flying = p, k, means
+
+    def land(self, k, alpha):
+        p, _, means = self.flying
+        for l, (dbar, report) in means.items():
+            layer, mu = self.layers[l], self.f.outer_momentum
+            report["clip"] = edit_clip(dbar, self.f)
+            self.reports.append(report)
+            if any(report["w"]):
+                dhat = dbar * report["clip"]
+                self.b[layer] = mu * self.b[layer] + dhat
+                self.a[layer] = self.a[layer] - self.f.outer_lr * (dhat + mu * self.b[layer])
+            for i, replica in enumerate(self.replicas):
+                sick = report["flagged"][i] or not replica.x[layer].isfinite().all()
+                mixed = alpha * replica.x[layer] + (1 - alpha) * self.a[layer]
+                replica.x[layer] = self.a[layer] if sick else mixed
+        self.flying, self.landed[p] = None, k
+
+    def sync(self, lr):
+        reports, self.reports = self.reports, []
+        return edit_row(reports) if reports else {}
 
 
 RULES = {
     "minibatch": Method, "post_local_sgd": PostLocalSGD, "slowmo": SlowMo, "diloco": DiLoCo,
     "streaming_diloco": StreamingDiLoCo, "co2": CO2, "noloco": NoLoCo, "edit": EDiT,
+    "streaming_edit": StreamingEDiT,
 }  # fmt: skip
 
 
