@@ -17,8 +17,8 @@ makes the step smaller where the anchor moves fast.
         x_i <- anchor
     at the end of training: wait for f and apply it as above
 
-So the first two rounds start from the same anchor. A round begins without the progress of the round
-before.
+So the first two rounds start from the same anchor. When a round begins, the anchor does not yet
+contain the progress of the round before.
 
     paper        variable       shape        where
     x_i, d_i     model.master   (sum P/N,)   every rank its shard
@@ -67,7 +67,7 @@ class CO2(Method):
         self.r, self.C = self.model.master.new_zeros(2)
 
     def local_stats(self):
-        """||d_i||, for the log only. d_i = a - x_i takes the place of x_i."""
+        """||d_i||, for the log. sync() uses d_i = a - x_i, which takes the place of x_i."""
         d = torch.sub(self.anchor, self.model.master, out=self.model.master)
         return self.norm(d).view(1)
 

@@ -47,7 +47,8 @@ class Stall:
         spans = zip(self.times[::2], self.times[1::2])
         if not self.cuda:
             return sum(1e3 * (end - began) for began, end in spans)
-        torch.cuda.synchronize()
+        for event in self.times[-1:]:  # not the whole device: traffic may be in flight
+            event.synchronize()
         return sum(began.elapsed_time(end) for began, end in spans)
 
 
@@ -56,7 +57,7 @@ class Method:
     shared = ()  # names of vectors, laid out like model.master, equal in all replicas after a sync
     private = ()  # names of vectors that differ between replicas
     equal_replicas = True  # are the parameters equal in all replicas after a sync?
-    overlaps = False  # does traffic fly while steps compute, so that no round end waits for all?
+    overlaps = False  # True: replicas do not all wait for each other at a round end
     mean_on_resume = False  # on another number of replicas, do all start from the saved ones' mean?
     repairs_replicas = False  # does a sync replace parameters that are not finite?
     lockstep = True  # do all replicas take the same number of steps?
@@ -69,8 +70,7 @@ class Method:
         self.local = False  # has the warm-up ended?
         self.in_flight = False  # has sync() left work for drain()?
         self.loss_sum = 0.0  # of the round
-        # For stats(): syncs whose row has not been read, with the gather of their scalars. Only
-        # rank 0 reads them.
+        # Pairs (row, gather) of syncs that stats() has not returned yet. Only rank 0 calls it.
         self.unread = deque(maxlen=None if mesh.rank == 0 else 1)
         self.lr = 0.0  # inner learning rate of the last step
         self.spread = None  # distance between replicas at the last evaluation, if they differ
@@ -110,7 +110,8 @@ class Method:
         """After every local step, before the round may end."""
 
     def sync_due(self) -> bool:
-        """An overlapping method has no early ends: its replicas do not meet at one round end."""
+        """Rounds of an overlapping method never end early, because its replicas reach a round end
+        at different times."""
         over = self.local_steps >= self.config.tau or self.steps >= self.max_steps
         return over or not self.overlaps and self.sync_voted()
 
@@ -217,7 +218,8 @@ class Method:
         none. Reads the device."""
         if not self.unread or not self.unread[0][1].is_completed():
             return None
-        row, _ = self.unread.popleft()
+        row, gather = self.unread.popleft()
+        gather.wait()  # raises an error if another rank was lost
         row = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in row.items()}
         row["steps"] = [int(steps) for steps in row["steps"]]
         return row | {"stall_ms": row["stall_ms"].ms()}
@@ -232,7 +234,7 @@ class Method:
     def align_steps(self):
         """After a round that a stop ended early in some replicas: all count the largest number of
         steps, so that they go on with the same batch. Reads the device."""
-        if self.lockstep and self.local:
+        if self.lockstep and self.local and not self.overlaps:
             self.steps += int(self.rows[:, 1].max()) - self.round_steps
 
     def finish(self):

@@ -4,7 +4,7 @@ The problem. A collective waits for all replicas, and the more they are, the lon
 NoLoCo nobody waits for more than one other replica. A pull towards the partner keeps the replicas
 together.
 
-    sync_warmup_steps steps of mini-batch; a_i = x; u_i = 0; then round t = 0, 1, ..., replica i:
+    sync_warmup_steps steps of mini-batch; a_i = x; u_i = 0; then round t = 1, 2, ..., replica i:
         tau inner steps: x_i <- AdamW(x_i)
         j = partner(i, t)                     # random pairs from Philox(seed, t)
         exchange x (and a, if pull != lr)     # [sync] with the partner, once per round
@@ -14,8 +14,8 @@ together.
     at the end of training: x_i <- mean over all replicas of a_j                # [sync] all-reduce
 
 With an odd number of replicas one is alone in each round; its own values are the means. Replicas
-are never equal (if M > 2). Their distance is proportional to the inner learning rate, so its decay
-brings them together. The model to evaluate is the mean of all a_j.
+are never equal (if M > 2). Their distance is proportional to the inner learning rate, so the
+replicas come closer as it decays. The model to evaluate is the mean of all a_j.
 
     paper      variable        shape        where
     theta_i    model.master    (sum P/N,)   every rank its shard (x_i)
@@ -67,6 +67,8 @@ class NoLoCo(Method):
     def check(cls, config, method_config, replicas):
         if replicas < 2:
             raise UserError("--method noloco: it needs at least two replicas; start more ranks")
+        if config.device == "cuda" and config.backend in ("gloo", "shm"):
+            raise UserError(f"--backend {config.backend}: noloco on GPUs needs nccl")
 
     @classmethod
     def held_vectors(cls, method_config):

@@ -72,7 +72,8 @@ def weigh(x, weight):
 class MeanInFlight:
     """The mean over the sync group of flat vectors, for example of some layers. Blocks do not cross
     from one vector into the next. weights: None, or a function that returns (M, vectors) with mean
-    1 over the replicas; it is called after the first hop. What has weight 0 is left out."""
+    1 over the replicas; it is called after the first hop. A vector with weight 0 is left out, also
+    if it contains NaN."""
 
     def __init__(self, vectors: list, format: str, mesh, weights=None):
         self.mesh, self.M, self.dtype = mesh, mesh.replicas, vectors[0].dtype
@@ -136,11 +137,11 @@ class MeanInFlight:
         self.handle = self.mesh.all_reduce(self.whole, self.mesh.sync)
 
     def _mean(self, copies, piece: int) -> torch.Tensor:
-        """Of every replica's codes of a piece, in rank order: all replicas get the same bits."""
+        """The mean of one piece over all replicas, from their codes, in rank order."""
         copies = [decode(codes, self.format, self.dtype) for codes in copies]
         if self.weights:
-            blocks = torch.tensor(self.blocks, device=self.received.device)
-            weights = self.weights().repeat_interleave(blocks, dim=1)  # (M, blocks)
+            columns = zip(self.weights().split(1, dim=1), self.blocks)
+            weights = torch.cat([w.expand(-1, n) for w, n in columns], dim=1)  # (M, blocks)
             weights = pad(weights, (0, -weights.shape[1] % self.M))
             first, rows = piece * len(copies[0]), len(copies[0])
             copies = [weigh(x, w[first : first + rows, None]) for x, w in zip(copies, weights)]

@@ -92,7 +92,7 @@ class Stragglers:
     def end_step(self, step: int, mesh):
         if self.slow or self.lag:
             if mesh.device.type == "cuda":
-                torch.cuda.synchronize()
+                torch.cuda.current_stream().synchronize()
             # Waiting for other replicas is not work, so it does not get slower.
             waited = sum(mesh.waited_s.values()) - self.waited
             time.sleep(self.pause_s(step, mesh.replica, time.perf_counter() - self.began - waited))

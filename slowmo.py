@@ -56,7 +56,7 @@ class SlowMo(Method):
         self.previous_lr = None  # no round has ended
 
     def local_stats(self):
-        """||d_i||, for the log only. d_i = a - x_i takes the place of x_i."""
+        """||d_i||, for the log. sync() uses d_i = a - x_i, which takes the place of x_i."""
         d = torch.sub(self.anchor, self.model.master, out=self.model.master)
         return self.norm(d).view(1)
 
@@ -69,7 +69,7 @@ class SlowMo(Method):
         for handle in handles:
             handle.wait()
         # v <- mu g_t / g_{t-1} v + d;  a <- a - lr v
-        ratio = self.lr / self.previous_lr if self.previous_lr else 1.0  # rate 0: then v = 0
+        ratio = self.lr / self.previous_lr if self.previous_lr else 1.0  # first round or rate 0
         self.previous_lr = self.lr
         v.mul_(self.config.outer_momentum * ratio).add_(d)
         self.anchor.sub_(v, alpha=self.config.outer_lr)

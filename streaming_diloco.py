@@ -18,9 +18,9 @@ its outer step `delay` steps later.
     at the end of training: the fragment in flight lands; each other one is sent and lands;
         x_i <- anchor
 
-alpha is the weight of the local value: 0 overwrites it, 1 ignores the other replicas. The training
-between sending and landing survives through alpha only. Layer l is in fragment l mod F (strided) or
-l F // L (sequential); embedding and head are layers like others.
+alpha is the weight of the local value: 0 overwrites it, 1 ignores the other replicas. With alpha 0
+the local steps between sending and landing are lost for this fragment. Layer l is in fragment
+l mod F (strided) or l F // L (sequential); embedding and head are layers like others.
 
     paper      variable        shape        where
     theta_m    model.master    (sum P/N,)   replica i, never equal
@@ -100,8 +100,8 @@ class StreamingDiLoCo(Method):
         F, views = self.config.fragments, self.model.views
         layers = [views(vector) for vector in (self.model.master, self.anchor, self.momentum)]
         layers = list(zip(*layers))  # (x, a, b) of each layer
-        split = fragment_layers(len(layers), F, self.config.fragment_pattern)
-        self.fragments = [[layers[l] for l in own] for own in split]
+        self.layers_of = fragment_layers(len(layers), F, self.config.fragment_pattern)
+        self.fragments = [[layers[l] for l in own] for own in self.layers_of]
         self.interval = self.config.tau // F
         self.mean = None  # of the fragment in flight
 
@@ -119,7 +119,8 @@ class StreamingDiLoCo(Method):
             with self.stall:
                 self.mean.halfway()
         if self.mean and self.local_steps == self.sent_at + delay:
-            self.land()
+            with self.stall:
+                self.land()
 
     def send_if_due(self):
         """A fragment lands in the round in which it is sent, because delay < tau / F."""
@@ -135,8 +136,7 @@ class StreamingDiLoCo(Method):
             self.mean = self.start_mean(d)
 
     def land(self):
-        with self.stall:
-            self.outer_step(self.fragments[self.p], self.mean.wait())
+        self.outer_step(self.fragments[self.p], self.mean.wait())
         self.landed, self.mean = self.p, None
 
     def start_mean(self, d) -> MeanInFlight:

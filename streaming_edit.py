@@ -56,7 +56,7 @@ class Config(PenaltyConfig, streaming_diloco.Config):
 class StreamingEDiT(StreamingDiLoCo):
     Config = Config
     repairs_replicas = True  # fragment by fragment, from the anchor
-    count_lost_rounds = EDiT.count_lost_rounds  # the same check, once per round
+    count_lost_rounds = EDiT.count_lost_rounds  # stop if all replicas are flagged for some rounds
 
     @classmethod
     def check(cls, config, method_config, replicas):
@@ -134,12 +134,16 @@ class StreamingEDiT(StreamingDiLoCo):
         }  # fmt: skip
 
     def state_dict(self) -> dict:
-        names, detectors = ("count", "mean", "variance"), self.detectors if self.local else []
-        saved = [{name: getattr(d, name).tolist() for name in names} for d in detectors]
-        return super().state_dict() | {"detectors": saved}
+        if not self.local:
+            return super().state_dict()
+        statistics = {}  # by layer, so that other fragments can continue
+        for layers, detector in zip(self.layers_of, self.detectors):
+            rows = zip(detector.count.tolist(), detector.mean.tolist(), detector.variance.tolist())
+            statistics |= {str(l): row for l, row in zip(layers, rows)}
+        return super().state_dict() | {"statistics": statistics}
 
     def load_state_dict(self, state: dict):
         super().load_state_dict(state)
-        for detector, saved in zip(getattr(self, "detectors", ()), state["detectors"]):
-            for name, values in saved.items():
-                setattr(detector, name, detector.mean.new_tensor(values))
+        for layers, detector in zip(self.layers_of, self.detectors):
+            rows = detector.mean.new_tensor([state["statistics"][str(l)] for l in layers])
+            detector.count, detector.mean, detector.variance = rows.T.contiguous()

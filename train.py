@@ -95,6 +95,7 @@ def main(argv: list):
             setup.plan.show(setup.corpus)
             return
         out_dir = setup.config.out_dir
+        launch.keep_freed_memory()
         mesh = launch.make_mesh(setup, shutdown.store)
         train(setup, mesh, shutdown)
         print(end="", flush=True)

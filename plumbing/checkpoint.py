@@ -284,10 +284,11 @@ def load(path, state: dict, model, method):
             fill(vector, shards_of(replica, name), model)
             mean = method.mean_on_resume and saved_replicas != mesh.replicas
             if mean and name not in ("exp_avg", "exp_avg_sq"):
-                each = [torch.empty_like(vector) for _ in range(saved_replicas)]
-                for i, part in enumerate(each):
+                part, total = torch.zeros_like(vector), torch.zeros_like(vector)
+                for i in range(saved_replicas):
                     fill(part, shards_of(i, name), model)
-                vector.copy_(sum(each) / saved_replicas)
+                    total.add_(part)
+                vector.copy_(total.div_(saved_replicas))
     except Exception as error:  # torch.load raises many kinds for damaged and foreign files
         raise damaged(path, f"{type(error).__name__}: {one_line(error)}") from None
     model.invalidate_gathered()
