@@ -34,6 +34,7 @@ OFF = dict(anomaly_elimination=False, weighted_averaging=False, pseudo_grad_clip
 @pytest.mark.parametrize("replicas, shards", [(1, 1), (1, 4), (4, 1), (2, 2)])
 def test_method_equals_fp64_reference(replicas, shards, corpus, corpus_folder):
     cases = [options | dict(shards=shards, eval_interval=1) for options in CASES.values()]
+    cases = cases[:1] if replicas == 1 else cases  # one replica quantizes nothing
     runs = train_all(replicas * shards, corpus_folder, *((None, None, each) for each in cases))
     for run, options in zip(runs, cases):
         expected = simulate(all_flags(**options), replicas, shards, corpus)
@@ -117,8 +118,9 @@ class Spoil:
 PHASES = {"before it is sent": 28, "in flight": 30, "when it lands": 31, "after it": 33}
 
 
-@pytest.mark.parametrize("what", ["nan", "inf", "spike"])
-@pytest.mark.parametrize("quantize", ["e3m0", "none"])
+@pytest.mark.parametrize("what, quantize", [
+    ("nan", "e3m0"), ("inf", "e3m0"), ("spike", "e3m0"), ("nan", "none"),
+])  # fmt: skip
 def test_sick_replica_is_left_out_and_healthy_within_a_round(what, quantize, corpus, corpus_folder):
     options = STREAMING | dict(
         method="streaming_edit", delay=3, alpha=0.5, max_steps=51, quantize=quantize,
