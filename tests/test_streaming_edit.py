@@ -14,8 +14,8 @@ from reference import all_flags, assert_matches, simulate
 from shard import ShardedModel
 from streaming_edit import StreamingEDiT
 from test_relatives import (
-    STREAMING, all_vectors, assert_equal_runs, assert_same_run, shard_sizes, streaming_bytes,
-    train_all,
+    STREAMING, all_vectors, assert_equal_runs, assert_nothing_changes_a_bit, shard_sizes,
+    streaming_bytes, train_all,
 )  # fmt: skip
 
 # thresholds so tight that all of it happens: drops, rollbacks, clipping
@@ -187,16 +187,4 @@ def test_fragment_reads_nothing_on_the_host(elimination):
 
 def test_evaluation_a_slow_link_and_a_resume_change_no_bit(corpus_folder, tmp_path):
     options = CASES["e3m0"] | dict(shards=2, n_layer=1)
-    steps = 2, 11, 32
-    changes = [{}, dict(eval_interval=1), dict(checkpoint_interval=1, keep=100)]
-    changes += [dict(link_mbps=2.0)]
-    paths = [tmp_path / "2" / f"checkpoint-{step:08d}" for step in steps]
-    changes += [dict(resume=str(path)) for path in paths]
-    cases = [(all_vectors, tmp_path / str(i), options | more) for i, more in enumerate(changes)]
-    quiet, *others = train_all(4, corpus_folder, *cases)
-    losses = quiet.losses
-    for other in others[:-3]:
-        assert_same_run(quiet, other)
-    for step, resumed in zip(steps, others[-3:]):
-        quiet.losses = losses[step:]
-        assert_same_run(quiet, resumed)
+    assert_nothing_changes_a_bit(options, [dict(link_mbps=2.0)], corpus_folder, tmp_path)
