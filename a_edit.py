@@ -23,9 +23,13 @@ sync, so that the training does not overshoot by a round. tau_time_s is the pape
 Deviations from the authors' code: (1) A monotonic clock, differences only; an fp32 tensor of
 wall-clock seconds has a resolution of 128 s. (2) The clock restarts at the end of the sync, not
 before it: otherwise a replica's waiting shortens its next round, and the rounds of a fast replica
-shrink to nothing. (3) Learning rate and end follow the tokens of all replicas. (4) Optional,
---step_weighting: multiply weights by steps_i and normalize again. (5) On CUDA the vote is read one
-step late, so that the host can run ahead; and the host waits for the device once per sync.
+shrink to nothing. (3) Learning rate and end follow the tokens of all replicas. (4) With the
+paper's weights a replica that takes more steps has a larger norm, and so a smaller weight. The
+options of --step_weighting: none, as in the paper; times_steps multiplies w_i by steps_i and
+normalizes again; norm_per_step replaces G_i by G_i mean_j(steps_j) / steps_i in the weights and in
+the detection of anomalies. (G_i / steps_i alone would grow, like an anomaly, when a round ends
+early.) The record shows G_i itself. (5) On CUDA the vote is read one step late, so that the host
+can run ahead; and the host waits for the device once per sync.
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.
@@ -37,14 +41,17 @@ from dataclasses import dataclass
 import torch
 
 from edit import EDiT, PenaltyConfig
-from plumbing.config import option
+from plumbing.config import RoundConfig, option
 
 
 @dataclass
-class Config(PenaltyConfig):
-    sync_warmup_steps: int = option(200, "first steps with averaged gradients")
+class Config(PenaltyConfig, RoundConfig):
     tau_time_s: float = option(2.0, "seconds of training per round (code: 600)", above=0)
-    step_weighting: bool = option(False, "multiply weights by the replica's steps in the round")
+    step_weighting: str = option(
+        "none",
+        "correct weights for the replica's steps in the round (none: as in the paper)",
+        choices=["none", "times_steps", "norm_per_step"],
+    )
 
 
 def weight_by_steps(weights, steps):
@@ -53,6 +60,12 @@ def weight_by_steps(weights, steps):
     # w_i <- w_i steps_i / sum_j w_j steps_j
     weights = weights * steps[:, None]
     return weights / weights.sum(dim=0).clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def norms_per_step(norms, steps):
+    """Norms (M, L) as if each replica had taken the mean number of steps; steps (M,)."""
+    # G_i <- G_i mean_j(steps_j) / steps_i
+    return norms * (steps.mean() / steps)[:, None]
 
 
 class AEDiT(EDiT):
@@ -73,9 +86,14 @@ class AEDiT(EDiT):
     def sync_due(self) -> bool:
         return self.sync_voted()
 
-    def compute_weights(self):
-        weights, steps = super().compute_weights(), self.rows[:, 1]
-        return weight_by_steps(weights, steps) if self.config.step_weighting else weights
+    def comparable_norms(self):
+        per_step = self.config.step_weighting == "norm_per_step"
+        return norms_per_step(self.norms, self.rows[:, 1]) if per_step else self.norms
+
+    def compute_weights(self, G):
+        weights = super().compute_weights(G)
+        times_steps = self.config.step_weighting == "times_steps"
+        return weight_by_steps(weights, self.rows[:, 1]) if times_steps else weights
 
     def sync(self, rows):
         super().sync(rows)

@@ -11,8 +11,9 @@ clip, or roll back.
 
         d_i   = anchor - x_i                                    # in the storage of x_i
         G_i   = ||d_i||                                         # [shard] one all-reduce, all layers
-        flag i if (G_i - mu_i) / sigma_i > threshold            # running statistics of replica i
-        exchange G and flags of all replicas                    # [sync] one all-gather, all layers
+        limit_i = mu_i + threshold sigma_i                      # running statistics of replica i
+        exchange G and limits of all replicas                   # [sync] one all-gather, all layers
+        flag i if G_i > limit_i                                 # that is, z_i > threshold
         w_i   = exp(-G_i) / sum_j exp(-G_j) over the unflagged  # on the device, no host read
         start dbar = sum_i w_i d_i for l = 0, 1, ...            # [sync] all-reduce per layer, async
         in the next forward, when it gets to layer l:
@@ -38,8 +39,8 @@ not change between the end of the round and a layer's turn in the next forward.
     delta          anomaly_threshold     standard deviations
     alpha          anomaly_ema           share of a new sample
 
-Deviations from the paper and its authors' code: (1) One exchange carries the norms and flags of all
-layers, and nothing is read on the host; the code's 2 to 4 host reads per layer prevent the overlap.
+Deviations from the paper and its authors' code: (1) One exchange carries the norms and limits of
+all layers, and nothing is read on the host; the code's 2 to 4 host reads per layer prevent overlap.
 (2) A norm that is not finite is always flagged, also without anomaly elimination. (3) Flagged norms
 never enter the statistics, so one outlier does not blind the detector. Cost: a replica whose norms
 rise suddenly and permanently stays flagged (the log shows it; raise anomaly_threshold). (4) For the
@@ -50,7 +51,7 @@ nearly equal norms do not flag noise. (6) The last round may be shorter, so that
 sick replica is healthy after the sync that left it out. (8) Training stops with an error when
 LOST_ROUNDS rounds in a row were rolled back in all layers.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for norms, flags, losses
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for norms, limits, losses
 and steps.
 Exposed time per round, on NCCL and gloo: max(first layer's all-reduce, all layers' all-reduce -
 forward). With shm nothing overlaps.
@@ -102,13 +103,16 @@ class AnomalyDetector:
         self.threshold, self.ema = threshold, ema
         self.warmup = max(warmup, 2)  # a variance takes two samples
 
+    def limits(self):
+        """The largest norms (L,) that are not anomalies."""
+        sigma = torch.maximum(self.variance.sqrt(), SIGMA_FLOOR * self.mean)
+        limits = self.mean + self.threshold * sigma
+        return limits.masked_fill(self.count < self.warmup, torch.inf)
+
     def flag(self, G):
         """True where G (L,) is an anomaly; the other norms enter the statistics."""
-        sigma = torch.maximum(self.variance.sqrt(), SIGMA_FLOOR * self.mean)
-        # flag if z = (G - mu) / sigma > delta; one-sided: a small norm is never flagged
-        flagged = ((G - self.mean) > self.threshold * sigma) & (self.count >= self.warmup)
-        flagged |= ~G.isfinite()  # NaN compares False above
-        self.update(torch.where(flagged, self.mean, G), ~flagged)
+        flagged = is_anomaly(G, self.limits())
+        self.update(G, ~flagged)
         return flagged
 
     def update(self, G, accepted):
@@ -124,6 +128,11 @@ class AnomalyDetector:
         self.variance = torch.where(accepted, torch.where(early, plain, moving), self.variance)
         self.mean = torch.where(accepted, mean, self.mean)
         self.count = self.count + accepted
+
+
+def is_anomaly(G, limits):
+    # flag if z = (G - mu) / sigma > delta; one-sided: a small norm is never flagged
+    return (G > limits) | ~G.isfinite()  # NaN compares False
 
 
 def replica_weights(norms, flagged, weighted=True):
@@ -169,7 +178,7 @@ class EDiT(Method):
         self.anchor.copy_(self.model.master)
 
     def local_stats(self):
-        """G_i and the flags of this replica, (2 L,). d_i takes the place of x_i."""
+        """G_i and the limits of this replica, (2 L,). d_i takes the place of x_i."""
         self.count_lost_rounds()
         squares = []
         for a, x in zip(self.anchors, self.model.masters):
@@ -180,25 +189,33 @@ class EDiT(Method):
         # [shard] all-reduce, L scalars, once per round
         self.mesh.all_reduce(squares, self.mesh.shard).wait()
         G = squares.sqrt()
-        flagged = self.detector.flag(G) if self.config.anomaly_elimination else ~G.isfinite()
-        return torch.cat([G, flagged.to(G.dtype)])
+        limits = self.detector.limits()
+        if not self.config.anomaly_elimination:
+            limits.fill_(torch.inf)
+        return torch.cat([G, limits])
 
     def sync(self, rows):
         """Every layer's all-reduce starts. The next forward, or drain(), completes them in layer
         order."""
-        self.norms, flags = rows.chunk(2, dim=1)  # (M, L) each
-        self.flagged, self.clips, self.handles = flags > 0, [], []
-        self.weights = self.compute_weights()
+        self.norms, limits = rows.chunk(2, dim=1)  # (M, L) each
+        G, replica = self.comparable_norms(), self.mesh.replica
+        self.flagged, self.clips, self.handles = is_anomaly(G, limits), [], []
+        self.detector.update(G[replica], ~self.flagged[replica])
+        self.weights = self.compute_weights(G)
         self.any_kept = (~self.flagged).any(dim=0).to(rows.dtype)  # (L,)
         for l, d in enumerate(self.model.masters):
             # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
-            d.mul_(self.weights[self.mesh.replica, l]).nan_to_num_(0.0, 0.0, 0.0)
+            d.mul_(self.weights[replica, l]).nan_to_num_(0.0, 0.0, 0.0)
             # [sync] all-reduce, P/N fp32, once per round and layer
             self.handles.append(self.mesh.all_reduce(d, self.mesh.sync))
         self.in_flight, self.model.pre_layer_hook = True, self.complete
 
-    def compute_weights(self):
-        return replica_weights(self.norms, self.flagged, self.config.weighted_averaging)
+    def comparable_norms(self):
+        """The norms (M, L) by which replicas are compared; A-EDiT may correct them."""
+        return self.norms
+
+    def compute_weights(self, G):
+        return replica_weights(G, self.flagged, self.config.weighted_averaging)
 
     def complete(self, l: int):
         """The forward calls it before it gathers layer l: x_l becomes the new anchor."""

@@ -1,7 +1,18 @@
-"""A slow, uneven cluster on one machine: stragglers and slow links, to show what methods gain.
+"""A slow, uneven, unreliable cluster on one machine, to show what methods gain.
 
 Stragglers. `--slow_replica R:F`: replica R takes F times as long for every step. `--random_lag
 P:SECONDS`: in each step, with probability P, one replica (drawn from the seed) pauses for SECONDS.
+
+The virtual clock. With `--virtual_clock` nothing sleeps. A step takes 1 virtual second and its
+replica's delay in that step; a slow replica's step takes F. All times in the record but stall_ms
+and wait_*_ms, and A-EDiT's tau_time_s, are virtual: two runs are equal, bit by bit. Where replicas
+wait for each other, all continue at the time of the latest one: after every step with averaged
+gradients, and at a round end. Every rank computes this from the steps that each replica has taken.
+
+Disturbances of one replica, in its steps FIRST to LAST, counted from 1 as in the record.
+`--random_tokens R:FIRST:LAST`: its inputs and targets are uniform random tokens. `--scale_lr
+R:FIRST:LAST:FACTOR`: its inner learning rate is FACTOR times the schedule's; the record and SlowMo
+use the schedule's.
 
 The slow link. `--link_mbps`, `--link_latency_ms`: every replica reaches the others through one link
 of that rate, shared by its N ranks. A collective between replicas really happens, at the speed of
@@ -19,12 +30,14 @@ default and then costs nothing.
 
     export OMP_NUM_THREADS=1
     torchrun --standalone --nproc_per_node 2 train.py --method a_edit --slow_replica 1:2.0
+    torchrun --standalone --nproc_per_node 2 train.py --method edit --random_tokens 1:300:315
     torchrun --standalone --nproc_per_node 2 train.py --method minibatch --link_mbps 100
 """
 
 import queue
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +52,11 @@ FRAMING = 1538 / 1448  # TCP over Ethernet: 1448 bytes of payload take 1538 on t
 class Config:
     slow_replica: str = option("", "R:F, replica R is F times slower")
     random_lag: str = option("", "P:SECONDS, with probability P a step of one replica pauses")
+    virtual_clock: bool = option(
+        False, "count virtual seconds: a step takes 1, on a slow replica its factor"
+    )
+    random_tokens: str = option("", "R:FIRST:LAST, in these steps replica R gets random tokens")
+    scale_lr: str = option("", "R:FIRST:LAST:FACTOR, multiplies replica R's lr in these steps")
     link_mbps: float = option(0.0, "Mbit/s of each replica's link to the others; 0: no limit")
     link_latency_ms: float = option(0.0, "latency of that link per hop", below=1e6)
 
@@ -47,40 +65,82 @@ class Config:
         return self.link_mbps > 0 or self.link_latency_ms > 0
 
 
-def pair(flag: str, text: str, low: tuple, high: tuple) -> tuple:
-    """Two numbers from "A:B" within their bounds. Raises UserError."""
+def numbers(flag: str, text: str, **bounds) -> tuple:
+    """The numbers in "A:B:...", () in "". bounds: name -> (lowest, highest); ints for a whole
+    number. Raises UserError."""
+    if not text:
+        return ()
     try:
-        numbers = tuple(float(part) for part in text.split(":"))
-        fits = len(numbers) == 2 and all(a <= x <= b for a, x, b in zip(low, numbers, high))
+        parts = zip(text.split(":"), bounds.values(), strict=True)
+        found = tuple(type(low)(part) for part, (low, _) in parts)
+        fits = all(low <= x <= high for x, (low, high) in zip(found, bounds.values()))
     except ValueError:
         fits = False
     if not fits:
+        limits = [f"{low:g} <= {name} <= {high:g}" for name, (low, high) in bounds.items()]
+        raise UserError(f"--{flag} {text}: must be {':'.join(bounds)}, {', '.join(limits)}")
+    return found
+
+
+def check(config: Config, methods: dict, name: str, method_config, replicas: int):
+    """Raise UserError if the flags name no replica or do not fit the method `name`."""
+    disturbances = Disturbances(config, replicas, seed=0)
+    averaged, scaled = method_config.sync_warmup_steps, disturbances.scaled
+    for _, first, last, *_ in filter(None, (disturbances.tokens, scaled)):
+        if first > last:
+            raise UserError(f"--random_tokens, --scale_lr: FIRST {first} is after LAST {last}")
+    if scaled and scaled[1] <= averaged:
         raise UserError(
-            f"--{flag} {text}: must be two numbers A:B, "
-            f"{low[0]:g} <= A <= {high[0]:g} and B >= {low[1]:g}"
+            f"--scale_lr {config.scale_lr}: replicas must stay equal while gradients are averaged "
+            f"(up to step {averaged}): choose a later FIRST, or a method with local steps"
         )
-    return numbers
+    if config.virtual_clock and methods[name].overlaps:
+        working = ", ".join(each for each, method in methods.items() if not method.overlaps)
+        raise UserError(f"--virtual_clock: {name} overlaps rounds; it works with {working}")
+    if config.virtual_clock and config.limits_link:
+        raise UserError(
+            "--virtual_clock: a simulated link takes real seconds; leave out --link_mbps and "
+            "--link_latency_ms"
+        )
 
 
-class Stragglers:
-    """Delays this rank's replica. Raises UserError for flags that name no replica."""
+class Disturbances:
+    """What happens to this rank's replica. Raises UserError for flags that name no replica."""
 
     def __init__(self, config: Config, replicas: int, seed: int):
-        self.slow = self.lag = None
-        self.replicas, self.seed = replicas, seed
-        if config.slow_replica:
-            self.slow = pair("slow_replica", config.slow_replica, (0, 1), (replicas - 1, 1e6))
-            if self.slow[0] % 1:
-                raise UserError(f"--slow_replica {config.slow_replica}: R must be a whole number")
-        if config.random_lag:
-            self.lag = pair("random_lag", config.random_lag, (0, 0), (1, 1e6))
+        self.replicas, self.seed, R = replicas, seed, (0, replicas - 1)
+        place = {"R": R, "FIRST": (1, 2**31), "LAST": (1, 2**31)}
+        self.slow = numbers("slow_replica", config.slow_replica, R=R, F=(1.0, 1e6))
+        self.lag = numbers("random_lag", config.random_lag, P=(0.0, 1.0), SECONDS=(0.0, 1e6))
+        self.tokens = numbers("random_tokens", config.random_tokens, **place)
+        self.scaled = numbers("scale_lr", config.scale_lr, **place, FACTOR=(0.0, 1e6))
+
+    def draw(self, kind: int, step: int, index: int = 0) -> np.random.Generator:
+        """Kind 0 draws the batches (data.py), kind 2 NoLoCo's pairs."""
+        counter = [0, index, kind, step]
+        return np.random.Generator(np.random.Philox(key=self.seed, counter=counter))
+
+    def hits(self, place: tuple, step: int, replica: int) -> bool:
+        """place: R, FIRST, LAST, ... or (); step: of the replica, counted from 0."""
+        return bool(place) and replica == place[0] and place[1] <= step + 1 <= place[2]
+
+    def batch(self, tensors: tuple, vocab_size: int, step: int, micro_step: int, mesh) -> tuple:
+        """The batch (inputs, targets), (B, T) each, or random tokens in its place."""
+        if not self.hits(self.tokens, step, mesh.replica):
+            return tensors
+        generator = self.draw(3, step, micro_step * mesh.shards + mesh.shard_index)
+        return tuple(torch.from_numpy(generator.integers(vocab_size, size=(2, *tensors[0].shape))))
+
+    def scale_lr(self, optimizer, step: int, replica: int):
+        """Change the learning rate that train.py has just set for this step."""
+        for group in optimizer.param_groups if self.hits(self.scaled, step, replica) else []:
+            group["lr"] *= self.scaled[3]
 
     def pause_s(self, step: int, replica: int, busy_s: float) -> float:
         """How long `replica` pauses in `step`, which kept it busy for busy_s seconds."""
         pause = (self.slow[1] - 1) * busy_s if self.slow and replica == self.slow[0] else 0.0
         if self.lag:
-            philox = np.random.Philox(key=self.seed, counter=[0, 0, 1, step])
-            generator = np.random.Generator(philox)
+            generator = self.draw(1, step)
             late, unlucky = generator.random() < self.lag[0], generator.integers(self.replicas)
             pause += self.lag[1] if late and unlucky == replica else 0.0
         return pause
@@ -96,6 +156,39 @@ class Stragglers:
             # Waiting for other replicas is not work, so it does not get slower.
             waited = sum(mesh.waited_s.values()) - self.waited
             time.sleep(self.pause_s(step, mesh.replica, time.perf_counter() - self.began - waited))
+
+
+class VirtualClock(nullcontext):
+    """Virtual seconds of training, in place of plumbing.log.Clock."""
+
+    def __init__(self, disturbances: Disturbances, replica: int):
+        super().__init__()
+        self.disturbances, self.replica = disturbances, replica
+        self.now = self.synced_at = 0.0
+        self.steps = [0] * disturbances.replicas  # that each replica had taken at synced_at
+
+    def start_at(self, saved: dict):
+        self.now = self.synced_at = saved["train_s"]
+        steps = [replica["steps"] for replica in saved["replicas"]]
+        self.steps = [steps[r % len(steps)] for r in range(len(self.steps))]
+
+    def train_s(self) -> float:
+        return self.now
+
+    def step_s(self, step: int, replica: int) -> float:
+        return 1.0 + self.disturbances.pause_s(step, replica, busy_s=1.0)
+
+    def end_step(self, step: int):
+        self.now += self.step_s(step, self.replica)
+
+    def end_round(self, counts: list):
+        """Replica r has taken counts[r] steps since the last call. All go on at the same time."""
+        ends = [self.synced_at] * len(counts)
+        for replica, count in enumerate(counts):
+            for _ in range(count):
+                ends[replica] += self.step_s(self.steps[replica], replica)
+                self.steps[replica] += 1
+        self.now = self.synced_at = max(ends)
 
 
 class Transfer:

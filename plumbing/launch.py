@@ -86,11 +86,12 @@ def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
         world_size = config.replicas * config.shards or max(world_size, config.shards)
     check_mesh(config, world_size)
     resolve_device(config)
-    simulate.Stragglers(simulation, world_size // config.shards, config.seed)  # checks its flags
+    replicas = world_size // config.shards
+    simulate.check(simulation, methods, config.method, method_config, replicas)
     corpus = data.load(config.data or None)
     data.check_windows(corpus, config.block_size)
     method = methods[config.method]
-    method.check(config, method_config, world_size // config.shards)
+    method.check(config, method_config, replicas)
     plan = Plan(config, method, method_config, simulation, corpus.vocab_size, world_size)
     if not config.dry_run:
         plan.check_memory()

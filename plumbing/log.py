@@ -9,8 +9,8 @@ Rank 0 writes one JSON object per row; its first key is `event`. `step` counts f
             sync_bytes
     sync    round, step, tau, steps, loss, pseudo_grad_norm, weight, dropped, clip, stall_ms,
             wait_others_ms, wait_link_ms, sync_bytes
-    eval    step, tokens, train_s, val_loss, bits_per_byte; NoLoCo: spread, the root mean square
-            distance of the replicas from their mean
+    eval    step, tokens, train_s, val_loss, bits_per_byte, sync_bytes; NoLoCo: spread, the root
+            mean square distance of the replicas from their mean
     end     step, val_loss, train_s, tokens_per_s, peak_memory_bytes, exit
 
 step.loss is the mean over all ranks if gradients were averaged, else over replica 0: a local step
@@ -39,8 +39,9 @@ class Clock:
     def __init__(self, device: torch.device):
         self.device, self.started, self.stopped_at = device, time.perf_counter(), None
 
-    def start_at(self, train_s: float):
-        self.started = time.perf_counter() - train_s
+    def start_at(self, saved: dict):
+        """Continue a checkpoint. saved: its state.json."""
+        self.started = time.perf_counter() - saved["train_s"]
 
     def __enter__(self):
         self._finish_queued_work()
@@ -185,7 +186,8 @@ class Log:
         self.report(
             line + f"{bits:.3f} bits/byte" + "".join(f" | {k} {v:.3g}" for k, v in more.items()),
             "eval", step=method.steps, tokens=self.count_tokens(method.progress),
-            train_s=self.clock.train_s(), val_loss=val_loss, bits_per_byte=bits, **more,
+            train_s=self.clock.train_s(), val_loss=val_loss, bits_per_byte=bits,
+            sync_bytes=round(self.mesh.sent["sync"]), **more,
         )  # fmt: skip
 
     def end(self, method, val_loss: float):

@@ -18,7 +18,7 @@ from plumbing import checkpoint, launch
 from plumbing.config import UserError
 from plumbing.log import Clock, Log
 from sample import print_sample
-from simulate import SimulatedLink, Stragglers
+from simulate import Disturbances, SimulatedLink, VirtualClock
 
 
 class Run:
@@ -30,9 +30,11 @@ class Run:
         self.model, self.optimizer, self.method = model, optimizer, method
         setup.plan.show(setup.corpus)
         print(flush=True)
-        self.clock = Clock(mesh.device)
+        self.disturbances = Disturbances(setup.simulation, mesh.replicas, self.config.seed)
+        self.clock, self.virtual = Clock(mesh.device), setup.simulation.virtual_clock
+        if self.virtual:
+            self.clock = VirtualClock(self.disturbances, mesh.replica)
         method.clock = self.clock.train_s
-        self.stragglers = Stragglers(setup.simulation, mesh.replicas, self.config.seed)
         if setup.simulation.limits_link:
             mesh.simulated_link = SimulatedLink(setup.simulation, mesh.shards, mesh.device)
         self.log = Log(Path(self.config.out_dir, "metrics.jsonl"), self.config, mesh, self.clock)
@@ -50,20 +52,29 @@ class Run:
             self.corpus, config.seed, step, micro_step, mesh.rank, mesh.world_size,
             config.batch_size, config.accum, config.block_size,
         )  # fmt: skip
+        vocab_size = self.corpus.vocab_size
+        tensors = self.disturbances.batch(tensors, vocab_size, step, micro_step, mesh)
         if mesh.device.type == "cuda":  # pinned, so that the copy does not block the host
             tensors = [tensor.pin_memory() for tensor in tensors]
         return [tensor.to(mesh.device, non_blocking=True) for tensor in tensors]
 
     def before_step(self):
-        self.stragglers.begin_step(self.mesh)
+        self.disturbances.scale_lr(self.optimizer, self.method.steps, self.mesh.replica)
+        self.disturbances.begin_step(self.mesh)
 
     def vote(self) -> float:
         """1.0 to end the round after this step. The end of a step's work."""
-        self.stragglers.end_step(self.method.steps, self.mesh)
+        if self.virtual:
+            self.clock.end_step(self.method.steps)
+        else:
+            self.disturbances.end_step(self.method.steps, self.mesh)
         return max(self.method.vote(), self.stop.vote(self.method))
 
     def after_step(self, lr, metrics):
         method, config = self.method, self.config
+        if self.virtual and method.round_ended:  # each step with averaged gradients is a round
+            steps = method.rows[:, 1].tolist() if method.local else [1] * self.mesh.replicas
+            self.clock.end_round([int(count) for count in steps])
         self.log.sync(method)
         self.log.step(method, lr, metrics)
         self.check_finite()
@@ -168,7 +179,7 @@ class Run:
 
     def resume(self):
         setup, saved, method = self.setup, self.setup.saved, self.method
-        self.clock.start_at(saved["train_s"])  # A-EDiT's round begins in load()
+        self.clock.start_at(saved)  # A-EDiT's round begins in load()
         self.mesh.sent.update(saved["sent"])
         with self.clock:
             checkpoint.load(setup.path, saved, self.model, method)
