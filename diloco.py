@@ -19,7 +19,7 @@ lets each replica train alone for tau steps and exchanges once: 1/tau of the tra
     d_i, d     model.master    (sum P/N,)   in the storage of x_i, which is about to be overwritten
     b          momentum        (sum P/N,)   torch.optim.SGD's momentum buffer
 
-The inner AdamW's moments stay with their replica, across rounds, and are never averaged. Weight
+The inner AdamW's moments stay with their replica, across rounds (but see --average_moments). Weight
 decay and gradient clipping belong to the inner step. With --outer_lr 1 --outer_momentum 0 this is
 Post Local SGD: x_i <- mean_j x_j.
 

@@ -5,6 +5,7 @@
     repeat:
         tau inner steps (a round)
         rows = local_stats() of all replicas           # with their losses and step counts
+        average AdamW's moments over the replicas      # only with --average_moments
         sync(rows)                                     # in after_step() of the round's last step
 
 A method is a subclass in a file of its own. It names the vectors that it keeps between syncs and
@@ -187,9 +188,22 @@ class Method:
             own = torch.stack([loss, torch.full_like(loss, self.local_steps)]).to(stats.dtype)
             self.rows, self.gather = self.gather_rows(torch.cat([own, stats]))
             self.local_steps, self.loss_sum, self.rounds = 0, 0.0, self.rounds + 1
+            if self.config.average_moments:
+                self.average_moments()
             self.sync(self.rows[:, 2:])
         if not self.in_flight:
             self.end_sync()
+
+    def average_moments(self):
+        """AdamW's moments become their mean over all replicas; in a sick one they are finite, too
+        (shard.py). This blocks, also in a method that overlaps, but before sync() starts anything.
+        Slow-link bytes per rank and round, more than without it: 2 * 2 (M-1)/M * 4 P/N."""
+        for moment in (self.model.exp_avg, self.model.exp_avg_sq):
+            moment.div_(self.mesh.replicas)
+            # [sync] all-reduce, P/N fp32, twice per round and layer, with --average_moments
+            handles = [self.mesh.all_reduce(m, self.mesh.sync) for m in self.model.views(moment)]
+            for handle in handles:
+                handle.wait()
 
     def gather_rows(self, row) -> tuple:
         """(rows of all replicas, (M, 2 + n): loss, steps, local_stats(); the gather of them). If

@@ -151,10 +151,21 @@ class Config:
 
 
 @dataclass
-class LocalConfig:
-    """Flags of every method with local steps."""
+class RoundConfig:
+    """Flags of every method with rounds, whatever ends them."""
 
     sync_warmup_steps: int = option(200, "first steps with averaged gradients")
+    average_moments: bool = option(
+        False,
+        "average AdamW's moments over the replicas at each sync: two vectors more on the slow "
+        "links, and all replicas wait for them, also in a method that overlaps",
+    )
+
+
+@dataclass
+class LocalConfig(RoundConfig):
+    """Flags of every method whose rounds have a number of steps."""
+
     tau: int = option(16, "inner steps per round", low=1)
 
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 
 import model
+from method import Method
 from model import ModelConfig
 from plumbing.config import UserError
 from plumbing.shm import SLOTS, machine_id, slot_size
@@ -141,6 +142,8 @@ class Plan:
     def sync_bytes(self) -> float:
         """What one rank sends over the slow links at a sync, without the row of scalars."""
         vectors = self.method.sent_vectors(self.method_config, self.replicas)
+        if getattr(self.method_config, "average_moments", False):  # two all-reduces
+            vectors += 2 * Method.sent_vectors(self.method_config, self.replicas)
         return vectors * self.shard_bytes
 
     def show(self, corpus):
