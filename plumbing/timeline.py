@@ -1,0 +1,122 @@
+"""Compute utilization of every method, on paper: a simulated timeline of steps, layers and a link.
+
+    utilization("edit", MODELS["10b"], 5.0)       # compute time / wall time at 5 Gbit/s
+    needed("edit", MODELS["10b"], 0.9)            # Gbit/s between the replicas for 90%
+
+    compute               |forward 0 1 2|backward 2  1  0 |           |forward 0 1 2| ...
+    link, mini-batch                              | 2 | 1 | 0 |         # forward waits for all
+    link, EDiT                                            | 0 | 1 | 2 | # layer l waits for layer l
+
+Assumptions:
+(1) M = 2 replicas. An all-reduce then sends as much as an exchange with one partner, so NoLoCo has
+    DiLoCo's timeline. A-EDiT's replicas are equally fast.
+(2) The L layers are equal: each has 1/L of the parameters. A backward takes twice a forward.
+(3) A replica has one link. It sends one layer after the other, first come, first served, without
+    latency. Traffic inside a replica, outer steps and EDiT's norms take no time.
+(4) An element takes 16 bits, and 4 in the streaming methods. This repository sends 32 and 4.1.
+(5) A round has H = 100 steps. Streaming methods: 3 layers per fragment, strided, one step of delay.
+(6) Mini-batch sends a layer when its backward is done. The other methods here start after the step:
+    the inner optimizer clips the gradient first, and its norm needs all layers.
+
+The paper_* schedules are those of arXiv 2501.18512, table 4: there is no clipping, and every method
+sends a layer when its backward is done. Of the table's 25 values for 1 B parameters, needed() gives
+4 exactly and 21 one grid value higher; of the 50 for 10 and 100 B, 5 exactly, 42 one and 3 two
+higher. Perhaps the table has the last value that is too slow, not the first that is fast enough.
+
+Source: the simulation is ours; models, grid and published values are from arXiv 2501.18512.
+"""
+
+import itertools
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass
+
+from plumbing.config import UserError
+
+H = 100  # inner steps per round
+
+
+@dataclass
+class Model:
+    parameters: float
+    layers: int
+    step_s: float  # seconds of pure compute
+
+
+MODELS = {"1b": Model(1e9, 24, 0.1), "10b": Model(1e10, 48, 0.8), "100b": Model(1e11, 108, 4.9)}
+
+
+@dataclass
+class Schedule:
+    every: int = H  # steps between two syncs
+    bits: int = 16  # per element
+    blocks: int = 0  # layers per fragment; 0: all
+    delay: int = 0  # 0: the step after the sending one waits; 1: the step after that; ...
+    early: bool = False  # a layer is sent when its backward is done, else after the step
+    by_layer: bool = False  # layer l's forward waits for layer l, else the first for all
+
+
+SCHEDULES = {
+    "minibatch": Schedule(every=1, early=True),
+    **dict.fromkeys(["post_local_sgd", "slowmo", "diloco", "noloco"], Schedule()),
+    "co2": Schedule(delay=H),
+    **dict.fromkeys(["edit", "a_edit"], Schedule(by_layer=True)),
+    **dict.fromkeys(["streaming_diloco", "streaming_edit"], Schedule(blocks=3, delay=1, bits=4)),
+    "paper_diloco": Schedule(early=True),
+    "paper_streaming": Schedule(early=True, blocks=3),
+    "paper_overlap": Schedule(early=True, blocks=3, delay=1),
+    "paper_overlap_4bit": Schedule(early=True, blocks=3, delay=1, bits=4),
+}
+
+
+def utilization(method: str, model: Model, gbit_per_s: float) -> float:
+    """Compute time / wall time, 0 to 1, of a steady round. Raises UserError."""
+    if method not in SCHEDULES:
+        raise UserError(f"no timeline for {method}: choose from {', '.join(SCHEDULES)}")
+    if not gbit_per_s > 0:
+        raise UserError(f"{gbit_per_s} Gbit/s: must be above 0")
+    plan, L, forward_s = SCHEDULES[method], model.layers, model.step_s / 3
+    layer_s = forward_s / L
+    wire_s = model.parameters / L * plan.bits / (gbit_per_s * 1e9)  # a layer on the link
+    F = -(-L // (plan.blocks or L))
+    fragments = {(p + 1) * plan.every // F - 1: range(p, L, F) for p in range(F)}  # by step
+    waits = defaultdict(dict)  # step -> layer -> time of arrival
+    now = free = 0.0  # free: when the link has sent what is queued
+    for step in range(3 * plan.every):  # the third round is like all that follow
+        if step == 2 * plan.every:
+            start = now
+        for l, arrival in waits.pop(step, {}).items():
+            now = max(now, arrival - l * layer_s)  # to wait at layer l is to start later
+        now += forward_s
+        sent = fragments.get(step % plan.every, ())
+        for l in reversed(sent) if plan.early else sent:
+            done = now + 2 * (layer_s * (L - l) if plan.early else forward_s)
+            free = max(free, done) + wire_s
+            waits[step + 1 + plan.delay][l if plan.by_layer else 0] = free
+        now += 2 * forward_s
+    return plan.every * model.step_s / (now - start)
+
+
+def grid(k: int) -> float:
+    """Gbit/s of grid point k. The paper's are k = 0 to 49, from 0.1 to 1000, of ratio 1.207."""
+    return 10 ** (-1 + 4 * k / 49)
+
+
+def needed(method: str, model: Model, target: float) -> float:
+    """The first grid value in Gbit/s at which the utilization reaches target. Raises UserError."""
+    if not 0 < target < 1:
+        raise UserError(f"utilization {target}: must be between 0 and 1")
+    points = range(-49, 99)  # 0.00001 to 10 million Gbit/s
+    reached = lambda k: utilization(method, model, grid(k))
+    return grid(bisect_left(points, target, key=reached) + points[0])
+
+
+def rows() -> list:
+    """The rows of results/scale.json: this repository's methods from 0.1 to 1000 Gbit/s."""
+    links = [round(grid(k), 3) for k in range(50)]
+    methods = [name for name in SCHEDULES if not name.startswith("paper_")]
+    found = []
+    for name, method, gbit in itertools.product(MODELS, methods, links):
+        used = round(utilization(method, MODELS[name], gbit), 4)
+        found.append({"model": name, "method": method, "gbit_per_s": gbit, "utilization": used})
+    return found
