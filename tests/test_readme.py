@@ -1,6 +1,8 @@
 """The README and RESULTS.md are true: file tree, commands, flags, equation map, the printed method."""
 
+import importlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -11,10 +13,13 @@ import pytest
 
 import bench
 import data
+import lab
+import plot
+import ranks
 import sample
 import simulate
 from plumbing.config import parse
-from ranks import ROOT
+from ranks import ROOT, Launch, script
 from train import METHODS
 
 TEXT = (ROOT / "README.md").read_text()
@@ -80,7 +85,8 @@ def test_links_lead_somewhere():
 def test_flags_in_the_text_exist(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
     bench_help = lambda: bench.read_arguments(["--help"], 1)
-    for show_help in (lambda: read_train_flags(["--help"]), data.main, sample.main, bench_help):
+    programs = data.main, sample.main, lab.main, plot.main
+    for show_help in (lambda: read_train_flags(["--help"]), bench_help, *programs):
         with pytest.raises(SystemExit):
             show_help()
     known = capsys.readouterr().out
@@ -92,53 +98,51 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
 
 
-def run(*words, cwd):
-    done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=90
-    )
-    assert (done.returncode, done.stderr) == (0, ""), (words, done.stderr)
-    return done.stdout
-
-
 def test_commands_for_own_text_run_as_written(tmp_path):
     """data.py, train.py and sample.py as the README has them, on a small book, for a few steps."""
     (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 400)
     (tmp_path / "more.jsonl").write_text('{"text": "the rain fell in torrents"}\n')
     short = "--max_steps 3 --n_layer 1 --block_size 16 --eval_batches 1 --out_dir out/edit".split()
     printed = []
-    for script in ("data.py --input", "train.py --data", "sample.py"):
+    for name in ("data.py --input", "train.py --data", "sample.py"):
         written = commands(TEXT) + re.findall(r"`(python sample.py.*?)`", TEXT)
-        command = next(line for line in written if script in line and "torchrun" not in line)
+        command = next(line for line in written if name in line and "torchrun" not in line)
         _, path, *words = shlex.split(command)
-        words += short if "train.py" in script else []
-        printed.append(run(ROOT / path, *words, cwd=tmp_path))
+        words += short if path == "train.py" else []
+        special = {0: (script, ROOT / path, tmp_path)}
+        printed.append(finished(Launch(1, tmp_path / "log", *words, special=special)))
     assert "tokens (byte)" in printed[0] and "done |" in printed[1]
     assert printed[2].startswith("def ")
 
 
+def finished(run) -> str:
+    """What was printed, without a line of error."""
+    assert (run.wait(), run.lines("err")) == ([0] * len(run.ranks), [])
+    return "\n".join(run.lines("out"))
+
+
+def command_with_averaging(argv, rank, world_size, port, folder):
+    """As in train.py after the README's two changes."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    METHODS["averaging"] = importlib.import_module("averaging").Averaging
+    ranks._command(argv, rank, world_size, port, folder)
+
+
 def test_method_in_the_readme_trains_saves_and_resumes_as_printed(tmp_path, corpus_folder):
-    """Typed in by a newcomer: the file, the import, the entry in METHODS."""
-    for path in [*ROOT.glob("*.py"), ROOT / "plumbing"]:
-        copy = shutil.copytree if path.is_dir() else shutil.copy
-        copy(path, tmp_path / path.name)
-    (printed,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    printed = re.findall(r"```python\n(.*?)```", TEXT, re.S)[0]
     assert len(printed.splitlines()) <= 25
     (tmp_path / "averaging.py").write_text(printed)
-    source = (tmp_path / "train.py").read_text()
-    source = source.replace("METHODS = {", 'METHODS = {"averaging": Averaging, ')
-    source = source.replace("from diloco", "from averaging import Averaging\nfrom diloco")
-    (tmp_path / "train.py").write_text(source)
-    launcher = "-m torch.distributed.run --standalone --nproc_per_node 2 train.py".split()
-    flags = "--sync_warmup_steps 1 --tau 3 --max_steps 7 --n_layer 1 --n_embd 16 --n_head 2".split()
-    flags += "--block_size 16 --eval_batches 1 --device cpu --dtype fp64 --data".split()
-    flags += [str(corpus_folder)]
+    assert "METHODS = {" in (ROOT / "train.py").read_text()
+    special = {rank: (command_with_averaging,) for rank in (0, 1)}
+    run = lambda *argv: finished(Launch(2, tmp_path, *argv, special=special))
+    common = ranks.flags(data=corpus_folder, sync_warmup_steps=1, tau=3, max_steps=7)
     options = "--checkpoint_interval 4 --keep 9 --out_dir".split()
-    run(*launcher, "--method", "averaging", *flags, *options, "out", cwd=tmp_path)
+    run(*common, "--method", "averaging", *options, "out")
     plain = "--outer_lr 1 --outer_momentum 0".split()  # DiLoCo with these averages parameters
-    run(*launcher, "--method", "diloco", *plain, *flags, "--out_dir", "same", cwd=tmp_path)
+    run(*common, "--method", "diloco", *plain, "--out_dir", "same")
     shutil.rmtree(tmp_path / "out" / "checkpoint-00000007")
-    printed = run(*launcher, "--resume", "out", cwd=tmp_path)
-    assert "checkpoint-00000004: step 4" in printed
+    assert "checkpoint-00000004: step 4" in run("--device", "cpu", "--resume", "out")
     read = lambda name: [json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
     ours, theirs = read("out"), read("same")
     for event, key in (("sync", "loss"), ("eval", "val_loss")):

@@ -1,0 +1,338 @@
+"""The laboratory: experiments about the methods. Each is a question, runs of train.py, a figure.
+
+    python lab.py                    # list the experiments and their cost
+    python lab.py quality            # print the table; write results/quality.json and quality.svg
+    python lab.py quality --quick    # a small version for a first look, into out/lab/quick/
+
+Runs are kept in out/lab/: finished ones are not repeated, also if two experiments share them, and
+an interrupted one resumes from its last checkpoint. To add an experiment, write a function that
+returns its runs and name it in EXPERIMENTS.
+
+All runs train the tiny model on the built-in corpus, 2,048 tokens a step, on 4 replicas x 1 shard
+unless they say otherwise. `tune` gives every method the same budget of three settings (TUNING), on
+a seed that no other experiment reports; these take the best settings from results/tune.json.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from plot import METHODS, Panel, draw
+from plumbing import timeline
+from plumbing.config import Parser, check_limits, run_command
+from plumbing.runs import RUNS, Run, execute_all, table
+
+RESULTS = Path(__file__).parent / "results"
+TUNING_SEED, SECONDS_PER_RUN = 7, 40  # on 2 cores
+BASE = {
+    "max_steps": 448, "sync_warmup_steps": 128, "eval_interval": 64, "log_interval": 64,
+    "checkpoint_interval": 128,
+}  # fmt: skip
+QUICK = {"max_steps": 96, "sync_warmup_steps": 32, "eval_interval": 32, "eval_batches": 4}
+MOMENTS = "moments averaged"  # the variant with --average_moments
+
+
+def settings(*values) -> list:
+    names = ("lr", "outer_lr", "outer_momentum")
+    return [dict(zip(names, setting)) for setting in values]
+
+
+RATES = settings((3e-3,), (4.5e-3,), (6e-3,))
+NESTEROV = settings((3e-3, 0.7, 0.8), (4.5e-3, 0.7, 0.8), (4.5e-3, 0.9, 0.7))
+TUNING = {  # the first pairs of outer learning rate and momentum are the defaults
+    "minibatch": RATES, "post_local_sgd": RATES,
+    "slowmo": settings((3e-3, 1.0, 0.5), (4.5e-3, 1.0, 0.5), (4.5e-3, 0.7, 0.7)),
+    "co2": settings((3e-3, 0.7, 0.2), (4.5e-3, 0.7, 0.2), (4.5e-3, 0.5, 0.2)),
+    "noloco": settings((3e-3, 0.9, 0.5), (4.5e-3, 0.9, 0.5), (4.5e-3, 0.9, 0.3)),
+    "diloco": NESTEROV, "streaming_diloco": NESTEROV, "edit": NESTEROV, "streaming_edit": NESTEROV,
+}  # fmt: skip
+
+
+def best_setting(method: str, variant: str) -> dict:
+    """Flags from results/tune.json; A-EDiT has EDiT's."""
+    path, method = RESULTS / "tune.json", "edit" if method == "a_edit" else method
+    variant = variant if variant == MOMENTS else ""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    found = [row for row in rows if (row["method"], row["variant"]) == (method, variant)]
+    words = min(found, key=lambda row: row["val_loss"])["setting"].split() if found else []
+    return dict(zip(words[::2], words[1::2]))
+
+
+def training(method, seed, tau=16, stages=((4, None),), columns=None, **flags) -> Run:
+    """A run with the best setting of the method. flags: other than BASE; columns: of its row."""
+    columns = {"method": method, "variant": "", "tau": tau, "seed": seed} | (columns or {})
+    rounds = {"tau": tau}
+    if method == "minibatch":
+        columns["tau"], rounds = 1, {}
+    if method == "a_edit":  # by the virtual clock: as many steps as in the other methods
+        rounds = {"tau_time_s": tau, "virtual_clock": True}
+    if columns["variant"] == MOMENTS:
+        flags["average_moments"] = True
+    setting = best_setting(method, columns["variant"])
+    flags = BASE | {"method": method, "seed": seed} | rounds | setting | flags
+    return Run(columns, flags, stages)
+
+
+# ---- the experiments: (seeds, quick) -> runs; then rows of the runs -> rows of the result ----
+
+
+def tune(seeds, quick):
+    runs = []
+    for method, variant in [*((m, "") for m in TUNING), ("diloco", MOMENTS), ("edit", MOMENTS)]:
+        for flags in TUNING[method][: 1 if quick else None]:
+            setting = " ".join(f"{name} {value}" for name, value in flags.items())
+            columns = {"variant": variant, "setting": setting}
+            runs.append(training(method, TUNING_SEED, columns=columns, **flags))
+    return runs
+
+
+def quality(seeds, quick):
+    runs = [training("minibatch", seed) for seed in seeds]
+    for tau in (16,) if quick else (16, 64):
+        for seed in seeds:
+            runs += [training(method, seed, tau) for method in METHODS if method != "minibatch"]
+            columns = {"variant": MOMENTS}
+            runs += [training(method, seed, tau, columns=columns) for method in ("diloco", "edit")]
+    return runs
+
+
+def over_minibatch(rows):
+    """Add how much higher each loss is than mini-batch's with the same seed."""
+    best = {row["seed"]: row["val_loss"] for row in rows if row["method"] == "minibatch"}
+    return [row | {"over_minibatch": row["val_loss"] / best[row["seed"]] - 1} for row in rows]
+
+
+def tau(seeds, quick):
+    methods = ("diloco", "streaming_diloco", "edit", "streaming_edit")
+    runs = []
+    for tau in (4, 16) if quick else (4, 16, 64, 128):
+        flags = {"fragments": 2, "delay": 1} if tau == 4 else {}  # the delay is at most tau / F - 1
+        runs += [training(method, seed, tau, **flags) for method in methods for seed in seeds]
+    return runs
+
+
+def link(seeds, quick):
+    """The losses are those of `quality`: a link changes no loss. Short runs measure the seconds of
+    a step."""
+    runs = [training(method, seed, 64) for method in METHODS for seed in seeds]
+    for mbps in (100,) if quick else (100, 10):
+        for method in METHODS:
+            steps = 4 if method == "minibatch" else 64
+            flags = {"max_steps": 4 * steps, "eval_interval": steps, "eval_batches": 1}
+            flags |= {"sync_warmup_steps": 0, "link_mbps": mbps}
+            if method == "a_edit":
+                flags |= {"tau_time_s": 4.0, "virtual_clock": False}
+            runs.append(training(method, TUNING_SEED, 64, columns={"link_mbps": mbps}, **flags))
+    return runs
+
+
+def loss_over_seconds(rows):
+    """The runs of `quality` at each rate, with the seconds that their steps take there."""
+    step_s = {}
+    for row in rows:
+        if "link_mbps" in row:  # whole rounds, without the first one and what follows the last
+            steps, seconds = row["step_curve"], row["train_s_curve"]
+            seconds_per_step = (seconds[-2] - seconds[0]) / (steps[-2] - steps[0])
+            step_s[row["link_mbps"], row["method"]] = seconds_per_step, row["command"]
+    result = []
+    for row in rows:
+        for (mbps, method), (local_s, command) in step_s.items():
+            if row["method"] == method and "link_mbps" not in row:
+                averaged_s, warmup = step_s[mbps, "minibatch"][0], BASE["sync_warmup_steps"]
+                seconds = [
+                    min(step, warmup) * averaged_s + max(step - warmup, 0) * local_s
+                    for step in row["step_curve"]
+                ]
+                more = {"link_mbps": mbps, "step_ms": 1e3 * local_s, "total_s": seconds[-1]}
+                command = row["command"] + "\n" + command
+                result.append(row | more | {"seconds_curve": seconds, "command": command})
+    return result
+
+
+def stragglers(seeds, quick):
+    """Replica 3 is slow. In lockstep this changes no loss, so one seed is enough there."""
+    runs = []
+    for slowness in (1.0, 2.0) if quick else (1.0, 1.5, 2.0, 4.0):
+        flags = {"virtual_clock": True, "slow_replica": f"3:{slowness}"}
+        columns = {"slowness": slowness}
+        for method in ("minibatch", "diloco", "edit"):
+            some = seeds if slowness == 1 else seeds[:1]
+            runs += [training(method, seed, columns=columns, **flags) for seed in some]
+        for weighting in ("none", "times_steps", "norm_per_step"):
+            flags["step_weighting"] = weighting
+            columns = {"slowness": slowness, "variant": f"weights {weighting}"}
+            runs += [training("a_edit", seed, columns=columns, **flags) for seed in seeds]
+    columns = {"slowness": 2.0, "variant": "real clock"}
+    for method, tau in (("edit", 16), ("a_edit", 1.0)):
+        flags = {"virtual_clock": False, "slow_replica": "3:2.0"}
+        runs.append(training(method, seeds[0], tau, columns=columns, **flags))
+    return runs
+
+
+SICK = {
+    "none": {}, "learning rate x 100": {"scale_lr": "3:225:240:100"},
+    "random tokens": {"random_tokens": "3:193:240"},
+}  # fmt: skip
+
+
+def penalty(seeds, quick):
+    """Replica 3 is sick for one or three rounds, until step 240. By then the detectors have seen 10
+    healthy rounds."""
+    methods, parts = ("diloco", "streaming_diloco", "edit", "streaming_edit"), ()
+    if not quick:
+        parts = ("anomaly_elimination", "weighted_averaging", "pseudo_grad_clipping")
+    variants = [(method, "", {}) for method in methods]
+    variants += [("edit", f"no {part.replace('_', ' ')}", {part: False}) for part in parts]
+    length = {"sync_warmup_steps": 32, "max_steps": 272, "eval_interval": 16, "eval_batches": 8}
+    runs = []
+    for method, variant, without in variants:
+        for disturbance in list(SICK)[: 2 if quick else None]:
+            columns = {"variant": variant, "disturbance": disturbance}
+            flags = length | without | SICK[disturbance]
+            runs += [training(method, seed, columns=columns, **flags) for seed in seeds]
+    return runs
+
+
+def excess_loss(rows):
+    """Add how much higher the loss is one round after the disturbance than without it."""
+    after, result = {}, []
+    for row in rows:  # in each case the undisturbed run comes first
+        case = row["method"], row["variant"], row["seed"]
+        loss = dict(zip(row["step_curve"], row["val_loss_curve"]))[256]
+        after[case] = after.get(case, loss)
+        result.append(row | {"excess": loss / after[case] - 1})
+    return result
+
+
+def elastic(seeds, quick):
+    first, second = (32, 64) if quick else (128, 288)
+    meshes = {f"{M} replicas": ((M, None),) for M in (1, 2, 4)}
+    meshes["1, 2, 4 replicas"] = ((1, first), (2, second), (4, None))
+    meshes["4, 2, 1 replicas"] = ((4, first), (2, second), (1, None))
+    flags = {"checkpoint_interval": first}
+    return [
+        training("edit", seed, 16, stages, {"variant": name}, **flags)
+        for name, stages in meshes.items() for seed in seeds
+    ]  # fmt: skip
+
+
+LEVELS = {"50%": 0.5, "80%": 0.8, "90%": 0.9, "95%": 0.95, "99%": 0.99}
+
+
+def needed_rates(rows):
+    """The lowest rate of the rows at which each model reaches each utilization."""
+    found = {}
+    for row in rows:
+        case = found.setdefault((row["model"], row["method"]), row | {"gbit_per_s": None})
+        for name, level in LEVELS.items():
+            if row["utilization"] >= level:
+                case[name] = min(row["gbit_per_s"], case.get(name, float("inf")))
+    return list(found.values())
+
+
+@dataclass
+class Experiment:
+    """columns: of its table; combine: rows of the runs -> rows of the result; summary: rows of the
+    result -> rows of the table; curves: whether the result keeps the lists of the evaluations."""
+
+    question: str
+    runs: object
+    columns: tuple
+    panels: list
+    combine: object = list
+    summary: object = list
+    curves: bool = False
+
+
+BYTES, SECONDS = "bytes over the slow links, per rank", "seconds"
+EXPERIMENTS = {
+    "tune": Experiment(
+        "Which of three settings is the best one of each method?",
+        tune, ("val_loss",), [],
+    ),
+    "quality": Experiment(
+        "What does each method lose against mini-batch, and how much does it send?",
+        quality, ("val_loss", "over_minibatch", "sync_bytes"),
+        [Panel("sync_bytes", "val_loss", BYTES, log=True)], over_minibatch,
+    ),
+    "tau": Experiment(
+        "How long may a round be?",
+        tau, ("val_loss", "sync_bytes"),
+        [Panel("tau", "val_loss", "tau, steps per round", log=True)],
+    ),
+    "link": Experiment(
+        "How long does the training take over a slow link?",
+        link, ("step_ms", "total_s", "val_loss"),
+        [Panel("seconds_curve", "val_loss_curve", SECONDS, title=f"{mbps} Mbit/s", log=True,
+               where={"link_mbps": mbps}) for mbps in (100, 10)],
+        loss_over_seconds, curves=True,
+    ),
+    "stragglers": Experiment(
+        "What does one slow replica cost?",
+        stragglers, ("tokens_per_s", "val_loss"),
+        [Panel("slowness", "tokens_per_s", "slowness of a replica", "tokens per virtual second"),
+         Panel("slowness", "val_loss", "slowness of a replica")],
+    ),
+    "penalty": Experiment(
+        "What does EDiT's penalty do when a replica is sick?",
+        penalty, ("excess", "val_loss"),
+        [Panel("step_curve", "val_loss_curve", "steps", title=f"replica 3: {sick}",
+               where={"disturbance": sick}, limits={"xlim": (176, 272)})
+         for sick in list(SICK)[1:]],
+        excess_loss, curves=True,
+    ),
+    "elastic": Experiment(
+        "May the number of replicas change during the training?",
+        elastic, ("val_loss", "sync_bytes"),
+        [Panel("tokens_curve", "val_loss_curve", "tokens")], curves=True,
+    ),
+    "scale": Experiment(
+        "On paper: how many Gbit/s between replicas does each compute utilization need?",
+        lambda seeds, quick: [], tuple(LEVELS),
+        [Panel("gbit_per_s", "utilization", "Gbit/s between replicas", "compute utilization",
+               title=f"{model[:-1]} billion parameters", where={"model": model}, log=True)
+         for model in timeline.MODELS], lambda rows: timeline.rows(), needed_rates,
+    ),
+}  # fmt: skip
+
+
+def run_experiment(name: str, seeds: list, quick: bool, jobs: int):
+    experiment, folder = EXPERIMENTS[name], RUNS / "quick" if quick else RESULTS
+    runs = experiment.runs(seeds, quick)
+    execute_all(runs, jobs)
+    rows = experiment.combine([run.row() for run in runs])
+    if not experiment.curves:
+        rows = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    Path(folder, f"{name}.json").write_text(f"[\n{lines}\n]\n")
+    print(table(experiment.summary(rows), experiment.columns))
+    print(f"results {folder / name}.json", flush=True)
+    if experiment.panels:
+        draw(rows, experiment.panels, folder / f"{name}.svg")
+
+
+def main():
+    parser = Parser(description="Run an experiment; without one, list them.")
+    parser.add_argument("experiment", nargs="?", choices=list(EXPERIMENTS))
+    parser.add_argument("--quick", action="store_true", help="short runs, one seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="(default: 1 2 3)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (distorts times)")
+    args = parser.parse_args()
+    check_limits("jobs", args.jobs, {"low": 1})
+    for seed in args.seeds:
+        check_limits("seeds", seed, {})
+    if args.experiment:
+        if args.quick:
+            BASE.update(QUICK)
+        seeds = args.seeds[:1] if args.quick else args.seeds
+        return run_experiment(args.experiment, seeds, args.quick, args.jobs)
+    for name, experiment in EXPERIMENTS.items():
+        runs = experiment.runs(args.seeds, args.quick)
+        todo = {run.folder for run in runs if not run.finished()}
+        minutes = len(todo) * SECONDS_PER_RUN / 60
+        print(f"{name:11} {experiment.question} {len(runs)} runs, {minutes:.0f} minutes to go")
+
+
+if __name__ == "__main__":
+    run_command("lab.py", main)

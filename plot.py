@@ -1,0 +1,181 @@
+"""Curves of runs side by side: validation loss over tokens, seconds, and bytes on the slow links.
+
+    python plot.py out/edit out/diloco --out curves.svg
+
+lab.py draws its figures with draw(), so a method has the same color, marker and place everywhere.
+Runs that differ in their seed only are one line: the mean, and a band from the lowest to the
+highest. The colors are Okabe and Ito's, safe for color-blind readers; the text is gray, readable on
+a light and on a dark page. Needs matplotlib, which nothing else here does.
+"""
+
+import io
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from plumbing.config import Parser, UserError, run_command
+
+GRAY = "#808080"
+METHODS = {  # in the order of all figures: name, color, marker, line
+    "minibatch": ("mini-batch", GRAY, "s", "-"),
+    "post_local_sgd": ("Post Local SGD", "#a6761d", "<", "-"),
+    "slowmo": ("SlowMo", "#e69f00", ">", "-"),
+    "co2": ("CO2", "#cc79a7", "^", "-"),
+    "noloco": ("NoLoCo", "#56b4e9", "v", "-"),
+    "diloco": ("DiLoCo", "#d55e00", "o", "-"),
+    "streaming_diloco": ("Streaming DiLoCo", "#d55e00", "D", "--"),
+    "edit": ("EDiT", "#0072b2", "o", "-"),
+    "streaming_edit": ("Streaming EDiT", "#0072b2", "D", "--"),
+    "a_edit": ("A-EDiT", "#009e73", "P", "-"),
+}
+VARIANT_LINES = (":", "-.", (0, (1, 3)), (0, (5, 1, 1, 1)))
+CURVES = ("step", "tokens", "train_s", "sync_bytes", "val_loss")  # what a record has as lists
+# What distinguishes the runs of an experiment, the seed apart.
+CASE = (
+    "method", "variant", "setting", "tau", "slowness", "disturbance", "link_mbps", "model",
+    "gbit_per_s",
+)  # fmt: skip
+
+
+@dataclass
+class Panel:
+    """A pair of axes. x and y name columns of the rows: numbers, or lists, which are a curve."""
+
+    x: str
+    y: str
+    xlabel: str
+    ylabel: str = "validation loss, nats per token"
+    title: str = ""
+    where: dict = field(default_factory=dict)  # draw only the rows with these values
+    log: bool = False  # the x axis
+    limits: dict = field(default_factory=dict)  # xlim, ylim: (from, to)
+
+
+def cases(rows: list) -> dict:
+    """Rows by what distinguishes them, in the order of METHODS: {values of CASE: one per seed}."""
+    groups, order = defaultdict(list), list(METHODS)
+    for row in sorted(rows, key=lambda row: order.index(row["method"])):
+        groups[tuple(row.get(name) for name in CASE)].append(row)
+    return dict(groups)
+
+
+def lines_of(rows: list, panel: Panel) -> dict:
+    """(method, variant) -> points (x, mean y, lowest y, highest y), in the order of x."""
+    rows = [row for row in rows if panel.where.items() <= row.items()]
+    lines = defaultdict(list)
+    for (method, variant, *_), group in cases(rows).items():
+        curves = [(row[panel.x], row[panel.y]) for row in group]
+        if not isinstance(curves[0][0], list):
+            curves = [([x], [y]) for x, y in curves]
+        for xs, ys in zip(zip(*(x for x, _ in curves)), zip(*(y for _, y in curves))):
+            point = sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys)
+            lines[method, variant].append(point)
+    return {label: sorted(points) for label, points in lines.items()}
+
+
+def style_of(label: tuple, labels: list) -> dict:
+    """A variant of a method has the method's color, another line and an open marker."""
+    name, color, marker, line = METHODS[label[0]]
+    variants = [variant for method, variant in labels if method == label[0] and variant]
+    if label[1]:
+        line = VARIANT_LINES[variants.index(label[1]) % len(VARIANT_LINES)]
+        name = f"{name}, {label[1]}"
+    face = "none" if label[1] else color
+    style = {"color": color, "marker": marker, "linestyle": line, "markerfacecolor": face}
+    return style | {"label": name, "linewidth": 1.4, "markersize": 4.5}
+
+
+def draw_panel(axes, panel: Panel, lines: dict):
+    styles = {label: style_of(label, list(lines)) for label in lines}
+    xs = sorted({point[0] for points in lines.values() for point in points})
+    while lines:
+        label, points = next(iter(lines.items()))
+        equal = [other for other in lines if lines[other] == points]  # one line would hide another
+        lines = {other: lines[other] for other in lines if other not in equal}
+        style = styles[label] | {"label": " = ".join(styles[other]["label"] for other in equal)}
+        x, y, lowest, highest = zip(*points)
+        axes.plot(x, y, markevery=max(1, len(x) // 6), **style)
+        if lowest != highest:
+            axes.vlines(x, lowest, highest, color=style["color"], linewidth=0.8)
+            axes.fill_between(x, lowest, highest, color=style["color"], alpha=0.15, linewidth=0)
+    axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title, **panel.limits)
+    if panel.log:
+        axes.set_xscale("log")
+        if len(xs) <= 6:
+            axes.set_xticks(xs, [f"{x:g}" for x in xs])
+        if xs[-1] > 30 * xs[0]:  # enough room between the labels of decades
+            axes.minorticks_off()
+    axes.grid(alpha=0.3, linewidth=0.5)
+
+
+def draw(rows: list, panels: list, path):
+    """Write the panels, side by side, as an SVG. Raises UserError without matplotlib."""
+    try:
+        import matplotlib.figure
+    except ModuleNotFoundError:
+        raise UserError("pictures need matplotlib: pip install matplotlib") from None
+    settings = {key: GRAY for key in ("text.color", "axes.labelcolor", "axes.edgecolor")}
+    settings |= {"xtick.color": GRAY, "ytick.color": GRAY, "font.size": 9, "svg.fonttype": "none"}
+    settings |= {"svg.hashsalt": "", "axes.spines.top": False, "axes.spines.right": False}
+    settings |= {"font.sans-serif": ["DejaVu Sans"]}
+    with matplotlib.rc_context(settings):
+        size = (1 + 3.6 * len(panels), 4)
+        figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+        handles = {}
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+            draw_panel(axes, panel, lines_of(rows, panel))
+            handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
+        figure.legend(
+            handles.values(), handles, loc="outside lower center", frameon=False,
+            ncols=min(len(handles), 1 + 2 * len(panels)),
+        )  # fmt: skip
+        picture = io.StringIO()
+        # Without a date the same figures give the same file.
+        figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
+    # A smaller file: tenths of a point are precise enough, and nobody reads the indentation.
+    Path(path).write_text(re.sub(r"(\d\.\d)\d+|\n +", r"\1", picture.getvalue()))
+
+
+def read_run(folder) -> dict:
+    """A run's record (plumbing/log.py): its rows `config` and `end` (None: it has not ended), and a
+    list per column of its evaluations. Raises UserError for a file that is not a record."""
+    path, run = Path(folder, "metrics.jsonl"), {"end": None} | {name: [] for name in CURVES}
+    try:
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if row["event"] in ("config", "end"):
+                run[row["event"]] = row
+            if row["event"] == "eval":
+                for name in CURVES:
+                    run[name].append(row[name])
+        run["config"]["method"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not the record of a run ({error})") from None
+    return run
+
+
+def main():
+    parser = Parser(description="Draw the validation loss of runs side by side.")
+    parser.add_argument("runs", nargs="+", metavar="FOLDER", help="a run's out_dir")
+    parser.add_argument("--out", default="curves.svg", help="the picture (default: curves.svg)")
+    args = parser.parse_args()
+    rows = []
+    for folder in args.runs:
+        run, name = read_run(folder), Path(folder).resolve().name
+        if not run["step"]:
+            raise UserError(f"{folder}: the run has no evaluation yet")
+        method = run["config"]["method"]
+        rows.append(run | {"method": method, "variant": "" if name == method else name})
+    panels = [
+        Panel("tokens", "val_loss", "tokens"),
+        Panel("train_s", "val_loss", "seconds of training", ""),
+        Panel("sync_bytes", "val_loss", "bytes over the slow links, per rank", "", log=True),
+    ]
+    draw(rows, panels, args.out)
+    print(f"picture {args.out}")
+
+
+if __name__ == "__main__":
+    run_command("plot.py", main)

@@ -1,0 +1,139 @@
+"""Many runs of train.py for lab.py: start them, keep them, read their results, print a table.
+
+A run's folder is named after its flags. A finished run is not repeated, also if two experiments
+share it; an interrupted one resumes from its last checkpoint.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from plot import CASE, CURVES, METHODS, cases, read_run
+from plumbing.checkpoint import list_checkpoints
+from plumbing.config import UserError
+
+HERE = Path(__file__).parent.parent
+RUNS = HERE / "out" / "lab"
+SEQUENCES = 16  # of all ranks per step
+STOP = threading.Event()  # after a signal
+
+@dataclass
+class Run:
+    """One training. columns: what its row says of it; flags: of train.py; stages: (ranks, step at
+    which these are stopped and the next ones resume)."""
+
+    columns: dict
+    flags: dict
+    stages: tuple
+
+    @property
+    def folder(self) -> Path:
+        text = json.dumps([self.flags, self.stages], sort_keys=True)
+        return RUNS / f"{self.flags['method']}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
+    def command(self, ranks: int) -> str:
+        flags = self.flags | {"batch_size": SEQUENCES // ranks, "resume": "auto"}
+        flags["out_dir"] = os.path.relpath(self.folder, HERE)
+        words = [f"torchrun --standalone --nproc_per_node {ranks} train.py"]
+        for name, value in flags.items():
+            switch = {True: f"--{name}", False: f"--no-{name}"}
+            words.append(switch[value] if isinstance(value, bool) else f"--{name} {value}")
+        return " ".join(words)
+
+    def finished(self) -> bool:
+        record = self.folder / "metrics.jsonl"
+        return record.exists() and read_run(self.folder)["end"] is not None
+
+    def row(self) -> dict:
+        """columns, results, the lists of the evaluations as *_curve, the command lines."""
+        record = read_run(self.folder)
+        row = self.columns | {name: record[name][-1] for name in ("val_loss", "sync_bytes")}
+        row |= {name: record["end"][name] for name in ("train_s", "tokens_per_s")}
+        row |= {f"{name}_curve": record[name] for name in CURVES}
+        return row | {"command": "\n".join(self.command(ranks) for ranks, _ in self.stages)}
+
+    def execute(self):
+        """Train, or go on where an earlier start was interrupted."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for ranks, stop in self.stages:
+            while not self.reached(stop):
+                self.start(ranks, stop)
+
+    def reached(self, stop) -> bool:
+        steps = [int(path.name.split("-")[1]) for path in list_checkpoints(self.folder)]
+        return self.finished() or stop is not None and max(steps, default=0) >= stop
+
+    def start(self, ranks: int, stop: int | None):
+        """Run train.py to its end or, if there is a `stop`, until a checkpoint has that step."""
+        words = [sys.executable, "-m", "torch.distributed.run", *self.command(ranks).split()[1:]]
+        with open(self.folder / "output.txt", "w") as output:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            process = subprocess.Popen(
+                words, cwd=HERE, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+            while process.poll() is None and not STOP.is_set():
+                if stop and self.reached(stop):
+                    break
+                time.sleep(0.1)
+            process.terminate()
+        if process.wait() and not self.reached(stop):
+            if STOP.is_set():
+                raise UserError("interrupted; the same command goes on from here")
+            raise UserError(f"a run failed, see {output.name}: {self.command(ranks)}")
+
+
+FORMATS = {  # column -> heading, format, factor
+    "val_loss": ("validation loss", "{:.4f}", 1), "sync_bytes": ("MB sent", "{:,.1f}", 1e-6),
+    "over_minibatch": ("over mini-batch", "{:+.1%}", 1), "step_ms": ("ms a step", "{:,.0f}", 1),
+    "total_s": ("seconds", "{:,.0f}", 1), "tokens_per_s": ("tokens per second", "{:,.0f}", 1),
+    "excess": ("over undisturbed", "{:+.1%}", 1),
+}  # fmt: skip
+
+
+def table(rows: list, columns: tuple) -> str:
+    """Markdown: a line per case, the mean over its seeds and in brackets the lowest and highest."""
+    keys = [i for i, name in enumerate(CASE) if len({row.get(name) for row in rows}) > 1]
+    formats = [FORMATS.get(name, (name, "{:.3g}", 1)) for name in columns]
+    lines = [[CASE[i] for i in keys] + [heading for heading, _, _ in formats]]
+    lines.append(["---"] * len(lines[0]))
+    for case, group in cases(rows).items():
+        case = (METHODS[case[0]][0], *case[1:])
+        cells = [str(case[i] or "") for i in keys]
+        for name, (_, form, factor) in zip(columns, formats):
+            values = [factor * row[name] for row in group]
+            cell = form.format(statistics.mean(values))
+            spread = [form.format(pick(values)) for pick in (min, max)]
+            cells.append(cell if spread[0] == spread[1] else f"{cell} ({' .. '.join(spread)})")
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def execute_all(runs: list, jobs: int):
+    """Run what has not finished, `jobs` runs at a time. Ctrl-C and SIGTERM stop them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: STOP.set())
+    todo = list({run.folder: run for run in runs if not run.finished()}.values())
+    print(f"{len(runs)} runs, {len(todo)} to do", flush=True)
+    began = time.perf_counter()
+    pool = ThreadPoolExecutor(jobs)
+    futures = {pool.submit(run.execute): run for run in todo}
+    try:
+        for done, future in enumerate(as_completed(futures), 1):
+            future.result()
+            row = futures[future].row()
+            name = " ".join(str(row[key]) for key in (*CASE, "seed") if row.get(key))
+            left_s = (time.perf_counter() - began) / done * (len(todo) - done)
+            left = f"{left_s // 60:.0f}m{left_s % 60:02.0f}s left"
+            print(f"{done}/{len(todo)} | {name} | {row['val_loss']:.4f} | {left}", flush=True)
+    finally:
+        STOP.set()
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,117 @@
+"""lab.py and plot.py: interrupted experiments, and figures and tables that say what the JSON says."""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lab
+import plot
+
+from plumbing.config import UserError
+from plumbing.runs import table
+
+HERE = Path(__file__).parent.parent
+RESULTS = sorted((HERE / "results").glob("*.json"))
+SMALL = """
+import sys
+from pathlib import Path
+import lab
+import plumbing.runs
+
+plumbing.runs.RUNS, lab.RESULTS = Path(sys.argv[1], "runs"), Path(sys.argv[1], "results")
+SMALL = {"max_steps": 400, "eval_interval": 200, "eval_batches": 1, "checkpoint_interval": 2}
+SMALL |= {"n_layer": 1, "n_embd": 16, "block_size": 8, "log_interval": 2}
+
+
+def seeds_of_minibatch(seeds, quick):
+    return [lab.training("minibatch", seed, stages=((1, None),), **SMALL) for seed in seeds]
+
+
+lab.EXPERIMENTS = {"small": lab.Experiment("?", seeds_of_minibatch, ("val_loss",), [])}
+sys.argv[1:] = ["small", "--seeds", "1", "2"]
+lab.main()
+"""
+
+
+def events(path) -> list:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path):
+    command, environment = [sys.executable, "-c", SMALL, str(tmp_path)], os.environ | {"COLUMNS": "80"}
+    first = subprocess.Popen(command, cwd=HERE, env=environment, start_new_session=True)
+    deadline = time.time() + 60
+    while not list(tmp_path.glob("runs/*/checkpoint-*")) and time.time() < deadline:
+        time.sleep(0.02)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    (record,) = tmp_path.glob("runs/*/metrics.jsonl")
+    assert events(record)[-1]["event"] != "end"
+    again = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0 and "2 runs, 2 to do" in again.stdout, again.stderr
+    assert [row["event"] for row in events(record)].count("resume") == 1
+    steps = [row["step"] for row in events(record) if row["event"] == "step"]
+    assert steps == [1, *range(2, 401, 2)]
+    rows = json.loads(Path(tmp_path, "results/small.json").read_text())
+    assert [row["seed"] for row in rows] == [1, 2]
+    assert rows[0]["val_loss"] == events(record)[-1]["val_loss"]
+    third = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
+    assert "2 runs, 0 to do" in third.stdout
+
+
+class Axes:
+    """Records what a figure would show."""
+
+    def __init__(self):
+        self.lines = []
+
+    def plot(self, x, y, **style):
+        self.lines.append((style["label"], list(x), list(y)))
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_figure_and_table_say_what_the_json_says(path):
+    rows, experiment = json.loads(path.read_text()), lab.EXPERIMENTS[path.stem]
+    assert table(experiment.summary(rows), experiment.columns) in Path(HERE, "RESULTS.md").read_text()
+    for panel in experiment.panels:
+        axes = Axes()
+        plot.draw_panel(axes, panel, plot.lines_of(rows, panel))
+        drawn = sum(len(x) for _, x, _ in axes.lines)
+        shown = [row for row in rows if panel.where.items() <= row.items()]
+        points = sum(len(row[panel.x]) if isinstance(row[panel.x], list) else 1 for row in shown)
+        seeds = statistics.mean(len(group) for group in plot.cases(shown).values())
+        assert axes.lines and drawn <= points and drawn * seeds >= points * 0.5
+        for label, _, ys in axes.lines:
+            every = [y for row in shown for y in (row[panel.y] if isinstance(row[panel.y], list) else [row[panel.y]])]
+            assert min(every) <= min(ys) and max(ys) <= max(every), label
+
+
+def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
+    rows = [
+        {"method": "edit", "variant": "", "tau": tau, "seed": seed, "x": tau, "val_loss": loss}
+        for tau, seed, loss in [(16, 1, 2.0), (4, 1, 1.0), (16, 2, 4.0), (4, 2, 1.5)]
+    ]
+    lines = plot.lines_of(rows, plot.Panel("x", "val_loss", ""))
+    assert lines == {("edit", ""): [(4.0, 1.25, 1.0, 1.5), (16.0, 3.0, 2.0, 4.0)]}
+    curves = [row | {"x": [1, 2], "val_loss": [row["seed"], 2.0]} for row in rows if row["tau"] == 4]
+    lines = plot.lines_of(curves, plot.Panel("x", "val_loss", ""))
+    assert lines == {("edit", ""): [(1.0, 1.5, 1, 2), (2.0, 2.0, 2.0, 2.0)]}
+    assert table(rows, ("val_loss",)).splitlines()[2:] == [
+        "| 16 | 3.0000 (2.0000 .. 4.0000) |", "| 4 | 1.2500 (1.0000 .. 1.5000) |",
+    ]  # fmt: skip
+
+
+def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="pip install matplotlib"):
+        plot.draw([], [], tmp_path / "x.svg")
