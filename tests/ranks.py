@@ -6,6 +6,7 @@ import io
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -20,8 +21,9 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 context = multiprocessing.get_context("forkserver")
-# torch._dynamo: what the first optimizer step imports, a second in every rank
-context.set_forkserver_preload(["train", "torch._dynamo"])
+# Imported once instead of in every rank: besides train what tests import, and torch._dynamo, which
+# the first optimizer step imports.
+context.set_forkserver_preload(["train", "bench", "pytest", "torch._dynamo"])
 
 
 def _rank_main(rank, world_size, folder, function, args):
@@ -67,12 +69,34 @@ def _command(argv, rank, world_size, port, folder):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it is there already, and stays
+    _write_to(folder, rank)
+    torch.set_num_threads(1)
+    train.main(argv)
+
+
+def run_bench(argv, rank, *more):
+    """In place of _command: bench.py."""
+    import bench
+    import train
+
+    train.main = bench.main
+    _command(argv, rank, *more)
+
+
+def _write_to(folder, rank):
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(f"{folder}/{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+
+
+def script(argv, rank, world_size, port, folder, path, cwd):
+    """In place of _command: what `python path argv` does in the folder cwd."""
+    _write_to(folder, rank)
     torch.set_num_threads(1)
-    train.main(argv)
+    os.chdir(cwd)
+    sys.argv = [str(path), *argv]
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def agent_store():
@@ -154,10 +178,12 @@ def watch_syncs(method, model):
 
 
 def _train(argv, corpus_folder, tamper, out_dir, transport):
+    import plumbing.run
     import train
     from mesh import Mesh
     from plumbing import launch
 
+    plumbing.run.print_sample = lambda path: None  # 200 tokens take as long as ten steps
     # no leave(): nothing stops these trainings early
     shutdown = types.SimpleNamespace(store=dist.distributed_c10d._get_default_store())
     with tempfile.TemporaryDirectory() as out:
@@ -191,7 +217,9 @@ def _train(argv, corpus_folder, tamper, out_dir, transport):
         "watched": watched() if callable(watched) else watched,
         "master": method.model.master.clone(),
         "exp_avg": method.model.exp_avg.clone(),
-        "vectors": {name: getattr(method, name).clone() for name in method.shared},
+        "vectors": {
+            name: getattr(method, name).clone() for name in method.shared + method.private
+        },
         "method_state": method.state_dict(),
         "calls": dict(mesh.calls),
         "sent": dict(mesh.sent),
@@ -224,3 +252,20 @@ def run_training(
     method first; what it returns (if callable: returns when called) ends in rank["watched"]."""
     args = str(corpus_folder), tamper, str(out_dir) if out_dir else None, transport
     return Run(run_ranks(world_size, _train, flags(**options), *args))
+
+
+def _train_cases(corpus_folder, transport, cases):
+    import train
+
+    methods, results = dict(train.METHODS), []
+    for tamper, out_dir, options in cases:
+        train.METHODS.update(methods)  # without the last case's tamper
+        results.append(_train(flags(**options), corpus_folder, tamper, out_dir, transport))
+    return results
+
+
+def train_all(world_size, corpus_folder, *cases, transport="gloo"):
+    """A Run of each case (tamper, out_dir, flags), one after the other in one spawn. With shm no
+    traffic overlaps."""
+    ranks = run_ranks(world_size, _train_cases, str(corpus_folder), transport, cases)
+    return [Run(list(results)) for results in zip(*ranks)]

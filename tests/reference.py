@@ -285,6 +285,8 @@ def rounded_e3m0(block):
 
 
 class EDiT(Method):
+    steps = None  # A-EDiT: how many each replica has taken in the round
+
     def begin(self):
         super().begin()
         self.detectors = [[OneDetector(self.f) for _ in self.replicas] for _ in self.layers]
@@ -292,7 +294,7 @@ class EDiT(Method):
     def sync(self, lr):
         d, mu, reports = self.d(), self.f.outer_momentum, []
         for layer, detectors in zip(self.layers, self.detectors):
-            w, report = edit_weights([di[layer] for di in d], detectors, self.f)
+            w, report = edit_weights([di[layer] for di in d], detectors, self.f, self.steps)
             reports.append(report | {"clip": 1.0})
             if any(w):
                 dbar = sum(w[i] * d[i][layer] for i in range(self.M) if w[i] > 0)
@@ -329,13 +331,17 @@ class OneDetector:
         return mu, math.sqrt(variance)
 
 
-def edit_weights(d, detectors, f):
+def edit_weights(d, detectors, f, steps=None):
     """EDiT's weights of one layer from the replicas' d, 0 for flagged ones; and what the record
-    says of it."""
-    G = norms(d)
-    flagged = [int(detector.flags(norm)) for detector, norm in zip(detectors, G)]
-    least = min((norm for norm, out in zip(G, flagged) if not out), default=0.0)
-    score = [math.exp(least - norm) if f.weighted_averaging else 1.0 for norm in G]
+    says of it. steps: of each replica in A-EDiT."""
+    G = judged = norms(d)
+    if steps and f.step_weighting == "norm_per_step":
+        judged = [norm / count * (sum(steps) / len(steps)) for norm, count in zip(G, steps)]
+    flagged = [int(detector.flags(norm)) for detector, norm in zip(detectors, judged)]
+    least = min((norm for norm, out in zip(judged, flagged) if not out), default=0.0)
+    score = [math.exp(least - norm) if f.weighted_averaging else 1.0 for norm in judged]
+    if steps and f.step_weighting == "times_steps":
+        score = [s * count for s, count in zip(score, steps)]
     score = [0.0 if out else s for s, out in zip(score, flagged)]
     w = [s / (sum(score) or 1.0) for s in score]
     return w, dict(G=G, flagged=flagged, w=w)
@@ -456,6 +462,10 @@ def simulate(f, M, N, corpus, tamper=None):
             row |= {"loss": np.mean(round_losses, axis=0)}
             row |= {"weight": [1 / M] * M, "dropped": [0] * M, "clip": 1.0}
             syncs.append(row | method.sync(lr))
+            if f.average_moments:
+                m, v = mean([each.m for each in replicas]), mean([each.v for each in replicas])
+                for replica in replicas:
+                    replica.m, replica.v = m, v
             round_losses = []
             evals[step + 1] = evaluate()
             spreads += [method.spread()] if f.method == "noloco" else []
@@ -465,6 +475,46 @@ def simulate(f, M, N, corpus, tamper=None):
     x = method.judged()
     model = {name: x[place].view(shape) for name, place, shape in replicas[0].places}
     return {"losses": losses, "model": model, "syncs": syncs, "evals": evals, "spreads": spreads}
+
+
+def simulate_a_edit(f, M, N, corpus, seconds):
+    """A-EDiT without a warm-up, on M replicas whose steps take seconds[i]. Returns what simulate()
+    returns, and the seconds of the whole run."""
+    config = ModelConfig(f.n_layer, f.n_head, f.n_embd, f.block_size, corpus.vocab_size)
+    replicas, sizes = [Replica(config, f.seed) for _ in range(M)], (f.batch_size, f.accum)
+    method, taken, rate, progress, now = EDiT(f, replicas, N), [0] * M, [1.0] * M, 0.0, 0.0
+    losses, syncs = [], []
+    method.begin()
+    while progress < f.max_steps:
+        method.steps, sums, ends = [0] * M, [0.0] * M, [now] * M
+        for i, replica in enumerate(replicas):
+            full = False
+            while not full:
+                here = progress + method.steps[i] * rate[i]
+                lr = cosine(here, f.lr, f.min_lr_ratio, f.lr_warmup_steps, f.max_steps)
+                step = taken[i] + method.steps[i]
+                ranks = range(i * N, i * N + N)
+                places = [(micro, rank) for micro in range(f.accum) for rank in ranks]
+                loss, g = replica.gradient([
+                    data.train_batch(corpus, f.seed, step, *place, M * N, *sizes, f.block_size)
+                    for place in places
+                ])  # fmt: skip
+                replica.adamw(clipped(g, f.grad_clip), lr, f)
+                losses += [loss] if i == 0 else []
+                sums[i], ends[i] = sums[i] + loss, ends[i] + seconds[i]
+                method.steps[i] += 1
+                full = ends[i] - now >= f.tau_time_s
+                full = full or progress + method.steps[i] * rate[i] >= f.max_steps
+        taken = [before + count for before, count in zip(taken, method.steps)]
+        now, average = max(ends), sum(method.steps) / M
+        progress, rate = progress + average, [average / count for count in method.steps]
+        row = {"step": taken[0], "steps": method.steps}
+        row |= {"loss": [total / count for total, count in zip(sums, method.steps)]}
+        syncs.append(row | method.sync(None))
+    x = method.judged()
+    evals = {taken[0]: validation_loss(x, config, f, corpus)}
+    model = {name: x[place].view(shape) for name, place, shape in replicas[0].places}
+    return {"losses": losses, "model": model, "syncs": syncs, "evals": evals, "seconds": now}
 
 
 def all_flags(**options):

@@ -1,18 +1,18 @@
-"""A-EDiT under virtual clocks: rounds of replicas of any speed, agreement, and the end."""
+"""A-EDiT under virtual clocks: rounds of replicas of any speed, agreement, weights, the end."""
 
 from collections import deque
 
 import pytest
 import torch
 
-from a_edit import weight_by_steps
-from ranks import run_training
-from reference import cosine
+from a_edit import norms_per_step, weight_by_steps
+from ranks import run_training, train_all
+from reference import all_flags, assert_matches, cosine, simulate_a_edit
 
 LONG = dict(method="a_edit", sync_warmup_steps=3, tau_time_s=4.0, dtype="fp32", log_interval=1000)
 
 
-class VirtualClock:
+class SpeedClock:
     """Replica i's clock moves by seconds[i] per step and not while it waits.
     pause: (replica, step, seconds). late: votes are read a step late, as on GPUs."""
 
@@ -50,9 +50,8 @@ def test_equal_clocks_equal_edit(corpus_folder):
     common = dict(sync_warmup_steps=3, max_steps=21, shards=2)
     common |= dict(dtype="fp32", eval_interval=5, accum=2)
     edit = run_training(4, corpus_folder, method="edit", tau=4, **common)
-    common |= dict(method="a_edit", tau_time_s=1.0)
-    clock = VirtualClock(0.25, 0.25, shards_disagree=True)
-    a_edit = run_training(4, corpus_folder, tamper=clock, **common)
+    common |= dict(method="a_edit", tau_time_s=4.0, virtual_clock=True)
+    a_edit = run_training(4, corpus_folder, **common)
     assert steps_of_rounds(a_edit) == steps_of_rounds(edit) == [[4, 4]] * 4 + [[2, 2]]
     assert all(torch.equal(a_edit.model[name], value) for name, value in edit.model.items())
     for event, key in (
@@ -65,14 +64,14 @@ def test_equal_clocks_equal_edit(corpus_folder):
 
 
 def test_steps_of_a_round_follow_the_speeds_without_drift(corpus_folder):
-    options = LONG | dict(max_steps=50, tamper=VirtualClock(1, 2, 4))
+    options = LONG | dict(max_steps=50, tamper=SpeedClock(1, 2, 4))
     rounds = steps_of_rounds(run_training(3, corpus_folder, **options))
     assert len(rounds) >= 20 and rounds[:-1] == [[4, 2, 1]] * (len(rounds) - 1)
 
 
 def test_pause_of_several_rounds_costs_one_round_and_recorded_tokens_never_fall(corpus_folder):
     options = LONG | dict(log_interval=1, min_lr_ratio=1.0)
-    clock = VirtualClock(1.0, 1.0, pause=(1, 11, 100.0))
+    clock = SpeedClock(1.0, 1.0, pause=(1, 11, 100.0))
     run = run_training(2, corpus_folder, max_steps=40, tamper=clock, **options)
     steps = steps_of_rounds(run)
     assert steps[:2] == [[4, 4]] * 2 and steps[2] == [4, 1]  # step 11, then time is long up
@@ -91,7 +90,7 @@ def test_pause_of_several_rounds_costs_one_round_and_recorded_tokens_never_fall(
     (1, (1.0, 2.5), False), (2, (3.0, 1.0), True), (2, (0.1, 4.0), False),
 ])  # fmt: skip
 def test_uneven_replicas_stop_together_at_the_budget(shards, speeds, late, corpus_folder):
-    clock = VirtualClock(*speeds, shards_disagree=True, late=late)
+    clock = SpeedClock(*speeds, shards_disagree=True, late=late)
     run = run_training(2 * shards, corpus_folder, max_steps=41, shards=shards, tamper=clock, **LONG)
     steps = steps_of_rounds(run)
     progress = 3 + sum(sum(pair) / 2 for pair in steps)
@@ -105,7 +104,7 @@ def test_uneven_replicas_stop_together_at_the_budget(shards, speeds, late, corpu
 
 def test_learning_rate_follows_the_tokens_of_all_replicas(corpus_folder):
     options = LONG | dict(max_steps=30, log_interval=1, min_lr_ratio=0.0, weighted_averaging=False)
-    run = run_training(2, corpus_folder, tamper=VirtualClock(1.0, 2.0), **options)
+    run = run_training(2, corpus_folder, tamper=SpeedClock(1.0, 2.0), **options)
     lr = {row["step"]: row["lr"] for row in run.rows("step")}
     # Replica 0, rounds of [4, 2] after step 3: three steps' worth per round, so 3/4 per own step.
     progress = lambda step: 3 + (step - 3) * 3 / 4
@@ -114,12 +113,33 @@ def test_learning_rate_follows_the_tokens_of_all_replicas(corpus_folder):
     assert run.rows("sync")[0]["weight"] == [0.5, 0.5]
 
 
-def test_step_weighting_multiplies_weights_by_steps(corpus_folder):
+def test_step_weighting_worked_out_by_hand():
     weights, steps = torch.tensor([[0.5, 0.0, 1.0], [0.5, 0.0, 0.0]]), torch.tensor([3.0, 1.0])
     assert weight_by_steps(weights, steps).tolist() == [[0.75, 0.0, 1.0], [0.25, 0.0, 0.0]]
-    options = LONG | dict(max_steps=7, weighted_averaging=False, tamper=VirtualClock(1.0, 2.0))
-    weighted = run_training(2, corpus_folder, step_weighting=True, **options).rows("sync")[0]
-    assert weighted["weight"] == pytest.approx([2 / 3, 1 / 3])
+    norms = torch.tensor([[6.0, torch.inf], [2.0, 5.0]])
+    assert norms_per_step(norms, steps).tolist() == [[4.0, torch.inf], [4.0, 10.0]]
+
+
+@pytest.mark.parametrize("replicas, shards", [(3, 1), (2, 2)])
+def test_step_weighting_equals_fp64_reference(replicas, shards, corpus, corpus_folder):
+    """Limits so tight that replicas are dropped; rounds of 5 seconds, and a shorter last one."""
+    common = dict(
+        method="a_edit", max_steps=28, tau_time_s=5.0, sync_warmup_steps=0, min_lr_ratio=1.0,
+        anomaly_warmup_rounds=3, anomaly_threshold=0.05, shards=shards, virtual_clock=True,
+        slow_replica="1:2",
+    )  # fmt: skip
+    cases = [common | dict(step_weighting=s) for s in ("none", "times_steps", "norm_per_step")]
+    runs = train_all(replicas * shards, corpus_folder, *((None, None, case) for case in cases))
+    for run, options in zip(runs, cases):
+        seconds = [1.0, 2.0, 1.0][:replicas]
+        expected = simulate_a_edit(all_flags(**options), replicas, shards, corpus, seconds)
+        assert_matches(run, expected)
+        assert run.rows("end")[0]["train_s"] == expected["seconds"]
+        dropped = sum(row["dropped"] for row in expected["syncs"])  # by replica
+        assert sum(dropped) > 0
+        for replica, rank in enumerate(run.ranks[::shards]):  # no flagged norm is learned
+            learned = rank["method_state"]["detector"]["count"]
+            assert sum(learned) == len(learned) * len(expected["syncs"]) - dropped[replica]
 
 
 def test_real_clock_ends_rounds_by_time(corpus_folder):

@@ -2,8 +2,6 @@
 real times; wrong flags are in test_cli.py."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 
 import bench
 from mesh import Mesh
-from ranks import ROOT
+from ranks import Launch, run_bench
 
 SMALL = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 8 --batch_size 1 --dtype fp32".split()
 SMALL += "--repeats 1 --steps 1 --device cpu".split()
@@ -46,17 +44,15 @@ def test_one_rank_is_compared_with_a_plain_loop(monkeypatch):
 
 def test_parts_run_on_two_ranks_and_write_what_they_print(tmp_path):
     file = tmp_path / "new" / "bench.json"
-    command = [sys.executable, *"-m torch.distributed.run --standalone".split()]
-    command += ["--nproc_per_node", "2", "bench.py", *SMALL, "--parts", "step,sync,memory"]
-    done = subprocess.run(
-        [*command, "--shards", "2", "--link_mbps", "500", "--json", str(file)],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    more = f"--parts step,sync,memory --shards 2 --link_mbps 500 --json {file}"
+    argv = [*SMALL, *more.split()]
+    run = Launch(2, tmp_path, *argv, special={rank: (run_bench,) for rank in (0, 1)})
+    assert (run.wait(), run.lines("err")) == ([0, 0], [])
+    printed = "\n".join(run.lines("out"))
     parts = json.loads(file.read_text())["parts"]
     assert set(parts) == {"step", "sync", "memory"} and all(parts.values())
     for part, rows in parts.items():
-        assert all(name in done.stdout for name in [part, *rows[0]])
+        assert all(name in printed for name in [part, *rows[0]])
     assert {"over_fsdp2", "of_bound", "overhead_ms_per_layer"} <= parts["step"][0].keys()
     assert [row["method"] for row in parts["sync"]] == ["edit", "diloco"]
     # N = 1 and M = 2: each rank sends 2 (M-1)/M of 4 bytes per parameter through its 500 Mbit/s

@@ -25,7 +25,7 @@ KILLS = int(os.environ.get("KILLS", 2))
 RUN = [*TINY, *"--dtype fp32 --method edit --shards 2 --tau 4 --sync_warmup_steps 3".split()]
 
 
-def command(folder, corpus_folder, more="", steps=28):
+def command(folder, corpus_folder, more="", steps=20):
     place = ["--data", str(corpus_folder), "--out_dir", str(folder)]
     return [*RUN, *place, "--max_steps", str(steps), *more.split()]
 
@@ -52,7 +52,7 @@ def finish(run):
 def start(tmp_path, corpus_folder):
     """start(flags, ...): a training on real ranks. Its folder is out."""
 
-    def start(more="", steps=28, ranks=4, out="run", **options):
+    def start(more="", steps=20, ranks=4, out="run", **options):
         argv = command(tmp_path / out, corpus_folder, more, steps)
         return Launch(ranks, tmp_path / f"log-{len(list(tmp_path.iterdir()))}", *argv, **options)
 
@@ -107,13 +107,13 @@ def test_signal_stops_all_ranks_at_one_round_end(method, number, to, lag, start,
     overlapping method ends its round, here of 4 steps."""
     tau = 4 if method == "noloco" else 1000
     more = f"--method {method} --tau {tau} --save_on_exit --resume auto"
-    run = start(more, special=patched(wait_for_signal, 19, lag, *to))
-    run.wait_for("step 00019/")
+    run = start(more, special=patched(wait_for_signal, 11, lag, *to))
+    run.wait_for("step 00011/")
     run.signal(number, *to)
     assert run.wait() == [128 + number] * 4, run.lines("err")
     (line,) = run.lines("err")
     (path,) = checkpoint.list_checkpoints(tmp_path / "run")
-    at = 23 if method == "noloco" else 20 + lag
+    at = 15 if method == "noloco" else 12 + lag
     assert f"stopped by {number.name} after step {at}; --resume auto continues from {path}" in line
     assert path.name == f"checkpoint-{at:08d}" and not (tmp_path / "run" / "model.pt").exists()
     finish(start(more))
@@ -299,7 +299,7 @@ def test_full_disk_or_divergence_ends_a_run(patch, number, more, message, saved,
 
 
 def test_random_kills_cost_no_step_and_change_no_bit(start, tmp_path):
-    steps, dice, store = max(100, 30 * KILLS), random.Random(KILLS), agent_store()
+    steps, dice, store = max(60, 30 * KILLS), random.Random(KILLS), agent_store()
     kills, codes = 0, [1]
     while set(codes) != {0}:
         run = start("--checkpoint_interval 5 --resume auto", steps, store=store)

@@ -17,8 +17,9 @@ from ranks import flags, run_training
 from simulate import Config as Simulation
 
 # test_relatives.py has the traffic of methods that overlap.
-CASES = [(name, 2, "fp32") for name, method in train.METHODS.items() if not method.overlaps]
-CASES += [("minibatch", 1, "fp32"), ("edit", 1, "fp64"), ("edit", 4, "fp32")]
+CASES = [(name, 2, "fp32", {}) for name, method in train.METHODS.items() if not method.overlaps]
+CASES += [("minibatch", 1, "fp32", {}), ("edit", 1, "fp64", {}), ("edit", 4, "fp32", {})]
+CASES += [("edit", 2, "fp32", dict(average_moments=True))]
 
 
 def measure_memory(method, model, mesh):
@@ -43,9 +44,12 @@ def measure_memory(method, model, mesh):
     return held
 
 
-@pytest.mark.parametrize("method, shards, dtype", CASES)
-def test_memory_and_traffic_planned_equal_those_of_a_run(corpus_folder, method, shards, dtype):
+@pytest.mark.parametrize("method, shards, dtype, more", CASES)
+def test_memory_and_traffic_planned_equal_those_of_a_run(
+    corpus_folder, method, shards, dtype, more
+):
     options = dict(method=method, shards=shards, dtype=dtype, max_steps=2, sync_warmup_steps=0)
+    options |= more
     run = run_training(4, corpus_folder, measure_memory, transport="shm", **options)
     argv = [*flags(**options), "--data", str(corpus_folder)]
     plan = launch.set_up(argv, train.METHODS, 1, 4).plan

@@ -62,7 +62,7 @@ def overlapping_operations(ours, gloo, in_flight):
     """Random operations, up to `in_flight` at a time; each rank waits in an order of its own."""
     size, rank = dist.get_world_size(), dist.get_rank()
     plan, order, operations = random.Random(7), random.Random(rank), []
-    for number in range(300):
+    for number in range(150):
         kind, length = plan.choice(KINDS), plan.randint(1, 30)
         x = (torch.arange(size * length, dtype=torch.float64) + number) * (rank + 1)
         operations.append((kind, x, run_operation(kind, gloo, x.clone())[0]))
@@ -80,7 +80,7 @@ def overlapping_operations(ours, gloo, in_flight):
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3, 4])
 def test_shm_equals_gloo_for_every_operation_size_dtype_and_order_of_waiting(size):
     results = run_ranks(size, compare_with_gloo)
     for wrong, same, maps, descriptors, wrong_in_flight in results:
