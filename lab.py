@@ -14,10 +14,11 @@ a seed that no other experiment reports; these take the best settings from resul
 """
 
 import json
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from plot import METHODS, Panel, draw
+from plot import METHODS, Panel, draw, write
 from plumbing import timeline
 from plumbing.config import Parser, check_limits, run_command
 from plumbing.runs import RUNS, Run, execute_all, table
@@ -102,7 +103,7 @@ def over_minibatch(rows):
     return [row | {"over_minibatch": row["val_loss"] / best[row["seed"]] - 1} for row in rows]
 
 
-def tau(seeds, quick):
+def round_length(seeds, quick):
     methods = ("diloco", "streaming_diloco", "edit", "streaming_edit")
     runs = []
     for tau in (4, 16) if quick else (4, 16, 64, 128):
@@ -112,41 +113,40 @@ def tau(seeds, quick):
 
 
 def link(seeds, quick):
-    """The losses are those of `quality`: a link changes no loss. Short runs measure the seconds of
-    a step."""
-    runs = [training(method, seed, 64) for method in METHODS for seed in seeds]
+    """The losses are those of `quality`: a link changes no loss. Short runs without evaluations
+    measure the seconds of a step. Without stragglers A-EDiT is EDiT."""
+    methods = ("minibatch", "diloco", "streaming_diloco", "edit") if quick else METHODS
+    methods = [method for method in methods if method != "a_edit"]
+    runs = [training(method, seed, 64) for method in methods for seed in seeds]
     for mbps in (100,) if quick else (100, 10):
-        for method in METHODS:
+        for method in methods:
             steps = 4 if method == "minibatch" else 64
-            flags = {"max_steps": 4 * steps, "eval_interval": steps, "eval_batches": 1}
+            flags = {"max_steps": 4 * steps, "log_interval": steps, "eval_interval": 10**6}
             flags |= {"sync_warmup_steps": 0, "link_mbps": mbps}
-            if method == "a_edit":
-                flags |= {"tau_time_s": 4.0, "virtual_clock": False}
             runs.append(training(method, TUNING_SEED, 64, columns={"link_mbps": mbps}, **flags))
     return runs
 
 
 def loss_over_seconds(rows):
     """The runs of `quality` at each rate, with the seconds that their steps take there."""
-    step_s = {}
-    for row in rows:
-        if "link_mbps" in row:  # whole rounds, without the first one and what follows the last
-            steps, seconds = row["step_curve"], row["train_s_curve"]
-            seconds_per_step = (seconds[-2] - seconds[0]) / (steps[-2] - steps[0])
-            step_s[row["link_mbps"], row["method"]] = seconds_per_step, row["command"]
-    result = []
-    for row in rows:
-        for (mbps, method), (local_s, command) in step_s.items():
-            if row["method"] == method and "link_mbps" not in row:
-                averaged_s, warmup = step_s[mbps, "minibatch"][0], BASE["sync_warmup_steps"]
-                seconds = [
-                    min(step, warmup) * averaged_s + max(step - warmup, 0) * local_s
-                    for step in row["step_curve"]
-                ]
-                more = {"link_mbps": mbps, "step_ms": 1e3 * local_s, "total_s": seconds[-1]}
-                command = row["command"] + "\n" + command
-                result.append(row | more | {"seconds_curve": seconds, "command": command})
+    timed = {(row["link_mbps"], row["method"]): row for row in rows if "link_mbps" in row}
+    step_s = {case: statistics.median(row["step_s_curve"]) for case, row in timed.items()}
+    warmup, result = BASE["sync_warmup_steps"], []
+    for (mbps, method), local_s in step_s.items():
+        for row in rows:
+            if row["method"] != method or "link_mbps" in row:
+                continue
+            seconds = [
+                min(step, warmup) * step_s[mbps, "minibatch"] + max(step - warmup, 0) * local_s
+                for step in row["step_curve"]
+            ]
+            row = row | {"link_mbps": mbps, "step_ms": 1e3 * local_s, "total_s": seconds[-1]}
+            row["command"] += "\n" + timed[mbps, method]["command"]
+            result.append(row | {"seconds_curve": seconds})
     return result
+
+
+WEIGHTINGS = ("none", "times_steps", "norm_per_step")
 
 
 def stragglers(seeds, quick):
@@ -154,19 +154,35 @@ def stragglers(seeds, quick):
     runs = []
     for slowness in (1.0, 2.0) if quick else (1.0, 1.5, 2.0, 4.0):
         flags = {"virtual_clock": True, "slow_replica": f"3:{slowness}"}
-        columns = {"slowness": slowness}
+        columns = {"slowness": slowness, "clock": "virtual"}
         for method in ("minibatch", "diloco", "edit"):
             some = seeds if slowness == 1 else seeds[:1]
             runs += [training(method, seed, columns=columns, **flags) for seed in some]
-        for weighting in ("none", "times_steps", "norm_per_step"):
-            flags["step_weighting"] = weighting
-            columns = {"slowness": slowness, "variant": f"weights {weighting}"}
-            runs += [training("a_edit", seed, columns=columns, **flags) for seed in seeds]
-    columns = {"slowness": 2.0, "variant": "real clock"}
-    for method, tau in (("edit", 16), ("a_edit", 1.0)):
-        flags = {"virtual_clock": False, "slow_replica": "3:2.0"}
-        runs.append(training(method, seeds[0], tau, columns=columns, **flags))
+        for weighting in WEIGHTINGS if slowness > 1 else WEIGHTINGS[:1]:  # no difference at 1
+            variant, more = {"variant": weighting}, {"step_weighting": weighting}
+            runs += [
+                training("a_edit", seed, columns=columns | variant, **flags | more)
+                for seed in seeds
+            ]  # fmt: skip
+    columns, flags = {"slowness": 2.0, "clock": "real"}, {"slow_replica": "3:2.0"}
+    for method, more in (("edit", {}), ("a_edit", {"tau_time_s": 1.0, "virtual_clock": False})):
+        runs.append(training(method, seeds[0], columns=columns, **flags | more))
     return runs
+
+
+def same_losses(rows):
+    """In lockstep the losses do not depend on the slowness: fill in those of the other seeds."""
+    result = []
+    for row in rows:
+        lockstep = row["method"] != "a_edit" and row["clock"] == "virtual"
+        for other in rows if lockstep and row["slowness"] > 1 else []:
+            same = {name: row[name] for name in ("method", "clock")}
+            if same.items() <= other.items() and other["slowness"] == 1:
+                assert other["seed"] != row["seed"] or other["val_loss"] == row["val_loss"]
+                result.append(row | {name: other[name] for name in ("seed", "val_loss", "command")})
+        if not (lockstep and row["slowness"] > 1):
+            result.append(row)
+    return result
 
 
 SICK = {
@@ -205,13 +221,12 @@ def excess_loss(rows):
 
 
 def elastic(seeds, quick):
-    first, second = (32, 64) if quick else (128, 288)
+    first, second, interval = (48, 64, 16) if quick else (192, 320, 64)
     meshes = {f"{M} replicas": ((M, None),) for M in (1, 2, 4)}
     meshes["1, 2, 4 replicas"] = ((1, first), (2, second), (4, None))
     meshes["4, 2, 1 replicas"] = ((4, first), (2, second), (1, None))
-    flags = {"checkpoint_interval": first}
     return [
-        training("edit", seed, 16, stages, {"variant": name}, **flags)
+        training("edit", seed, 16, stages, {"variant": name}, checkpoint_interval=interval)
         for name, stages in meshes.items() for seed in seeds
     ]  # fmt: skip
 
@@ -220,14 +235,18 @@ LEVELS = {"50%": 0.5, "80%": 0.8, "90%": 0.9, "95%": 0.95, "99%": 0.99}
 
 
 def needed_rates(rows):
-    """The lowest rate of the rows at which each model reaches each utilization."""
+    """The lowest rate of the rows at which each model reaches each utilization; of methods with
+    the same timeline only the first."""
     found = {}
     for row in rows:
         case = found.setdefault((row["model"], row["method"]), row | {"gbit_per_s": None})
         for name, level in LEVELS.items():
             if row["utilization"] >= level:
                 case[name] = min(row["gbit_per_s"], case.get(name, float("inf")))
-    return list(found.values())
+    different = {}
+    for case in found.values():
+        different.setdefault(tuple(case[name] for name in ("model", *LEVELS)), case)
+    return list(different.values())
 
 
 @dataclass
@@ -244,7 +263,7 @@ class Experiment:
     curves: bool = False
 
 
-BYTES, SECONDS = "bytes over the slow links, per rank", "seconds"
+BYTES = "bytes over the slow links after the warm-up, per rank"
 EXPERIMENTS = {
     "tune": Experiment(
         "Which of three settings is the best one of each method?",
@@ -252,39 +271,41 @@ EXPERIMENTS = {
     ),
     "quality": Experiment(
         "What does each method lose against mini-batch, and how much does it send?",
-        quality, ("val_loss", "over_minibatch", "sync_bytes"),
-        [Panel("sync_bytes", "val_loss", BYTES, log=True)], over_minibatch,
+        quality, ("val_loss", "over_minibatch", "local_bytes"),
+        [Panel("local_bytes", "val_loss", BYTES, log=True)], over_minibatch,
     ),
     "tau": Experiment(
         "How long may a round be?",
-        tau, ("val_loss", "sync_bytes"),
+        round_length, ("val_loss", "local_bytes"),
         [Panel("tau", "val_loss", "tau, steps per round", log=True)],
     ),
     "link": Experiment(
         "How long does the training take over a slow link?",
         link, ("step_ms", "total_s", "val_loss"),
-        [Panel("seconds_curve", "val_loss_curve", SECONDS, title=f"{mbps} Mbit/s", log=True,
+        [Panel("seconds_curve", "val_loss_curve", "seconds", title=f"{mbps} Mbit/s", log=True,
                where={"link_mbps": mbps}) for mbps in (100, 10)],
         loss_over_seconds, curves=True,
     ),
     "stragglers": Experiment(
         "What does one slow replica cost?",
         stragglers, ("tokens_per_s", "val_loss"),
-        [Panel("slowness", "tokens_per_s", "slowness of a replica", "tokens per virtual second"),
-         Panel("slowness", "val_loss", "slowness of a replica")],
+        [Panel("slowness", "tokens_per_s", "slowness of a replica", "tokens per virtual second",
+               where={"clock": "virtual"}),
+         Panel("slowness", "val_loss", "slowness of a replica", where={"clock": "virtual"})],
+        same_losses,
     ),
     "penalty": Experiment(
         "What does EDiT's penalty do when a replica is sick?",
         penalty, ("excess", "val_loss"),
         [Panel("step_curve", "val_loss_curve", "steps", title=f"replica 3: {sick}",
-               where={"disturbance": sick}, limits={"xlim": (176, 272)})
+               where={"disturbance": sick}, xlim=(176, 272))
          for sick in list(SICK)[1:]],
         excess_loss, curves=True,
     ),
     "elastic": Experiment(
         "May the number of replicas change during the training?",
-        elastic, ("val_loss", "sync_bytes"),
-        [Panel("tokens_curve", "val_loss_curve", "tokens")], curves=True,
+        elastic, ("val_loss", "tokens_per_s"),
+        [Panel("step_curve", "val_loss_curve", "steps", xlim=(100, 448))], curves=True,
     ),
     "scale": Experiment(
         "On paper: how many Gbit/s between replicas does each compute utilization need?",
@@ -305,7 +326,7 @@ def run_experiment(name: str, seeds: list, quick: bool, jobs: int):
         rows = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
-    Path(folder, f"{name}.json").write_text(f"[\n{lines}\n]\n")
+    write(folder / f"{name}.json", f"[\n{lines}\n]\n")
     print(table(experiment.summary(rows), experiment.columns))
     print(f"results {folder / name}.json", flush=True)
     if experiment.panels:
@@ -330,8 +351,8 @@ def main():
     for name, experiment in EXPERIMENTS.items():
         runs = experiment.runs(args.seeds, args.quick)
         todo = {run.folder for run in runs if not run.finished()}
-        minutes = len(todo) * SECONDS_PER_RUN / 60
-        print(f"{name:11} {experiment.question} {len(runs)} runs, {minutes:.0f} minutes to go")
+        cost, left = (len(each) * SECONDS_PER_RUN / 60 for each in (runs, todo))
+        print(f"{name:11} {experiment.question} {cost:.0f} minutes, {left:.0f} of them to do")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ a light and on a dark page. Needs matplotlib, which nothing else here does.
 
 import io
 import json
+import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -30,12 +31,12 @@ METHODS = {  # in the order of all figures: name, color, marker, line
     "streaming_edit": ("Streaming EDiT", "#0072b2", "D", "--"),
     "a_edit": ("A-EDiT", "#009e73", "P", "-"),
 }
-VARIANT_LINES = (":", "-.", (0, (1, 3)), (0, (5, 1, 1, 1)))
+VARIANTS = (("o", ":"), ("s", "-."), ("^", (0, (1, 3))), ("v", (0, (5, 1, 1, 1))), ("D", "--"))
 CURVES = ("step", "tokens", "train_s", "sync_bytes", "val_loss")  # what a record has as lists
 # What distinguishes the runs of an experiment, the seed apart.
 CASE = (
-    "method", "variant", "setting", "tau", "slowness", "disturbance", "link_mbps", "model",
-    "gbit_per_s",
+    "method", "variant", "setting", "tau", "slowness", "clock", "disturbance", "link_mbps",
+    "model", "gbit_per_s",
 )  # fmt: skip
 
 
@@ -50,7 +51,8 @@ class Panel:
     title: str = ""
     where: dict = field(default_factory=dict)  # draw only the rows with these values
     log: bool = False  # the x axis
-    limits: dict = field(default_factory=dict)  # xlim, ylim: (from, to)
+    xlim: tuple = (-math.inf, math.inf)  # draw only these points
+    ylim: tuple | None = None
 
 
 def cases(rows: list) -> dict:
@@ -70,17 +72,18 @@ def lines_of(rows: list, panel: Panel) -> dict:
         if not isinstance(curves[0][0], list):
             curves = [([x], [y]) for x, y in curves]
         for xs, ys in zip(zip(*(x for x, _ in curves)), zip(*(y for _, y in curves))):
-            point = sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys)
-            lines[method, variant].append(point)
+            x = sum(xs) / len(xs)
+            if panel.xlim[0] <= x <= panel.xlim[1]:
+                lines[method, variant].append((x, sum(ys) / len(ys), min(ys), max(ys)))
     return {label: sorted(points) for label, points in lines.items()}
 
 
 def style_of(label: tuple, labels: list) -> dict:
-    """A variant of a method has the method's color, another line and an open marker."""
+    """A variant of a method has the method's color, another line and another, open marker."""
     name, color, marker, line = METHODS[label[0]]
     variants = [variant for method, variant in labels if method == label[0] and variant]
     if label[1]:
-        line = VARIANT_LINES[variants.index(label[1]) % len(VARIANT_LINES)]
+        marker, line = VARIANTS[variants.index(label[1]) % len(VARIANTS)]
         name = f"{name}, {label[1]}"
     face = "none" if label[1] else color
     style = {"color": color, "marker": marker, "linestyle": line, "markerfacecolor": face}
@@ -100,7 +103,9 @@ def draw_panel(axes, panel: Panel, lines: dict):
         if lowest != highest:
             axes.vlines(x, lowest, highest, color=style["color"], linewidth=0.8)
             axes.fill_between(x, lowest, highest, color=style["color"], alpha=0.15, linewidth=0)
-    axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title, **panel.limits)
+    axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
+    if panel.ylim:
+        axes.set_ylim(panel.ylim)
     if panel.log:
         axes.set_xscale("log")
         if len(xs) <= 6:
@@ -116,6 +121,7 @@ def draw(rows: list, panels: list, path):
         import matplotlib.figure
     except ModuleNotFoundError:
         raise UserError("pictures need matplotlib: pip install matplotlib") from None
+    panels = [panel for panel in panels if lines_of(rows, panel)]  # --quick leaves some empty
     settings = {key: GRAY for key in ("text.color", "axes.labelcolor", "axes.edgecolor")}
     settings |= {"xtick.color": GRAY, "ytick.color": GRAY, "font.size": 9, "svg.fonttype": "none"}
     settings |= {"svg.hashsalt": "", "axes.spines.top": False, "axes.spines.right": False}
@@ -135,18 +141,31 @@ def draw(rows: list, panels: list, path):
         # Without a date the same figures give the same file.
         figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
     # A smaller file: tenths of a point are precise enough, and nobody reads the indentation.
-    Path(path).write_text(re.sub(r"(\d\.\d)\d+|\n +", r"\1", picture.getvalue()))
+    shorter = lambda match: re.sub(r"(\.\d)\d+", r"\1", match[0])
+    text = re.sub(r' (d|x|y|transform)="[^"]*"', shorter, picture.getvalue())
+    write(path, re.sub(r"\n +", "\n", text))
+
+
+def write(path, text: str):
+    """Write a file that is never half there."""
+    unfinished = Path(f"{path}.tmp")
+    unfinished.write_text(text)
+    unfinished.rename(path)
 
 
 def read_run(folder) -> dict:
-    """A run's record (plumbing/log.py): its rows `config` and `end` (None: it has not ended), and a
-    list per column of its evaluations. Raises UserError for a file that is not a record."""
+    """A run's record (plumbing/log.py): its rows `config` and `end` (None: it has not ended), a
+    list per column of its evaluations, and `steps`, the list of its step rows. Raises UserError for
+    a file that is not a record."""
     path, run = Path(folder, "metrics.jsonl"), {"end": None} | {name: [] for name in CURVES}
+    run["steps"] = []
     try:
         for line in path.read_text().splitlines():
             row = json.loads(line)
             if row["event"] in ("config", "end"):
                 run[row["event"]] = row
+            if row["event"] == "step":
+                run["steps"].append(row)
             if row["event"] == "eval":
                 for name in CURVES:
                     run[name].append(row[name])
@@ -162,8 +181,9 @@ def main():
     parser.add_argument("--out", default="curves.svg", help="the picture (default: curves.svg)")
     args = parser.parse_args()
     rows = []
-    for folder in args.runs:
-        run, name = read_run(folder), Path(folder).resolve().name
+    names = [Path(folder).resolve().name for folder in args.runs]
+    for folder, name in zip(args.runs, names):
+        run, name = read_run(folder), folder if names.count(name) > 1 else name
         if not run["step"]:
             raise UserError(f"{folder}: the run has no evaluation yet")
         method = run["config"]["method"]

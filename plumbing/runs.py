@@ -5,6 +5,7 @@ share it; an interrupted one resumes from its last checkpoint.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -18,13 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plot import CASE, CURVES, METHODS, cases, read_run
-from plumbing.checkpoint import list_checkpoints
+from plumbing.checkpoint import list_checkpoints, lock
 from plumbing.config import UserError
 
 HERE = Path(__file__).parent.parent
 RUNS = HERE / "out" / "lab"
 SEQUENCES = 16  # of all ranks per step
+STEP_TOKENS = 2048
 STOP = threading.Event()  # after a signal
+
 
 @dataclass
 class Run:
@@ -41,25 +44,39 @@ class Run:
         return RUNS / f"{self.flags['method']}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
     def command(self, ranks: int) -> str:
-        flags = self.flags | {"batch_size": SEQUENCES // ranks, "resume": "auto"}
+        flags = self.flags | {"batch_size": SEQUENCES // ranks, "device": "cpu", "resume": "auto"}
         flags["out_dir"] = os.path.relpath(self.folder, HERE)
-        words = [f"torchrun --standalone --nproc_per_node {ranks} train.py"]
+        words = [f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node {ranks} train.py"]
         for name, value in flags.items():
             switch = {True: f"--{name}", False: f"--no-{name}"}
             words.append(switch[value] if isinstance(value, bool) else f"--{name} {value}")
         return " ".join(words)
 
     def finished(self) -> bool:
-        record = self.folder / "metrics.jsonl"
-        return record.exists() and read_run(self.folder)["end"] is not None
+        try:
+            return read_run(self.folder)["end"] is not None
+        except (OSError, UserError):  # not begun, or killed while it began
+            return False
 
     def row(self) -> dict:
         """columns, results, the lists of the evaluations as *_curve, the command lines."""
         record = read_run(self.folder)
         row = self.columns | {name: record[name][-1] for name in ("val_loss", "sync_bytes")}
-        row |= {name: record["end"][name] for name in ("train_s", "tokens_per_s")}
+        tokens, seconds, sent = (record[name] for name in ("tokens", "train_s", "sync_bytes"))
+        warmup = self.flags["sync_warmup_steps"] * STEP_TOKENS
+        first = tokens.index(warmup) if warmup in tokens else 0  # the last evaluation before
+        row["local_bytes"] = sent[-1] - sent[first] if warmup else sent[-1]
+        row["tokens_per_s"] = (tokens[-1] - tokens[first]) / (seconds[-1] - seconds[first])
         row |= {f"{name}_curve": record[name] for name in CURVES}
-        return row | {"command": "\n".join(self.command(ranks) for ranks, _ in self.stages)}
+        # Seconds per step of all ranks, between the rows of the record; the first step is slower.
+        pairs = itertools.pairwise(record["steps"][1:])
+        row["step_s_curve"] = [
+            STEP_TOKENS * (b["train_s"] - a["train_s"]) / (b["tokens"] - a["tokens"])
+            for a, b in pairs
+        ]  # fmt: skip
+        stops = [f"    # until step {stop}" if stop else "" for _, stop in self.stages]
+        commands = [self.command(ranks) + stop for (ranks, _), stop in zip(self.stages, stops)]
+        return row | {"command": "\n".join(commands)}
 
     def execute(self):
         """Train, or go on where an earlier start was interrupted."""
@@ -74,17 +91,19 @@ class Run:
 
     def start(self, ranks: int, stop: int | None):
         """Run train.py to its end or, if there is a `stop`, until a checkpoint has that step."""
-        words = [sys.executable, "-m", "torch.distributed.run", *self.command(ranks).split()[1:]]
+        words = [sys.executable, "-m", "torch.distributed.run", *self.command(ranks).split()[2:]]
         with open(self.folder / "output.txt", "w") as output:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             process = subprocess.Popen(
                 words, cwd=HERE, env=environment, stdout=output, stderr=subprocess.STDOUT
             )
-            while process.poll() is None and not STOP.is_set():
-                if stop and self.reached(stop):
-                    break
-                time.sleep(0.1)
-            process.terminate()
+            try:
+                while process.poll() is None and not STOP.is_set():
+                    if stop and self.reached(stop):
+                        break
+                    time.sleep(0.1)
+            finally:
+                process.terminate()
         if process.wait() and not self.reached(stop):
             if STOP.is_set():
                 raise UserError("interrupted; the same command goes on from here")
@@ -92,7 +111,8 @@ class Run:
 
 
 FORMATS = {  # column -> heading, format, factor
-    "val_loss": ("validation loss", "{:.4f}", 1), "sync_bytes": ("MB sent", "{:,.1f}", 1e-6),
+    "val_loss": ("validation loss", "{:.4f}", 1),
+    "local_bytes": ("MB sent after the warm-up", "{:,.1f}", 1e-6),
     "over_minibatch": ("over mini-batch", "{:+.1%}", 1), "step_ms": ("ms a step", "{:,.0f}", 1),
     "total_s": ("seconds", "{:,.0f}", 1), "tokens_per_s": ("tokens per second", "{:,.0f}", 1),
     "excess": ("over undisturbed", "{:+.1%}", 1),
@@ -121,6 +141,8 @@ def execute_all(runs: list, jobs: int):
     """Run what has not finished, `jobs` runs at a time. Ctrl-C and SIGTERM stop them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: STOP.set())
+    RUNS.mkdir(parents=True, exist_ok=True)
+    lock(RUNS)
     todo = list({run.folder: run for run in runs if not run.finished()}.values())
     print(f"{len(runs)} runs, {len(todo)} to do", flush=True)
     began = time.perf_counter()
