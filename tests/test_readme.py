@@ -1,4 +1,4 @@
-"""The README and RESULTS.md are true: file tree, commands, flags, equation map, the printed method."""
+"""The README and RESULTS.md are true: file tree, commands, flags, equation map, printed code."""
 
 import importlib
 import json
@@ -113,6 +113,21 @@ def test_commands_for_own_text_run_as_written(tmp_path):
         printed.append(finished(Launch(1, tmp_path / "log", *words, special=special)))
     assert "tokens (byte)" in printed[0] and "done |" in printed[1]
     assert printed[2].startswith("def ")
+
+
+def test_experiments_have_valid_commands_also_the_one_in_the_readme(monkeypatch):
+    printed = re.findall(r"```python\n(.*?)```", TEXT, re.S)[1]
+    assert len(printed.splitlines()) <= 13
+    monkeypatch.setattr(lab, "EXPERIMENTS", dict(lab.EXPERIMENTS))
+    exec(printed, vars(lab) | {"EXPERIMENTS": lab.EXPERIMENTS})
+    for name, experiment in lab.EXPERIMENTS.items():
+        runs = experiment.runs([1], quick=True)
+        assert runs or name == "scale"
+        for run in runs:
+            flags = run.command(ranks=4).split("train.py ")[1].split()
+            config, method_config, simulation, _ = read_train_flags(flags)
+            simulate.check(simulation, METHODS, config.method, method_config, replicas=4)
+            METHODS[config.method].check(config, method_config, replicas=4)
 
 
 def finished(run) -> str:
