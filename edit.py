@@ -48,7 +48,7 @@ first anomaly_warmup_rounds samples the statistics are the plain mean and standa
 exponential average started at zero is badly biased. (5) sigma is at least SIGMA_FLOOR * mu, so that
 nearly equal norms do not flag noise. (6) The last round may be shorter, so that no step is lost.
 (7) A non-finite inner gradient is set to 0 (shard.py), so that AdamW's moments stay finite and a
-sick replica is healthy after the sync that left it out. (8) Training stops with an error when
+replica recovers with the sync that left it out. (8) Training stops with an error when
 LOST_ROUNDS rounds in a row were rolled back in all layers.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for norms, limits, losses
@@ -72,7 +72,7 @@ LOST_ROUNDS = 3
 
 @dataclass
 class PenaltyConfig:
-    """Flags of EDiT and A-EDiT: everything but the trigger."""
+    """Flags of EDiT, A-EDiT and Streaming EDiT: everything but when to synchronize."""
 
     outer_lr: float = option(0.7, "outer learning rate (paper: 0.8)")
     outer_momentum: float = option(0.8, "outer Nesterov momentum (paper: 0.85)", below=1)

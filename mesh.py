@@ -176,7 +176,8 @@ class Mesh:
         return self._issue(group, "all-reduce", start, sent_bytes, 2 * (self.replicas - 1))
 
     def all_to_all(self, received: torch.Tensor, pieces: torch.Tensor, group: Group) -> Handle:
-        """received[i] <- the row of `pieces` (group.size rows) that rank i has for this rank."""
+        """received and pieces have one block of rows per rank, in rank order: received's block i
+        <- the block of rank i's `pieces` that is for this rank."""
         pg = group.process_group
         start = lambda: dist.all_to_all_single(received, pieces, group=pg, async_op=True)
         sent_bytes = pieces.nbytes * group.elsewhere

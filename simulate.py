@@ -8,6 +8,7 @@ replica's delay in that step; a slow replica's step takes F. All times in the re
 and wait_*_ms, and A-EDiT's tau_time_s, are virtual: two runs are equal, bit by bit. Where replicas
 wait for each other, all continue at the time of the latest one: after every step with averaged
 gradients, and at a round end. Every rank computes this from the steps that each replica has taken.
+(On CUDA votes are read one step late, so A-EDiT's rounds have one step more.)
 
 Disturbances of one replica, in its steps FIRST to LAST, counted from 1 as in the record.
 `--random_tokens R:FIRST:LAST`: its inputs and targets are uniform random tokens. `--scale_lr
@@ -21,8 +22,8 @@ this machine, but its wait() returns no earlier than the link would allow:
     begin_k  = max(all its ranks have arrived, free)     # free: when the link has sent
                                                          #   what was queued before
     free     = begin_k + bytes_k * FRAMING / (rate / N)  # bytes as mesh.py's ledger counts them
-    finish_k = free + latency * hops_k                   # M-1 hops for an all-gather,
-                                                         #   2 (M-1) for an all-reduce
+    finish_k = free + latency * hops_k                   # hops: 2 (M-1) for an all-reduce, M-1 for
+                                                         #   all-gather, all-to-all; 1: exchange
 
 Nothing blocks in between, so traffic that a method overlaps stays overlapped. Groups with a
 simulated link use gloo or NCCL, which have threads or streams of their own. Everything is off by
