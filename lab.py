@@ -103,6 +103,16 @@ def over_minibatch(rows):
     return [row | {"over_minibatch": row["val_loss"] / best[row["seed"]] - 1} for row in rows]
 
 
+def longer(seeds, quick):
+    """With train.py's own batch, steps and warm-up."""
+    flags = {"batch_size": 8, "max_steps": 700, "sync_warmup_steps": 200, "eval_interval": 200}
+    cases = [("minibatch", ""), ("diloco", ""), ("edit", ""), ("edit", MOMENTS)]
+    return [
+        training(method, seed, columns={"variant": variant}, **{} if quick else flags)
+        for method, variant in cases for seed in seeds
+    ]  # fmt: skip
+
+
 def round_length(seeds, quick):
     methods = ("diloco", "streaming_diloco", "edit", "streaming_edit")
     runs = []
@@ -273,6 +283,10 @@ EXPERIMENTS = {
         "What does each method lose against mini-batch, and how much does it send?",
         quality, ("val_loss", "over_minibatch", "local_bytes"),
         [Panel("local_bytes", "val_loss", BYTES, log=True)], over_minibatch,
+    ),
+    "longer": Experiment(
+        "Is the distance from mini-batch smaller in a longer run with a larger batch?",
+        longer, ("val_loss", "over_minibatch"), [], over_minibatch,
     ),
     "tau": Experiment(
         "How long may a round be?",

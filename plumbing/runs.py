@@ -25,8 +25,7 @@ from plumbing.config import UserError
 
 HERE = Path(__file__).parent.parent
 RUNS = HERE / "out" / "lab"
-SEQUENCES = 16  # of all ranks per step
-STEP_TOKENS = 2048
+SEQUENCES, CONTEXT = 16, 128  # of all ranks per step, each of so many tokens
 STOP = threading.Event()  # after a signal
 
 
@@ -45,8 +44,8 @@ class Run:
         return RUNS / f"{self.flags['method']}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
     def command(self, ranks: int) -> str:
-        flags = self.flags | {"batch_size": SEQUENCES // ranks, "device": "cpu", "resume": "auto"}
-        flags["out_dir"] = os.path.relpath(self.folder, HERE)
+        flags = {"batch_size": SEQUENCES // ranks, "device": "cpu"} | self.flags
+        flags |= {"resume": "auto", "out_dir": os.path.relpath(self.folder, HERE)}
         words = [f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node {ranks} train.py"]
         for name, value in flags.items():
             switch = {True: f"--{name}", False: f"--no-{name}"}
@@ -64,7 +63,9 @@ class Run:
         record = read_run(self.folder)
         row = self.columns | {name: record[name][-1] for name in ("val_loss", "sync_bytes")}
         tokens, seconds, sent = (record[name] for name in ("tokens", "train_s", "sync_bytes"))
-        warmup = self.flags["sync_warmup_steps"] * STEP_TOKENS
+        ranks = self.stages[0][0]
+        step_tokens = CONTEXT * ranks * self.flags.get("batch_size", SEQUENCES // ranks)
+        warmup = self.flags["sync_warmup_steps"] * step_tokens
         first = tokens.index(warmup) if warmup in tokens else 0  # the last evaluation before
         row["local_bytes"] = sent[-1] - sent[first] if warmup else sent[-1]
         row["tokens_per_s"] = (tokens[-1] - tokens[first]) / (seconds[-1] - seconds[first])
@@ -72,7 +73,7 @@ class Run:
         # Seconds per step of all ranks, between the rows of the record; the first step is slower.
         pairs = itertools.pairwise(record["steps"][1:])
         row["step_s_curve"] = [
-            STEP_TOKENS * (b["train_s"] - a["train_s"]) / (b["tokens"] - a["tokens"])
+            step_tokens * (b["train_s"] - a["train_s"]) / (b["tokens"] - a["tokens"])
             for a, b in pairs
         ]  # fmt: skip
         stops = [f"    # until step {stop}" if stop else "" for _, stop in self.stages]
