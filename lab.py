@@ -94,6 +94,8 @@ def quality(seeds, quick):
             runs += [training(method, seed, tau) for method in METHODS if method != "minibatch"]
             columns = {"variant": MOMENTS}
             runs += [training(method, seed, tau, columns=columns) for method in ("diloco", "edit")]
+            columns = {"variant": "32 bits"}
+            runs.append(training("streaming_diloco", seed, tau, columns=columns, quantize="none"))
     return runs
 
 

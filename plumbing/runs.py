@@ -66,9 +66,11 @@ class Run:
         ranks = self.stages[0][0]
         step_tokens = CONTEXT * ranks * self.flags.get("batch_size", SEQUENCES // ranks)
         warmup = self.flags["sync_warmup_steps"] * step_tokens
-        first = tokens.index(warmup) if warmup in tokens else 0  # the last evaluation before
-        row["local_bytes"] = sent[-1] - sent[first] if warmup else sent[-1]
-        row["tokens_per_s"] = (tokens[-1] - tokens[first]) / (seconds[-1] - seconds[first])
+        # What the warm-up took is not counted, if there was an evaluation at its end.
+        began = {0: (0, 0.0)} | dict(zip(tokens, zip(sent, seconds)))
+        warmup = warmup if warmup in began else 0
+        row["local_bytes"] = sent[-1] - began[warmup][0]
+        row["tokens_per_s"] = (tokens[-1] - warmup) / (seconds[-1] - began[warmup][1])
         row |= {f"{name}_curve": record[name] for name in CURVES}
         # Seconds per step of all ranks, between the rows of the record; the first step is slower.
         pairs = itertools.pairwise(record["steps"][1:])

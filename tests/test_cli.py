@@ -248,7 +248,7 @@ def test_programs_end_with_the_right_code_and_one_line_or_none(corpus_folder, in
         ("pipe", [*run, "--out_dir", tmp_path / "pipe"], 141, ""),
         ("pipe", ["data.py", "--input", inputs / "text.txt", "--out", tmp_path / "new"], 141, ""),
         ("closed", [*run, "--out_dir", tmp_path / "closed", "--max_steps", "2"], 0, ""),
-        ("torchrun", [*torchrun, *run, "--tau", "0"], 1, "train.py: error: --tau 0"),
+        ("torchrun", [*torchrun, "bench.py", "--parts", "no"], 1, "bench.py: error: --parts no"),
     ]
     reader, pipe = os.pipe()
     os.close(reader)
@@ -266,8 +266,8 @@ def test_programs_end_with_the_right_code_and_one_line_or_none(corpus_folder, in
         assert process.returncode == code, (kind, command, process.returncode, errors)
         lines = errors.splitlines()
         if kind == "torchrun":  # its report, too
-            assert "exitcode  : 2" in errors and 'train.py", line' not in errors
-            lines = [line for line in lines if "train.py: error" in line]
+            assert "exitcode  : 2" in errors and 'bench.py", line' not in errors
+            lines = [line for line in lines if "bench.py: error" in line]
         assert len(lines) == bool(message) and message in errors, (command, errors)
 
 

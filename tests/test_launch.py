@@ -37,8 +37,9 @@ def record(folder):
 def assert_same(*folders):
     """Two runs have the same losses, with every step once, and the same model."""
     rows = [[row for row in record(folder) if row["event"] == "step"] for folder in folders]
-    losses, expected = [[(row["step"], row["loss"]) for row in run] for run in rows]
-    assert losses == expected
+    names = ("step", "loss", "shard_bytes")
+    ours, expected = [[[row[name] for name in names] for row in run] for run in rows]
+    assert ours == expected
     model, other = [torch.load(folder / "model.pt")["model"] for folder in folders]
     assert all(torch.equal(model[name], value) for name, value in other.items())
 

@@ -3,12 +3,14 @@ each must equal, and what each sends."""
 
 import functools
 import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
-from mesh import Mesh
+from co2 import CO2
+from mesh import Handle, Mesh
 from model import Llama, ModelConfig
 from noloco import partner
 from ranks import run_training, train_all
@@ -32,7 +34,7 @@ CASES = {
     "noloco pull": LOCAL | dict(method="noloco", pull=1.1, outer_lr=0.7),
     "streaming": STREAMING | dict(delay=1, alpha=0.5),
     "streaming int8": STREAMING | dict(delay=3, quantize="int8", fragment_pattern="sequential"),
-    "streaming none": STREAMING | dict(delay=0, alpha=0.5, quantize="none", fragments=4),
+    "streaming none": STREAMING | dict(delay=0, alpha=1.0, quantize="none", fragments=4),
     "streaming layers": STREAMING | dict(delay=3, alpha=0.5, n_layer=3),
     "streaming uneven": STREAMING
     | dict(delay=0, n_layer=3, fragments=4, fragment_pattern="sequential"),
@@ -233,6 +235,7 @@ def test_methods_equal_each_other_where_they_must(corpus_folder):
         case("diloco", **ball),
         case("streaming_diloco", **ball, fragments=1, delay=0, quantize="none"),
     )  # fmt: skip
+    assert torch.equal(*(rank["vectors"]["momentum"] for rank in runs[4].ranks))  # NoLoCo's pair
     for first, *others in (runs[:3], runs[3:6], runs[6:]):
         for other in others:
             assert_equal_runs(first, other)
@@ -250,6 +253,17 @@ def test_slowmo_goes_through_a_rate_of_zero():
         model.master.mul_(1 - lr)
         method.sync(method.local_stats().view(1, -1))
         assert method.anchor.isfinite().all()
+
+
+def test_co2_waits_one_round_late_and_before_a_checkpoint():
+    model, waited = ShardedModel(ModelConfig(2, 1, 6, 8, 257), Mesh(1, torch.device("cpu"))), []
+    method = CO2(model, model.mesh, CO2.Config(sync_warmup_steps=0), max_steps=9)
+    method.before_step()
+    work = SimpleNamespace(wait=lambda: waited.append(None))
+    model.mesh.all_reduce = lambda x, group: Handle(work)
+    for wait, count in (method.sync, 0), (method.sync, 1), (lambda _: method.drain(), 2):
+        wait(method.local_stats().view(1, -1))
+        assert len(waited) == count
 
 
 @pytest.mark.parametrize("M", [2, 3, 4, 7, 8])
