@@ -171,7 +171,7 @@ def stragglers(seeds, quick):
             some = seeds if slowness == 1 else seeds[:1]
             runs += [training(method, seed, columns=columns, **flags) for seed in some]
         for weighting in WEIGHTINGS if slowness > 1 else WEIGHTINGS[:1]:  # no difference at 1
-            variant, more = {"variant": weighting}, {"step_weighting": weighting}
+            variant, more = {"variant": f"weights {weighting}"}, {"step_weighting": weighting}
             runs += [
                 training("a_edit", seed, columns=columns | variant, **flags | more)
                 for seed in seeds
@@ -183,7 +183,8 @@ def stragglers(seeds, quick):
 
 
 def same_losses(rows):
-    """In lockstep the losses do not depend on the slowness: fill in those of the other seeds."""
+    """Fill in rows that need no run: in lockstep the losses do not depend on the slowness, and
+    without a slow replica all weightings are equal."""
     result = []
     for row in rows:
         lockstep = row["method"] != "a_edit" and row["clock"] == "virtual"
@@ -192,7 +193,9 @@ def same_losses(rows):
             if same.items() <= other.items() and other["slowness"] == 1:
                 assert other["seed"] != row["seed"] or other["val_loss"] == row["val_loss"]
                 result.append(row | {name: other[name] for name in ("seed", "val_loss", "command")})
-        if not (lockstep and row["slowness"] > 1):
+        if row["method"] == "a_edit" and row["slowness"] == 1:
+            result += [row | {"variant": f"weights {weighting}"} for weighting in WEIGHTINGS]
+        elif not (lockstep and row["slowness"] > 1):
             result.append(row)
     return result
 

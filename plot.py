@@ -3,9 +3,10 @@
     python plot.py out/edit out/diloco --out curves.svg
 
 lab.py draws its figures with draw(), so a method has the same color, marker and place everywhere.
-Runs that differ in their seed only are one line: the mean, and a band from the lowest to the
-highest. The colors are Okabe and Ito's, safe for color-blind readers; the text is gray, readable on
-a light and on a dark page. Needs matplotlib, which nothing else here does.
+Runs that differ in their seed only are one line: the mean, and from the lowest to the highest a
+band or, where there are few points, a vertical line. The colors are Okabe and Ito's, safe for
+color-blind readers; the text is gray, readable on a light and on a dark page. Needs matplotlib,
+which nothing else here does.
 """
 
 import io
@@ -78,31 +79,36 @@ def lines_of(rows: list, panel: Panel) -> dict:
     return {label: sorted(points) for label, points in lines.items()}
 
 
-def style_of(label: tuple, labels: list) -> dict:
-    """A variant of a method has the method's color, another line and another, open marker."""
-    name, color, marker, line = METHODS[label[0]]
-    variants = [variant for method, variant in labels if method == label[0] and variant]
-    if label[1]:
-        marker, line = VARIANTS[variants.index(label[1]) % len(VARIANTS)]
-        name = f"{name}, {label[1]}"
-    face = "none" if label[1] else color
-    style = {"color": color, "marker": marker, "linestyle": line, "markerfacecolor": face}
-    return style | {"label": name, "linewidth": 1.4, "markersize": 4.5}
+def styles_of(panels_lines: list) -> dict:
+    """(method, variant) -> its style. A variant has its method's color, another line and another,
+    open marker. Of lines that are equal in all panels only the first has a style, with the names
+    of all: it would hide the others."""
+    styles, equal = {}, {}
+    for label in {label: 0 for lines in panels_lines for label in lines}:
+        name, color, marker, line = METHODS[label[0]]
+        variants = [variant for method, variant in styles if method == label[0] and variant]
+        if label[1]:
+            marker, line = VARIANTS[len(variants) % len(VARIANTS)]
+            name = f"{name}, {label[1]}"
+        first = equal.setdefault(str([lines.get(label) for lines in panels_lines]), label)
+        if first in styles:
+            styles[first]["label"] += f" = {name}"
+            continue
+        face = "none" if label[1] else color
+        styles[label] = {"color": color, "marker": marker, "linestyle": line, "label": name}
+        styles[label] |= {"markerfacecolor": face, "linewidth": 1.4, "markersize": 4.5}
+    return styles
 
 
-def draw_panel(axes, panel: Panel, lines: dict):
-    styles = {label: style_of(label, list(lines)) for label in lines}
+def draw_panel(axes, panel: Panel, lines: dict, styles: dict):
     xs = sorted({point[0] for points in lines.values() for point in points})
-    while lines:
-        label, points = next(iter(lines.items()))
-        equal = [other for other in lines if lines[other] == points]  # one line would hide another
-        lines = {other: lines[other] for other in lines if other not in equal}
-        style = styles[label] | {"label": " = ".join(styles[other]["label"] for other in equal)}
-        x, y, lowest, highest = zip(*points)
+    for label, style in styles.items():
+        x, y, lowest, highest = zip(*lines[label]) if label in lines else [()] * 4
         axes.plot(x, y, markevery=max(1, len(x) // 6), **style)
-        if lowest != highest:
-            axes.vlines(x, lowest, highest, color=style["color"], linewidth=0.8)
+        if lowest != highest and len(x) > 5:
             axes.fill_between(x, lowest, highest, color=style["color"], alpha=0.15, linewidth=0)
+        elif lowest != highest:
+            axes.vlines(x, lowest, highest, color=style["color"], linewidth=0.8)
     axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
     if panel.ylim:
         axes.set_ylim(panel.ylim)
@@ -122,20 +128,23 @@ def draw(rows: list, panels: list, path):
     except ModuleNotFoundError:
         raise UserError("pictures need matplotlib: pip install matplotlib") from None
     panels = [panel for panel in panels if lines_of(rows, panel)]  # --quick leaves some empty
+    panels_lines = [lines_of(rows, panel) for panel in panels]
+    styles = styles_of(panels_lines)
     settings = {key: GRAY for key in ("text.color", "axes.labelcolor", "axes.edgecolor")}
     settings |= {"xtick.color": GRAY, "ytick.color": GRAY, "font.size": 9, "svg.fonttype": "none"}
     settings |= {"svg.hashsalt": "", "axes.spines.top": False, "axes.spines.right": False}
     settings |= {"font.sans-serif": ["DejaVu Sans"]}
     with matplotlib.rc_context(settings):
-        size = (1 + 3.6 * len(panels), 4)
+        alone = len(panels) == 1  # then the legend stands beside the panel
+        size = (7.5 if alone else 1 + 3.6 * len(panels), 4)
         figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
-        handles = {}
-        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
-            draw_panel(axes, panel, lines_of(rows, panel))
-            handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
+        all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, panel, lines in zip(all_axes, panels, panels_lines):
+            draw_panel(axes, panel, lines, styles)
         figure.legend(
-            handles.values(), handles, loc="outside lower center", frameon=False,
-            ncols=min(len(handles), 1 + 2 * len(panels)),
+            *axes.get_legend_handles_labels(), frameon=False,
+            loc="outside right upper" if alone else "outside lower center",
+            ncols=1 if alone else len(panels) + 1,
         )  # fmt: skip
         picture = io.StringIO()
         # Without a date the same figures give the same file.

@@ -88,7 +88,8 @@ def test_figure_and_table_say_what_the_json_says(path):
     assert table(experiment.summary(rows), experiment.columns) in Path(HERE, "RESULTS.md").read_text()
     for panel in experiment.panels:
         axes = Axes()
-        plot.draw_panel(axes, panel, plot.lines_of(rows, panel))
+        lines = plot.lines_of(rows, panel)
+        plot.draw_panel(axes, panel, lines, plot.styles_of([lines]))
         shown = [row for row in rows if panel.where.items() <= row.items()]
         in_list = lambda value: value if isinstance(value, list) else [value]
         for label, xs, ys in axes.lines:
