@@ -24,12 +24,12 @@ Deviations from the authors' code: (1) A monotonic clock, differences only; an f
 wall-clock seconds has a resolution of 128 s. (2) The clock restarts at the end of the sync, not
 before it: otherwise a replica's waiting shortens its next round, and the rounds of a fast replica
 shrink to nothing. (3) Learning rate and end follow the tokens of all replicas. (4) With the
-paper's weights a replica that takes more steps has a larger norm, and so a smaller weight. The
-options of --step_weighting: none, as in the paper; times_steps multiplies w_i by steps_i and
-normalizes again; norm_per_step replaces G_i by G_i mean_j(steps_j) / steps_i in the weights and in
-the detection of anomalies. (G_i / steps_i alone would grow, like an anomaly, when a round ends
-early.) The record shows G_i itself. (5) On CUDA the vote is read one step late, so that the host
-can run ahead; and the host waits for the device once per sync.
+paper's weights a replica that takes more steps has a larger norm, and so a smaller weight. So
+--step_weighting norm_per_step, the default, replaces G_i by G_i mean_j(steps_j) / steps_i in the
+weights and in the detection of anomalies (G_i / steps_i alone would grow, like an anomaly, when a
+round ends early). times_steps multiplies w_i by steps_i and normalizes again; none is the paper's
+way; RESULTS.md compares them. The record shows G_i itself. (5) On CUDA the vote is read one step
+late, so that the host can run ahead; and the host waits for the device once per sync.
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.
@@ -48,8 +48,8 @@ from plumbing.config import RoundConfig, option
 class Config(PenaltyConfig, RoundConfig):
     tau_time_s: float = option(2.0, "seconds of training per round (code: 600)", above=0)
     step_weighting: str = option(
-        "none",
-        "correct weights for the replica's steps in the round (none: as in the paper)",
+        "norm_per_step",
+        "how weights allow for a replica's steps in the round (none: as in the paper)",
         choices=["none", "times_steps", "norm_per_step"],
     )
 
