@@ -192,7 +192,9 @@ def same_losses(rows):
             same = {name: row[name] for name in ("method", "clock")}
             if same.items() <= other.items() and other["slowness"] == 1:
                 assert other["seed"] != row["seed"] or other["val_loss"] == row["val_loss"]
-                result.append(row | {name: other[name] for name in ("seed", "val_loss", "command")})
+                commands = dict.fromkeys([row["command"], other["command"]])  # of speed, of loss
+                filled = {"command": "\n".join(commands)}
+                result.append(row | filled | {name: other[name] for name in ("seed", "val_loss")})
         if row["method"] == "a_edit" and row["slowness"] == 1:
             result += [row | {"variant": f"weights {weighting}"} for weighting in WEIGHTINGS]
         elif not (lockstep and row["slowness"] > 1):
