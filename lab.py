@@ -326,7 +326,7 @@ EXPERIMENTS = {
     "elastic": Experiment(
         "May the number of replicas change during the training?",
         elastic, ("val_loss", "tokens_per_s"),
-        [Panel("step_curve", "val_loss_curve", "steps", xlim=(100, 448))], curves=True,
+        [Panel("step_curve", "val_loss_curve", "steps", xlim=(60, 448))], curves=True,
     ),
     "scale": Experiment(
         "On paper: how many Gbit/s between replicas does each compute utilization need?",

@@ -92,8 +92,8 @@ def check(config: Config, methods: dict, name: str, method_config, replicas: int
             raise UserError(f"--random_tokens, --scale_lr: FIRST {first} is after LAST {last}")
     if scaled and scaled[1] <= averaged:
         raise UserError(
-            f"--scale_lr {config.scale_lr}: replicas must stay equal while gradients are averaged "
-            f"(up to step {averaged}): choose a later FIRST, or a method with local steps"
+            f"--scale_lr {config.scale_lr}: replicas must stay equal while gradients are averaged: "
+            "choose FIRST after --sync_warmup_steps, or a method with local steps"
         )
     if config.virtual_clock and methods[name].overlaps:
         working = ", ".join(each for each, method in methods.items() if not method.overlaps)

@@ -46,8 +46,8 @@ edit                               | edit
 --random_tokens 0:0:3              | 1 <= FIRST
 --random_tokens 0:3:2              | FIRST 3 is after LAST 2
 --scale_lr 0:1:2                   | must be R:FIRST:LAST:FACTOR
---scale_lr 0:200:201:100           | averaged (up to step 200)
---scale_lr 0:3:4:9 --method minibatch | averaged (up to step inf)
+--scale_lr 0:200:201:100           | gradients are averaged
+--scale_lr 0:3:4:9 --method minibatch | gradients are averaged
 --virtual_clock --method noloco    | it works with minibatch, post_local_sgd, slowmo, diloco, edit
 --virtual_clock --link_mbps 10     | leave out --link_mbps
 --step_weighting norm              | --step_weighting
