@@ -1,21 +1,19 @@
 """NoLoCo: each replica exchanges its parameters with one random partner per round.
 
 The problem. A collective waits for all replicas, and the more they are, the longer it waits. In
-NoLoCo nobody waits for more than one other replica. A pull towards the partner keeps the replicas
-together.
+NoLoCo a replica waits for one other only. A pull towards the partner keeps all of them together.
 
     sync_warmup_steps steps of mini-batch; a_i = x; u_i = 0; then round t = 1, 2, ..., replica i:
         tau inner steps: x_i <- AdamW(x_i)
         j = partner(i, t)                     # random pairs from Philox(seed, t)
-        exchange x (and a, if pull != lr)     # [sync] with the partner, once per round
-        u_i <- mu u_i + lr mean(d_i, d_j) + pull (a_i - mean(a_i, a_j))         # d = a - x
-               which is mu u_i + lr (a_i - mean(x_i, x_j)) if pull = lr
+        z_i = lr x_i + (pull - lr) a_i
+        exchange z                            # [sync] with the partner, once per round
+        u_i <- mu u_i + pull a_i - mean(z_i, z_j)
         a_i <- a_i - u_i;  x_i <- a_i
     at the end of training: x_i <- mean over all replicas of a_j                # [sync] all-reduce
 
-With an odd number of replicas one is alone in each round; its own values are the means. Replicas
-are never equal (if M > 2). Their distance is proportional to the inner learning rate, so the
-replicas come closer as it decays. The model to evaluate is the mean of all a_j.
+If M is odd, one replica is alone in each round: z_j = z_i. If M > 2, replicas are never equal, but
+come closer as the inner learning rate decays. The model to evaluate is the mean of all a_j.
 
     paper      variable        shape        where
     theta_i    model.master    (sum P/N,)   every rank its shard (x_i)
@@ -23,12 +21,12 @@ replicas come closer as it decays. The model to evaluate is the mean of all a_j.
     -delta_i   momentum        (sum P/N,)   replica i (u_i)
     alpha, beta, gamma   outer_momentum, outer_lr, pull
 
-Deviations: (1) The warm-up is mini-batch. (2) The paper's equation 2 prints minus beta Delta; as
-Delta = x - a, only the plus sign of equation 32 and of the code makes progress. (3) The code sends
-pairs through a root and the CPU, tensor by tensor, and needs an even M. (4) On another number of
-replicas a resumed run starts all from the mean of the a_i and of the u_i.
+Deviations: (1) The warm-up is mini-batch. (2) In the paper x and a travel, and with d = a - x
+    u_i <- mu u_i + lr mean(d_i, d_j) + pull (a_i - mean(a_i, a_j)):
+the same sum. Its equation 2 prints - lr mean(d_i, d_j), but only the plus sign of equation 32 and
+of the authors' code makes progress. (3) M may be odd. (4) On another M all resume from mean a, u.
 
-Slow-link bytes per rank and round: 4 P/N (8 P/N if pull != lr), whatever M is; one hop.
+Slow-link bytes per rank and round: 4 P/N, whatever M and pull are; one hop.
 Run: torchrun --nproc_per_node 4 train.py --method noloco
 Source: NoLoCo, arXiv 2506.10911, and its authors' code.
 """
@@ -37,7 +35,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from method import Method
 from plumbing.config import LocalConfig, UserError, option
@@ -72,11 +69,11 @@ class NoLoCo(Method):
 
     @classmethod
     def held_vectors(cls, method_config):
-        return 3 if method_config.pull == method_config.outer_lr else 4
+        return 3
 
     @classmethod
     def sent_vectors(cls, method_config, replicas):
-        return cls.held_vectors(method_config) - 2
+        return 1
 
     def begin(self):
         self.anchor.copy_(self.model.master)
@@ -87,34 +84,17 @@ class NoLoCo(Method):
 
     def sync(self, norms):
         a, x, u, config = self.anchor, self.model.master, self.momentum, self.config
-        j = partner(self.mesh.replica, self.mesh.replicas, self.seed, self.rounds)
-        u.mul_(config.outer_momentum)
-        x_mean = self.pair_mean(x, j)
-        if config.pull == config.outer_lr:
-            # u_i <- mu u_i + lr (a_i - mean(x_i, x_j))
-            u.add_(torch.sub(a, x_mean, out=x_mean), alpha=config.outer_lr)
-        else:
-            # u_i <- mu u_i + lr mean(d_i, d_j) + pull (a_i - mean(a_i, a_j))
-            a_mean = self.pair_mean(a, j)
-            u.add_(torch.sub(a_mean, x_mean, out=x_mean), alpha=config.outer_lr)
-            u.add_(torch.sub(a, a_mean, out=a_mean), alpha=config.pull)
+        # z_i = lr x_i + (pull - lr) a_i, in the place of x_i
+        z = x.mul_(config.outer_lr).add_(a, alpha=config.pull - config.outer_lr)
+        mean, j = z.clone(), partner(self.mesh.replica, self.mesh.replicas, self.seed, self.rounds)
+        if j != self.mesh.replica:
+            # [sync] exchange with the partner, sum P/N fp32, once per round
+            self.mesh.exchange(mean, z, j, self.mesh.sync).wait()
+            mean.add_(z).div_(2)
+        # u_i <- mu u_i + pull a_i - mean(z_i, z_j)
+        u.mul_(config.outer_momentum).add_(a, alpha=config.pull).sub_(mean)
         # a_i <- a_i - u_i;  x_i <- a_i
         x.copy_(a.sub_(u))
-
-    def pair_mean(self, vector, j):
-        """The mean of `vector` over this replica and replica j, a new vector."""
-        mean = vector.clone()
-        if j != self.mesh.replica:
-            # [sync] exchange with the partner, sum P/N fp32, once per round (twice if pull != lr)
-            self.mesh.exchange(mean, vector, j, self.mesh.sync).wait()
-            mean.add_(vector).div_(2)
-        return mean
-
-    def average_replicas(self):
-        x = self.model.master.div_(self.mesh.replicas)
-        # [sync] all-reduce, sum P/N fp32, once per evaluation and at the end of training
-        self.mesh.all_reduce(x, self.mesh.sync).wait()
-        self.model.invalidate_gathered()
 
     @contextmanager
     def judged(self):
@@ -122,17 +102,19 @@ class NoLoCo(Method):
         if not self.local:
             yield
             return
-        self.average_replicas()
-        square = self.norm(self.anchor - self.model.master).square() / self.mesh.replicas
-        # [sync] all-reduce, 1 scalar, once per evaluation
+        x, M = self.model.master, self.mesh.replicas
+        # [sync] all-reduce, sum P/N fp32, once per evaluation and at the end of training
+        self.mesh.all_reduce(x.div_(M), self.mesh.sync).wait()
+        square = self.norm(self.anchor - x).square() / M
+        # [sync] all-reduce, 1 scalar, once per evaluation and at the end of training
         self.mesh.all_reduce(square, self.mesh.sync).wait()
         self.spread = square.sqrt().item()
+        self.model.invalidate_gathered()
         yield
-        self.model.master.copy_(self.anchor)
+        x.copy_(self.anchor)
         self.model.invalidate_gathered()
 
     def finish(self):
         super().finish()
-        if self.local:
-            self.average_replicas()
+        with self.judged():
             self.anchor.copy_(self.model.master)
