@@ -47,7 +47,7 @@ import torch
 from edit import outer_nesterov
 from method import Method
 from plumbing.config import LocalConfig, UserError, option
-from quantize import BLOCK, MeanInFlight, bytes_per_element
+from quantize import MeanInFlight, bytes_per_element
 
 
 @dataclass
@@ -88,7 +88,8 @@ class StreamingDiLoCo(Method):
 
     @classmethod
     def held_vectors(cls, method_config):
-        return 2 + 1 / method_config.fragments
+        copies = 2 if method_config.quantize == "none" else 1  # sent and received
+        return 2 + copies / method_config.fragments
 
     @classmethod
     def sent_vectors(cls, method_config, replicas):

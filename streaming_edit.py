@@ -24,8 +24,6 @@ in quantized pieces from quantize.py.
 
 So a sick replica is healthy again, fragment by fragment, within one round. The names and shapes are
 those of edit.py and streaming_diloco.py; norms, flags and weights are (M, layers of the fragment).
-Without quantization the weights must be known before the all-reduce starts, so it starts
-ceil(delay / 2) steps after the norms.
 
 With all parts off it is Streaming DiLoCo, bit for bit. With --fragments 1 --delay 0 --quantize none
 it is EDiT.

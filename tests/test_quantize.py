@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from mesh import Mesh
-from quantize import BLOCK_BYTES, MeanInFlight, bytes_per_element, decode, encode
+from quantize import MeanInFlight, bytes_per_element, decode, encode
 from ranks import run_ranks
 from reference import quantized_mean, rounded
 
 FORMATS = ["e3m0", "int8"]
+BYTES = {"e3m0": 132, "int8": 260, "none": 1024}  # of a block in fp32
 SIZES = [300, 5, 512, 257]  # of vectors; blocks do not cross from one to the next
 
 
@@ -72,10 +73,9 @@ def test_zero_blocks_stay_zero_and_divergence_shows(format):
 
 
 def test_bytes_per_element():
-    assert BLOCK_BYTES == {"e3m0": 132, "int8": 260, "none": 1024}
+    assert [256 * bytes_per_element(format) for format in BYTES] == [132, 260, 1024]
     assert 4 / bytes_per_element("e3m0") == pytest.approx(7.76, abs=0.01)
     assert 4 / bytes_per_element("int8") == pytest.approx(3.94, abs=0.01)
-    assert bytes_per_element("none") == 4
 
 
 def means():
@@ -102,7 +102,7 @@ def means():
 def test_mean_equals_reference_and_is_equal_everywhere(M):
     ranks = run_ranks(M, means)
     d = [[drawn(size, seed=size + i) for size in SIZES] for i in range(M)]
-    blocks, elements = sum(-(-size // 256) for size in SIZES), sum(SIZES)
+    blocks = sum(-(-size // 256) for size in SIZES)
     for format in [*FORMATS, "none"]:
         first, *_ = ranks[0][format]
         for rank in ranks:
@@ -116,8 +116,8 @@ def test_mean_equals_reference_and_is_equal_everywhere(M):
             assert sick[0][sick_from:].isnan().all() and sick[0][:sick_from].isfinite().all()
             assert all(vector.isfinite().all() for vector in sick[1:])
             padded = blocks + (-blocks % M if M > 2 else 0)
-            size = elements * 8 if format == "none" else padded * BLOCK_BYTES[format]
+            size = padded * (256 * 8 if format == "none" else BYTES[format])  # fp64
             assert sent == pytest.approx(2 * (M - 1) / M * size)
             two_hops = {"sync all-to-all": 1, "sync all-gather": 1}
             hops = {1: {}, 2: {"sync all-gather": 1}}.get(M, two_hops)
-            assert calls == ({"sync all-reduce": 1} if format == "none" and M > 1 else hops)
+            assert calls == hops
