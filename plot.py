@@ -32,7 +32,9 @@ METHODS = {  # in the order of all figures: name, color, marker, line
     "streaming_edit": ("Streaming EDiT", "#0072b2", "D", "--"),
     "a_edit": ("A-EDiT", "#009e73", "P", "-"),
 }
-VARIANTS = (("o", ":"), ("s", "-."), ("^", (0, (1, 3))), ("v", (0, (5, 1, 1, 1))), ("D", "--"))
+VARIANTS = (
+    ("o", ":"), ("s", "-."), ("^", (0, (1, 3))), ("v", (0, (5, 1, 1, 1))), ("D", "--"), ("X", "-"),
+)  # fmt: skip
 CURVES = ("step", "tokens", "train_s", "sync_bytes", "val_loss")  # what a record has as lists
 # What distinguishes the runs of an experiment, the seed apart.
 CASE = (
@@ -58,7 +60,7 @@ class Panel:
 
 def cases(rows: list) -> dict:
     """Rows by what distinguishes them, in the order of METHODS: {values of CASE: one per seed}."""
-    groups, order = defaultdict(list), list(METHODS)
+    groups, order = defaultdict(list), [*METHODS, *(row["method"] for row in rows)]
     for row in sorted(rows, key=lambda row: order.index(row["method"])):
         groups[tuple(row.get(name) for name in CASE)].append(row)
     return dict(groups)
@@ -85,7 +87,7 @@ def styles_of(panels_lines: list) -> dict:
     of all: it would hide the others."""
     styles, equal = {}, {}
     for label in {label: 0 for lines in panels_lines for label in lines}:
-        name, color, marker, line = METHODS[label[0]]
+        name, color, marker, line = METHODS.get(label[0], (label[0], "#7570b3", "X", "-"))
         variants = [variant for method, variant in styles if method == label[0] and variant]
         if label[1]:
             marker, line = VARIANTS[len(variants) % len(VARIANTS)]

@@ -130,7 +130,7 @@ def table(rows: list, columns: tuple) -> str:
     lines = [[CASE[i] for i in keys] + [heading for heading, _, _ in formats]]
     lines.append(["---"] * len(lines[0]))
     for case, group in cases(rows).items():
-        case = (METHODS[case[0]][0], *case[1:])
+        case = (METHODS.get(case[0], case)[0], *case[1:])
         cells = [str(case[i] or "") for i in keys]
         for name, (_, form, factor) in zip(columns, formats):
             values = [factor * row[name] for row in group]

@@ -113,8 +113,10 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
     curves = [row | {"x": [1, 2], "val_loss": [row["seed"], 2.0]} for row in rows if row["tau"] == 4]
     lines = plot.lines_of(curves, plot.Panel("x", "val_loss", ""))
     assert lines == {("edit", ""): [(1.0, 1.5, 1, 2), (2.0, 2.0, 2.0, 2.0)]}
+    rows += [row | {"method": "averaging"} for row in rows[:1]]  # a method of the reader's own
     assert table(rows, ("val_loss",)).splitlines()[2:] == [
-        "| 16 | 3.0000 (2.0000 .. 4.0000) |", "| 4 | 1.2500 (1.0000 .. 1.5000) |",
+        "| EDiT | 16 | 3.0000 (2.0000 .. 4.0000) |", "| EDiT | 4 | 1.2500 (1.0000 .. 1.5000) |",
+        "| averaging | 16 | 2.0000 |",
     ]  # fmt: skip
 
 
@@ -127,9 +129,9 @@ def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
 def test_a_smaller_svg_has_the_same_text(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     rows = [
-        {"method": "edit", "variant": "", "tau": tau, "seed": 1, "x": tau, "val_loss": loss}
+        {"method": "averaging", "variant": "", "tau": tau, "seed": 1, "x": tau, "val_loss": loss}
         for tau, loss in [(4, 1.5701), (16, 1.5988)]
-    ]
+    ]  # a method of the reader's own
     texts = []
     for same in (False, True):
         if same:

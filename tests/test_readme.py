@@ -92,7 +92,7 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
     known = capsys.readouterr().out
     launcher = {
         "--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint",
-        "--max-restarts", "--nodes", "--ntasks-per-node", "--gpus-per-node",
+        "--max-restarts", "--exclusive", "--nodes", "--ntasks-per-node", "--gpus-per-node",
     }  # fmt: skip
     for flag in set(re.findall(r"--[a-z][\w-]*", TEXT + RESULTS)) - launcher:
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
