@@ -208,14 +208,18 @@ SICK = {
 }  # fmt: skip
 
 
+PARTS = ("anomaly_elimination", "weighted_averaging", "pseudo_grad_clipping")
+
+
 def penalty(seeds, quick):
     """Replica 3 is sick for one or three rounds, until step 240. By then the detectors have seen 10
     healthy rounds."""
-    methods, parts = ("diloco", "streaming_diloco", "edit", "streaming_edit"), ()
-    if not quick:
-        parts = ("anomaly_elimination", "weighted_averaging", "pseudo_grad_clipping")
+    methods = ("diloco", "streaming_diloco", "edit", "streaming_edit")
     variants = [(method, "", {}) for method in methods]
-    variants += [("edit", f"no {part.replace('_', ' ')}", {part: False}) for part in parts]
+    for part in () if quick else PARTS:
+        name, others = part.replace("_", " "), [other for other in PARTS if other != part]
+        variants.append(("edit", f"no {name}", {part: False}))
+        variants.append(("edit", f"only {name}", dict.fromkeys(others, False)))
     length = {"sync_warmup_steps": 32, "max_steps": 272, "eval_interval": 16, "eval_batches": 8}
     runs = []
     for method, variant, without in variants:
@@ -318,9 +322,13 @@ EXPERIMENTS = {
     "penalty": Experiment(
         "What does EDiT's penalty do when a replica is sick?",
         penalty, ("excess", "val_loss"),
-        [Panel("step_curve", "val_loss_curve", "steps", title=f"replica 3: {sick}",
-               where={"disturbance": sick}, xlim=(176, 272))
-         for sick in list(SICK)[1:]],
+        [Panel("step_curve", "val_loss_curve", "steps", title=f"{who}{sick}",
+               where={"disturbance": sick} | where, xlim=(176, 272))
+         for who, sick, where in (
+             ("replica 3: ", "learning rate x 100", {"variant": ""}),
+             ("replica 3: ", "random tokens", {"variant": ""}),
+             ("EDiT, ", "learning rate x 100", {"method": "edit"}),
+         )],
         excess_loss, curves=True,
     ),
     "elastic": Experiment(
