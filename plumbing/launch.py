@@ -15,13 +15,11 @@ Leaving.
 The first rank to leave prints the reason, the others are silent. torchrun stops the remaining ranks
 of its node (SIGTERM, after 30 s SIGKILL) and adds a report of its own.
 
-Stopping with --save_on_exit. A stop is a vote to end the round early (method.py). The rank that has
-the signal writes the key stop/k to the store before it enters sync k. No rank completes sync k
-without it, so every rank that looks after sync k finds the key, and all save and leave at this
-round end. With averaged gradients every step is a round, and the votes of all ranks travel with the
-step's metrics. Replicas of an overlapping method (CO2, NoLoCo, Streaming ...) do not wait for
-each other at a round end. There the rank with the signal writes the number of the last round to the
-store, and every rank stops after it.
+Stopping with --save_on_exit. The rank that has the signal votes to end the round early (method.py)
+and sets the key `stop` in the store, so that other replicas vote, too. At the round end all ranks
+exchange their signals. So all decide alike: they save and leave together, or none does. Methods
+that overlap (CO2, NoLoCo, Streaming ...) finish their round. With this flag their replicas wait for
+each other at the round ends.
 """
 
 import ctypes
@@ -265,7 +263,7 @@ class StopRequest:
     """A signal that ends the run at the next round end, with a checkpoint."""
 
     def __init__(self, store, enabled: bool):
-        self.store, self.enabled, self.signal, self.asked = store, enabled, 0, False
+        self.store, self.enabled, self.signal = store, enabled, 0
         if enabled:
             self.pipe, wakeup = os.pipe()
             os.set_blocking(wakeup, False)
@@ -283,51 +281,22 @@ class StopRequest:
 
     def vote(self, method) -> float:
         """1.0 if this rank, or a rank of another replica, wants to stop. At each step's end."""
-        if not self.enabled:
+        if not self.enabled or method.overlaps and method.local:
             return 0.0
-        if method.overlaps and method.local:
-            self.ask_for_stop(method)
-            return 0.0
-        key = f"stop/{method.rounds}"
         if self.signal:
-            self.store.set(key, str(self.signal))
+            self.store.set("stop", "")
             return 1.0
-        # One rank per replica looks for the others' keys.
-        return float(method.mesh.shard_index == 0 and self.store.check([key]))
+        # One rank per replica looks for the others' key.
+        return float(method.mesh.shard_index == 0 and self.store.check(["stop"]))
 
     def agreed(self, method) -> int:
         """At a round end: the signal with which all ranks stop here, or 0."""
         if not self.enabled:
             return 0
-        if method.overlaps and method.local:
-            return self.agreed_round(method)
-        if method.averages_gradients:
-            found, key = method.model.known_metrics()[2] > 0, f"stop/{method.rounds}"
-        else:
-            if method.mesh.device.type == "cuda":  # until all rows of sync k have been gathered
-                torch.cuda.current_stream().synchronize()
-            key = f"stop/{method.rounds - 1}"
-            found = self.store.check([key])
-        return int(self.store.get(key)) if found else 0
-
-    def ask_for_stop(self, method):
-        """Choose the round after which all ranks stop: the latest that a rank has begun."""
-        if not self.signal or self.asked:
-            return
-        self.asked, mine = True, f"{self.signal} {method.mesh.rank}"
-        if self.store.compare_set("stop/asked", "", mine).decode() == mine:
-            keys = [f"begun/{rank}" for rank in range(method.mesh.world_size)]
-            begun = [int(self.store.get(key)) for key in keys if self.store.check([key])]
-            self.store.set("stop/round", str(max(begun, default=method.rounds + 1)))
-
-    def agreed_round(self, method) -> int:
-        """Each rank first writes the round that it begins, then looks for a request. So it sees the
-        request, or the rank that asks has seen its round."""
-        self.store.set(f"begun/{method.mesh.rank}", str(method.rounds + 1))
-        if not self.store.check(["stop/asked"]):
+        if method.averages_gradients and not method.model.known_metrics()[2]:  # no votes
             return 0
-        last_round = int(self.store.get("stop/round"))
-        return int(self.store.get("stop/asked").split()[0]) if method.rounds >= last_round else 0
+        # [sync] all-gather of objects, all ranks, once per round, with --save_on_exit
+        return max(method.mesh.all_gather_object(self.signal))
 
 
 class Shutdown:

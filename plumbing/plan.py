@@ -4,24 +4,9 @@
 
 Every run prints this first. With --dry_run it is all that happens, for any mesh, on any machine.
 
-    what a rank holds     bytes                      P: elements of a layer; C, T, L, V: model.py's
-    parameters, gradient  4 sum P/N each             fp32
-    AdamW                 8 sum P/N                  two moments
-    outer vectors         4 sum P/N each             the method's: anchor, momentum;
-                                                     on the host with --offload
-    sync buffers          4 sum P/N each             of methods that overlap, see their files
-    two whole layers      2 max P * (4 or 2)         in the compute dtype; none if N = 1 in fp32
-    a layer's gradient    4 max P                    while it is reduced; none if N = 1
-    shm slots             2 (4 or 2) max P/N         shard group; plumbing/shm.py, if it is used
-                            + 8 max P
-                            + 8 max P/N              sync group
-    activations, about    B T C * (24 L + 24)        24 numbers per token and channel,
-                            * (4 or 2)               with --recompute 1
-                            + 8 B T V                loss: not more than LOGITS at a time
-                            + 2 B T^2 H L            softmax in bf16 on a CPU, see model.attend
-
-`memory` is exact for ranks on one machine, `activations` is an estimate. Not counted: the program
-itself (some 300 MB on CPUs), NCCL's buffers, what the allocator does not give back.
+P: elements of a layer's flat vector. `memory` is exact for ranks on one machine, `activations` is
+an estimate. Not counted: the program itself (some 300 MB on CPUs), NCCL's buffers, what the
+allocator does not give back.
 """
 
 import os
@@ -85,11 +70,11 @@ class Plan:
         buffers = self.method.held_vectors(self.method_config) - len(vectors)
         aliased = alone and self.dtype == self.master  # a layer is a view of the parameters
         kinds = {
-            "parameters": self.shard_bytes,
+            "parameters": self.shard_bytes,  # 4 sum P/N
             "gradient": self.shard_bytes,
-            "AdamW": 2 * self.shard_bytes,
+            "AdamW": 2 * self.shard_bytes,  # two moments
             outer: len(vectors) * self.shard_bytes,
-            "sync buffers": round(buffers * self.shard_bytes),
+            "sync buffers": round(buffers * self.shard_bytes),  # of methods that overlap
             "two whole layers": 0 if aliased else 2 * self.largest * self.dtype.itemsize,
             "a layer's gradient": 0 if alone else self.largest * self.master.itemsize,
             "shm slots": sum(self.slots()),
