@@ -18,7 +18,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from plot import METHODS, Panel, draw, write
+from plot import METHODS, Panel, draw
 from plumbing import timeline
 from plumbing.config import Parser, check_limits, run_command
 from plumbing.runs import RUNS, Run, execute_all, table
@@ -142,17 +142,18 @@ def link(seeds, quick):
 def loss_over_seconds(rows):
     """The runs of `quality` at each rate, with the seconds that their steps take there."""
     timed = {(row["link_mbps"], row["method"]): row for row in rows if "link_mbps" in row}
-    step_s = {case: statistics.median(row["step_s_curve"]) for case, row in timed.items()}
+    step_ms = {case: statistics.median(row["step_ms_curve"]) for case, row in timed.items()}
     warmup, result = BASE["sync_warmup_steps"], []
-    for (mbps, method), local_s in step_s.items():
+    for (mbps, method), local_ms in step_ms.items():
         for row in rows:
             if row["method"] != method or "link_mbps" in row:
                 continue
+            averaged_ms = step_ms[mbps, "minibatch"]
             seconds = [
-                min(step, warmup) * step_s[mbps, "minibatch"] + max(step - warmup, 0) * local_s
+                (min(step, warmup) * averaged_ms + max(step - warmup, 0) * local_ms) / 1e3
                 for step in row["step_curve"]
             ]
-            row = row | {"link_mbps": mbps, "step_ms": 1e3 * local_s, "total_s": seconds[-1]}
+            row = row | {"link_mbps": mbps, "step_ms": local_ms, "total_s": seconds[-1]}
             row["command"] += "\n" + timed[mbps, method]["command"]
             result.append(row | {"seconds_curve": seconds})
     return result
@@ -170,12 +171,10 @@ def stragglers(seeds, quick):
         for method in ("minibatch", "diloco", "edit"):
             some = seeds if slowness == 1 else seeds[:1]
             runs += [training(method, seed, columns=columns, **flags) for seed in some]
-        for weighting in WEIGHTINGS if slowness > 1 else WEIGHTINGS[:1]:  # no difference at 1
-            variant, more = {"variant": f"weights {weighting}"}, {"step_weighting": weighting}
-            runs += [
-                training("a_edit", seed, columns=columns | variant, **flags | more)
-                for seed in seeds
-            ]  # fmt: skip
+        for weighting in WEIGHTINGS:
+            columns["variant"] = f"weights {weighting}"
+            flags["step_weighting"] = weighting if slowness > 1 else "none"  # no difference at 1
+            runs += [training("a_edit", seed, columns=columns, **flags) for seed in seeds]
     columns, flags = {"slowness": 2.0, "clock": "real"}, {"slow_replica": "3:2.0"}
     for method, more in (("edit", {}), ("a_edit", {"tau_time_s": 1.0, "virtual_clock": False})):
         runs.append(training(method, seeds[0], columns=columns, **flags | more))
@@ -183,22 +182,17 @@ def stragglers(seeds, quick):
 
 
 def same_losses(rows):
-    """Fill in rows that need no run: in lockstep the losses do not depend on the slowness, and
-    without a slow replica all weightings are equal."""
+    """In lockstep losses do not depend on the slowness: fill in the rows of the other seeds."""
     result = []
     for row in rows:
-        lockstep = row["method"] != "a_edit" and row["clock"] == "virtual"
-        for other in rows if lockstep and row["slowness"] > 1 else []:
-            same = {name: row[name] for name in ("method", "clock")}
-            if same.items() <= other.items() and other["slowness"] == 1:
-                assert other["seed"] != row["seed"] or other["val_loss"] == row["val_loss"]
-                commands = dict.fromkeys([row["command"], other["command"]])  # of speed, of loss
-                filled = {"command": "\n".join(commands)}
-                result.append(row | filled | {name: other[name] for name in ("seed", "val_loss")})
-        if row["method"] == "a_edit" and row["slowness"] == 1:
-            result += [row | {"variant": f"weights {weighting}"} for weighting in WEIGHTINGS]
-        elif not (lockstep and row["slowness"] > 1):
-            result.append(row)
+        case, others = (row["method"], "virtual", 1), [row]
+        if row["method"] != "a_edit" and row["clock"] == "virtual" and row["slowness"] > 1:
+            others = [o for o in rows if (o["method"], o["clock"], o["slowness"]) == case]
+        for other in others:
+            assert other["seed"] != row["seed"] or other["val_loss"] == row["val_loss"]
+            commands = dict.fromkeys([row["command"], other["command"]])  # of speed, of loss
+            loss = {name: other[name] for name in ("seed", "val_loss")}
+            result.append(row | loss | {"command": "\n".join(commands)})
     return result
 
 
@@ -252,21 +246,12 @@ def elastic(seeds, quick):
     ]  # fmt: skip
 
 
-LEVELS = {"50%": 0.5, "80%": 0.8, "90%": 0.9, "95%": 0.95, "99%": 0.99}
-
-
 def needed_rates(rows):
-    """The lowest rate of the rows at which each model reaches each utilization; of methods with
-    the same timeline only the first."""
-    found = {}
-    for row in rows:
-        case = found.setdefault((row["model"], row["method"]), row | {"gbit_per_s": None})
-        for name, level in LEVELS.items():
-            if row["utilization"] >= level:
-                case[name] = min(row["gbit_per_s"], case.get(name, float("inf")))
+    """A row per model and method; of methods with the same timeline only the first."""
     different = {}
-    for case in found.values():
-        different.setdefault(tuple(case[name] for name in ("model", *LEVELS)), case)
+    for (model, method), rates in timeline.needed(rows).items():
+        row = {"model": model, "method": method} | rates
+        different.setdefault((model, *rates.values()), row)
     return list(different.values())
 
 
@@ -338,7 +323,7 @@ EXPERIMENTS = {
     ),
     "scale": Experiment(
         "On paper: how many Gbit/s between replicas does each compute utilization need?",
-        lambda seeds, quick: [], tuple(LEVELS),
+        lambda seeds, quick: [], tuple(timeline.LEVELS),
         [Panel("gbit_per_s", "utilization", "Gbit/s between replicas", "compute utilization",
                title=f"{model[:-1]} billion parameters", where={"model": model}, log=True)
          for model in timeline.MODELS], lambda rows: timeline.rows(), needed_rates,
@@ -355,7 +340,7 @@ def run_experiment(name: str, seeds: list, quick: bool, jobs: int):
         rows = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
-    write(folder / f"{name}.json", f"[\n{lines}\n]\n")
+    (folder / f"{name}.json").write_text(f"[\n{lines}\n]\n")
     print(table(experiment.summary(rows), experiment.columns))
     print(f"results {folder / name}.json", flush=True)
     if experiment.panels:
@@ -380,7 +365,8 @@ def main():
     for name, experiment in EXPERIMENTS.items():
         runs = experiment.runs(args.seeds, args.quick)
         todo = {run.folder for run in runs if not run.finished()}
-        cost, left = (len(each) * SECONDS_PER_RUN / 60 for each in (runs, todo))
+        every = {run.folder for run in runs}
+        cost, left = (len(each) * SECONDS_PER_RUN / 60 for each in (every, todo))
         print(f"{name:11} {experiment.question} {cost:.0f} minutes, {left:.0f} of them to do")
 
 

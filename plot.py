@@ -55,7 +55,6 @@ class Panel:
     where: dict = field(default_factory=dict)  # draw only the rows with these values
     log: bool = False  # the x axis
     xlim: tuple = (-math.inf, math.inf)  # draw only these points
-    ylim: tuple | None = None
 
 
 def cases(rows: list) -> dict:
@@ -112,8 +111,6 @@ def draw_panel(axes, panel: Panel, lines: dict, styles: dict):
         elif lowest != highest:
             axes.vlines(x, lowest, highest, color=style["color"], linewidth=0.8)
     axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
-    if panel.ylim:
-        axes.set_ylim(panel.ylim)
     if panel.log:
         axes.set_xscale("log")
         if len(xs) <= 6:
@@ -154,14 +151,7 @@ def draw(rows: list, panels: list, path):
     # A smaller file: tenths of a point are precise enough, and nobody reads the indentation.
     shorter = lambda match: re.sub(r"(\.\d)\d+", r"\1", match[0])
     text = re.sub(r' (d|x|y|transform)="[^"]*"', shorter, picture.getvalue())
-    write(path, re.sub(r"\n +", "\n", text))
-
-
-def write(path, text: str):
-    """Write a file that is never half there."""
-    unfinished = Path(f"{path}.tmp")
-    unfinished.write_text(text)
-    unfinished.rename(path)
+    Path(path).write_text(re.sub(r"\n +", "\n", text))
 
 
 def read_run(folder) -> dict:

@@ -6,7 +6,6 @@ after a change that affects results, delete out/lab.
 """
 
 import hashlib
-import itertools
 import json
 import os
 import signal
@@ -72,12 +71,8 @@ class Run:
         row["local_bytes"] = sent[-1] - began[warmup][0]
         row["tokens_per_s"] = (tokens[-1] - warmup) / (seconds[-1] - began[warmup][1])
         row |= {f"{name}_curve": record[name] for name in CURVES}
-        # Seconds per step of all ranks, between the rows of the record; the first step is slower.
-        pairs = itertools.pairwise(record["steps"][1:])
-        row["step_s_curve"] = [
-            step_tokens * (b["train_s"] - a["train_s"]) / (b["tokens"] - a["tokens"])
-            for a, b in pairs
-        ]  # fmt: skip
+        # Milliseconds per step between the rows of the record; the first step is slower.
+        row["step_ms_curve"] = [step["step_ms"] for step in record["steps"][2:]]
         stops = [f"    # until step {stop}" if stop else "" for _, stop in self.stages]
         commands = [self.command(ranks) + stop for (ranks, _), stop in zip(self.stages, stops)]
         return row | {"command": "\n".join(commands)}

@@ -1,7 +1,7 @@
 """Compute utilization of every method, on paper: a simulated timeline of steps, layers and a link.
 
     utilization("edit", MODELS["10b"], 5.0)       # compute time / wall time at 5 Gbit/s
-    needed("edit", MODELS["10b"], 0.9)            # Gbit/s between the replicas for 90%
+    needed(rows())["10b", "edit"]["90%"]          # Gbit/s between the replicas for 90%
 
     compute               |forward 0 1 2|backward 2  1  0 |           |forward 0 1 2| ...
     link, mini-batch                              | 2 | 1 | 0 |         # forward waits for all
@@ -27,13 +27,11 @@ Source: the simulation is ours; models, grid and published values are from arXiv
 """
 
 import itertools
-from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
 
-from plumbing.config import UserError
-
 H = 100  # inner steps per round
+LEVELS = {"50%": 0.5, "80%": 0.8, "90%": 0.9, "95%": 0.95, "99%": 0.99}
 
 
 @dataclass
@@ -70,11 +68,7 @@ SCHEDULES = {
 
 
 def utilization(method: str, model: Model, gbit_per_s: float) -> float:
-    """Compute time / wall time, 0 to 1, of a steady round. Raises UserError."""
-    if method not in SCHEDULES:
-        raise UserError(f"no timeline for {method}: choose from {', '.join(SCHEDULES)}")
-    if not gbit_per_s > 0:
-        raise UserError(f"{gbit_per_s} Gbit/s: must be above 0")
+    """Compute time / wall time, 0 to 1, of a steady round."""
     plan, L, forward_s = SCHEDULES[method], model.layers, model.step_s / 3
     layer_s = forward_s / L
     wire_s = model.parameters / L * plan.bits / (gbit_per_s * 1e9)  # a layer on the link
@@ -97,26 +91,23 @@ def utilization(method: str, model: Model, gbit_per_s: float) -> float:
     return plan.every * model.step_s / (now - start)
 
 
-def grid(k: int) -> float:
-    """Gbit/s of grid point k. The paper's are k = 0 to 49, from 0.1 to 1000, of ratio 1.207."""
-    return 10 ** (-1 + 4 * k / 49)
-
-
-def needed(method: str, model: Model, target: float) -> float:
-    """The first grid value in Gbit/s at which the utilization reaches target. Raises UserError."""
-    if not 0 < target < 1:
-        raise UserError(f"utilization {target}: must be between 0 and 1")
-    points = range(-49, 99)  # 0.00001 to 10 million Gbit/s
-    reached = lambda k: utilization(method, model, grid(k))
-    return grid(bisect_left(points, target, key=reached) + points[0])
-
-
-def rows() -> list:
-    """The rows of results/scale.json: this repository's methods from 0.1 to 1000 Gbit/s."""
-    links = [round(grid(k), 3) for k in range(50)]
-    methods = [name for name in SCHEDULES if not name.startswith("paper_")]
+def rows(paper: bool = False) -> list:
+    """The rows of results/scale.json: this repository's methods, or the paper's schedules, at 0.1
+    to 1000 Gbit/s, rising."""
+    links = [round(10 ** (-1 + 4 * k / 49), 3) for k in range(50)]  # the paper's: of ratio 1.207
+    methods = [name for name in SCHEDULES if name.startswith("paper_") == paper]
     found = []
     for name, method, gbit in itertools.product(MODELS, methods, links):
         used = round(utilization(method, MODELS[name], gbit), 4)
         found.append({"model": name, "method": method, "gbit_per_s": gbit, "utilization": used})
+    return found
+
+
+def needed(rows: list) -> dict:
+    """(model, method) -> {level: the lowest rate of the rows, Gbit/s, that reaches it}."""
+    found = defaultdict(dict)
+    for row in rows:
+        for name, level in LEVELS.items():
+            if row["utilization"] >= level:
+                found[row["model"], row["method"]].setdefault(name, row["gbit_per_s"])
     return found
