@@ -99,10 +99,22 @@ def quality(seeds, quick):
     return runs
 
 
-def over_minibatch(rows):
-    """Add how much higher each loss is than mini-batch's with the same seed."""
-    best = {row["seed"]: row["val_loss"] for row in rows if row["method"] == "minibatch"}
-    return [row | {"over_minibatch": row["val_loss"] / best[row["seed"]] - 1} for row in rows]
+def over(name, **baseline):
+    """A function that adds how much higher each row's losses are than those of the row with the
+    same seed and these columns."""
+
+    def combine(rows):
+        base = {row["seed"]: row for row in rows if baseline.items() <= row.items()}
+        relative = lambda loss, least: loss / least - 1
+        result = []
+        for row in rows:
+            least = base[row["seed"]]
+            curve = list(map(relative, row["val_loss_curve"], least["val_loss_curve"]))
+            added = {name: relative(row["val_loss"], least["val_loss"]), f"{name}_curve": curve}
+            result.append(row | added)
+        return result
+
+    return combine
 
 
 def longer(seeds, quick):
@@ -237,7 +249,7 @@ def excess_loss(rows):
 
 def elastic(seeds, quick):
     first, second, interval = (48, 64, 16) if quick else (192, 320, 64)
-    meshes = {f"{M} replicas": ((M, None),) for M in (1, 2, 4)}
+    meshes = {"1 replica": ((1, None),), "2 replicas": ((2, None),), "4 replicas": ((4, None),)}
     meshes["1, 2, 4 replicas"] = ((1, first), (2, second), (4, None))
     meshes["4, 2, 1 replicas"] = ((4, first), (2, second), (1, None))
     return [
@@ -278,11 +290,12 @@ EXPERIMENTS = {
     "quality": Experiment(
         "What does each method lose against mini-batch, and how much does it send?",
         quality, ("val_loss", "over_minibatch", "local_bytes"),
-        [Panel("local_bytes", "val_loss", BYTES, log=True)], over_minibatch,
+        [Panel("local_bytes", "val_loss", BYTES, log=True)],
+        over("over_minibatch", method="minibatch"),
     ),
     "longer": Experiment(
         "Is the distance from mini-batch smaller in a longer run with a larger batch?",
-        longer, ("val_loss", "over_minibatch"), [], over_minibatch,
+        longer, ("val_loss", "over_minibatch"), [], over("over_minibatch", method="minibatch"),
     ),
     "tau": Experiment(
         "How long may a round be?",
@@ -318,8 +331,9 @@ EXPERIMENTS = {
     ),
     "elastic": Experiment(
         "May the number of replicas change during the training?",
-        elastic, ("val_loss", "tokens_per_s"),
-        [Panel("step_curve", "val_loss_curve", "steps", xlim=(60, 448))], curves=True,
+        elastic, ("val_loss", "over_one"),
+        [Panel("step_curve", "over_one_curve", "steps", "relative distance from one replica's loss")],
+        over("over_one", variant="1 replica"), curves=True,
     ),
     "scale": Experiment(
         "On paper: how many Gbit/s between replicas does each compute utilization need?",
