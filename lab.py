@@ -332,7 +332,7 @@ EXPERIMENTS = {
     "elastic": Experiment(
         "May the number of replicas change during the training?",
         elastic, ("val_loss", "over_one"),
-        [Panel("step_curve", "over_one_curve", "steps", "relative distance from one replica's loss")],
+        [Panel("step_curve", "over_one_curve", "steps", "loss over one replica's, relative")],
         over("over_one", variant="1 replica"), curves=True,
     ),
     "scale": Experiment(
