@@ -2,6 +2,7 @@
 a server process that has imported torch once: four start in a fraction of a second."""
 
 import contextlib
+import functools
 import io
 import json
 import multiprocessing
@@ -164,16 +165,17 @@ def flags(**options) -> list:
 
 def watch_syncs(method, model):
     """Record a checksum of this rank's parameters and of the vectors that replicas share, whenever
-    a sync has completed."""
-    seen, end_sync = [], method.end_sync
+    a sync has completed or a fragment has landed."""
+    seen = []
 
-    def end_sync_and_look():
-        end_sync()
+    def and_look(function):
+        function()
         vectors = [getattr(method, name) for name in method.shared if name != "mean"]
         vectors += [model.master] if method.equal_replicas else []  # CO2's mean is in flight
         seen.append([zlib.crc32(vector.numpy()) for vector in vectors])
 
-    method.end_sync = end_sync_and_look
+    for name in {"end_sync", "land"} & set(dir(method)):
+        setattr(method, name, functools.partial(and_look, getattr(method, name)))
     return seen
 
 

@@ -44,10 +44,15 @@ class Replica:
         self.decayed = torch.cat([torch.full((p.numel(),), p.dim() == 2) for p in self.parameters])
         self.m, self.v, self.t = torch.zeros_like(self.x), torch.zeros_like(self.x), 0
 
-    def gradient(self, batches):
-        """Mean loss and gradient over the replica's batches (its N ranks, their micro-steps)."""
-        losses = [self.net(inputs, targets) for inputs, targets in batches]
-        loss = sum(losses) / len(losses)
+    def gradient(self, f, corpus, step, i, M, N):
+        """Mean loss and gradient of replica i of M in a step, over its N ranks and their
+        micro-steps."""
+        sizes, losses = (f.batch_size, f.accum, f.block_size), []
+        for micro in range(f.accum):
+            for rank in range(i * N, i * N + N):
+                batch = data.train_batch(corpus, f.seed, step, micro, rank, M * N, *sizes)
+                losses.append(self.net(*batch))
+        loss = mean(losses)
         grads = torch.autograd.grad(loss, self.parameters)
         return loss.item(), torch.cat([g.flatten() for g in grads])
 
@@ -433,17 +438,8 @@ def simulate(f, M, N, corpus, tamper=None):
     for step in range(f.max_steps):
         if step == t_warm:
             method.begin()
-        step_losses, gradients = [], []
-        for i, replica in enumerate(replicas):
-            sizes = f.batch_size, f.accum, f.block_size
-            batches = [
-                data.train_batch(corpus, f.seed, step, micro, i * N + n, M * N, *sizes)
-                for micro in range(f.accum)
-                for n in range(N)
-            ]
-            loss, g = replica.gradient(batches)
-            step_losses.append(loss)
-            gradients.append(g)
+        each = [replica.gradient(f, corpus, step, i, M, N) for i, replica in enumerate(replicas)]
+        step_losses, gradients = zip(*each)
         if step < t_warm:
             gradients = [mean(gradients)] * M
         lr = cosine(step, f.lr, f.min_lr_ratio, f.lr_warmup_steps, f.max_steps)
@@ -481,7 +477,7 @@ def simulate_a_edit(f, M, N, corpus, seconds):
     """A-EDiT without a warm-up, on M replicas whose steps take seconds[i]. Returns what simulate()
     returns, and the seconds of the whole run."""
     config = ModelConfig(f.n_layer, f.n_head, f.n_embd, f.block_size, corpus.vocab_size)
-    replicas, sizes = [Replica(config, f.seed) for _ in range(M)], (f.batch_size, f.accum)
+    replicas = [Replica(config, f.seed) for _ in range(M)]
     method, taken, rate, progress, now = EDiT(f, replicas, N), [0] * M, [1.0] * M, 0.0, 0.0
     losses, syncs = [], []
     method.begin()
@@ -493,12 +489,7 @@ def simulate_a_edit(f, M, N, corpus, seconds):
                 here = progress + method.steps[i] * rate[i]
                 lr = cosine(here, f.lr, f.min_lr_ratio, f.lr_warmup_steps, f.max_steps)
                 step = taken[i] + method.steps[i]
-                ranks = range(i * N, i * N + N)
-                places = [(micro, rank) for micro in range(f.accum) for rank in ranks]
-                loss, g = replica.gradient([
-                    data.train_batch(corpus, f.seed, step, *place, M * N, *sizes, f.block_size)
-                    for place in places
-                ])  # fmt: skip
+                loss, g = replica.gradient(f, corpus, step, i, M, N)
                 replica.adamw(clipped(g, f.grad_clip), lr, f)
                 losses += [loss] if i == 0 else []
                 sums[i], ends[i] = sums[i] + loss, ends[i] + seconds[i]

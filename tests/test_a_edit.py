@@ -16,16 +16,15 @@ class SpeedClock:
     """Replica i's clock moves by seconds[i] per step and not while it waits.
     pause: (replica, step, seconds). late: votes are read a step late, as on GPUs."""
 
-    def __init__(self, *seconds, pause=(None, None, 0.0), shards_disagree=False, late=False):
+    def __init__(self, *seconds, pause=(None, None, 0.0), late=False):
         self.seconds, self.pause, self.late = seconds, pause, late
-        self.shards_disagree = shards_disagree
 
     def __call__(self, method, model, mesh):
         now, vote, before_step = [100.0], method.vote, method.before_step
         seconds = self.seconds[mesh.replica]
         if self.late:
             model.metrics_lag, model.metrics = 1, deque(maxlen=2)
-        if self.shards_disagree and mesh.shard_index > 0:
+        if mesh.shard_index > 0:
             seconds = 1000.0  # must not matter: shard 0's clock decides
 
         def set_clock():  # by now the run has set its own
@@ -63,12 +62,6 @@ def test_equal_clocks_equal_edit(corpus_folder):
         assert ours["calls"] == theirs["calls"] and ours["sent"] == theirs["sent"]
 
 
-def test_steps_of_a_round_follow_the_speeds_without_drift(corpus_folder):
-    options = LONG | dict(max_steps=50, tamper=SpeedClock(1, 2, 4))
-    rounds = steps_of_rounds(run_training(3, corpus_folder, **options))
-    assert len(rounds) >= 20 and rounds[:-1] == [[4, 2, 1]] * (len(rounds) - 1)
-
-
 def test_pause_of_several_rounds_costs_one_round_and_recorded_tokens_never_fall(corpus_folder):
     options = LONG | dict(log_interval=1, min_lr_ratio=1.0)
     clock = SpeedClock(1.0, 1.0, pause=(1, 11, 100.0))
@@ -90,9 +83,10 @@ def test_pause_of_several_rounds_costs_one_round_and_recorded_tokens_never_fall(
     (1, (1.0, 2.5), False), (2, (3.0, 1.0), True), (2, (0.1, 4.0), False),
 ])  # fmt: skip
 def test_uneven_replicas_stop_together_at_the_budget(shards, speeds, late, corpus_folder):
-    clock = SpeedClock(*speeds, shards_disagree=True, late=late)
+    clock = SpeedClock(*speeds, late=late)
     run = run_training(2 * shards, corpus_folder, max_steps=41, shards=shards, tamper=clock, **LONG)
     steps = steps_of_rounds(run)
+    assert max(steps[0]) >= 4  # by any other clock than shard 0's it would be 1 or 2
     progress = 3 + sum(sum(pair) / 2 for pair in steps)
     assert progress - sum(steps[-1]) / 2 < 41 <= progress
     assert run.ranks[-1]["method_state"]["rate"] == sum(steps[-1]) / 2 / steps[-1][1]

@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,16 +106,21 @@ def test_large_token_file_is_mapped(tmp_path):
 def test_wrong_meta_data_few_and_foreign_tokens_are_refused(tmp_path, monkeypatch):
     tokens = np.arange(100, dtype=np.uint16)
     changes = [dict(dtype="float32"), dict(dtype=[]), dict(tokens=101), dict(vocab_size="many")]
-    changes += [dict(train_tokens=-5), dict(train_tokens=101), dict(vocab_size=float("inf"))]
-    for i, change in enumerate(changes):
+    changes += [dict(train_tokens=-5), dict(train_tokens=101), dict(vocab_size=float("inf")), {}]
+    folders = [write_folder(tmp_path / str(i), tokens, **each) for i, each in enumerate(changes)]
+    Path(folders[-1], "meta.json").write_text("[" * 100000)
+    for folder in folders:
         with pytest.raises(UserError, match="^--data .*: damaged"):
-            data.load(write_folder(tmp_path / str(i), tokens, **change))
+            data.load(folder)
     corpus = data.load(write_folder(tmp_path / "short", tokens))
     data.check_windows(corpus, 49)
     with pytest.raises(UserError, match="needs at least 51"):
         data.check_windows(corpus, 50)
+    foreign = write_folder(tmp_path / "foreign", tokens, vocab_size=99)
+    with pytest.raises(UserError, match="contains token 99, but its vocabulary has 99"):
+        data.load(foreign)
     monkeypatch.setattr(data, "CHECKED_TOKENS", 10)  # a large corpus is checked batch by batch
-    corpus = data.load(write_folder(tmp_path / "foreign", tokens, vocab_size=99))
+    corpus = data.load(foreign)
     batch(corpus, size=100)
     with pytest.raises(UserError, match="contains token 99, but its vocabulary has 99"):
         list(data.validation_batches(corpus, 1, 0, 1, 16, 8))

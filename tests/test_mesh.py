@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import simulate
-from mesh import Mesh, RankLostError
+from mesh import Mesh
 from plumbing import launch
 from ranks import run_ranks
 
@@ -40,11 +40,6 @@ def all_meshes():
         for name in ("gloo", "shm"):
             mesh = Mesh(shards, CPU, 60, lambda ranks, crosses_replicas: name)
             results.append((shards, *collectives(mesh)))
-    assert mesh.shard.process_group.timeout_s == 60  # 1x4 on shm
-    mesh.shard.process_group.timeout_s = 0.2
-    if mesh.rank == 0:
-        with pytest.raises(RankLostError, match="^a neighbour is silent for 0.2 s$"):
-            mesh.all_reduce(torch.zeros(3), mesh.shard).wait()
     return results
 
 

@@ -53,8 +53,12 @@ def test_memory_and_traffic_planned_equal_those_of_a_run(
     run = run_training(4, corpus_folder, measure_memory, transport="shm", **options)
     argv = [*flags(**options), "--data", str(corpus_folder)]
     plan = launch.set_up(argv, train.METHODS, 1, 4).plan
+    rounds = len(run.rows("sync"))
     for rank in run.ranks:
         assert rank["watched"] == (plan.n_params, plan.memory())
+        if shards == 2 and rounds:  # else all ranks are one group, in which more is sent
+            calls = [rank["calls"][f"sync {name}"] for name in ("all-reduce", "all-gather")]
+            assert calls == [4 * (3 if more else 1) * rounds, rounds]  # 4 layers, two moments
     for row in run.rows("sync"):
         # loss and steps; then the norm, EDiT: norms and flags of 4 layers
         scalars = {"post_local_sgd": 2, "slowmo": 3, "diloco": 3}.get(method, 2 + 2 * 4)

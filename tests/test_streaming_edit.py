@@ -1,9 +1,6 @@
 """Streaming EDiT: against the plain fp64 reference, what it must equal, sick replicas at every
 phase of a fragment, and what it sends."""
 
-import math
-import zlib
-
 import pytest
 import torch
 
@@ -13,6 +10,7 @@ from ranks import run_training, train_all
 from reference import all_flags, assert_matches, simulate
 from shard import ShardedModel
 from streaming_edit import StreamingEDiT
+from test_edit import Sick
 from test_relatives import STREAMING, assert_equal_runs, shard_sizes, streaming_bytes
 
 # thresholds so tight that all of it happens: drops, rollbacks, clipping
@@ -40,13 +38,10 @@ def test_method_equals_fp64_reference(replicas, shards, names, corpus, corpus_fo
         assert_matches(run, expected, rtol=1e-7 if quantized else 1e-9)
         assert sum(sum(sync["dropped"]) for sync in expected["syncs"]) > 0
         assert min(row["clip"] for row in run.rows("sync")) < 1
-    # Besides what Streaming DiLoCo sends, two numbers (fp64) of each layer: in the first and last
-    # round of one fragment, else of both.
+    # Besides what Streaming DiLoCo sends, two numbers (fp64) of each layer.
     sizes = shard_sizes(cases[0], shards)
-    layers = [len(sizes) / 2, len(sizes), len(sizes), len(sizes) / 2]
-    sent = zip(streaming_bytes(cases[0], replicas, sizes), layers)
-    expected = [n + 16 * (replicas - 1) * count for n, count in sent]
-    assert [row["sync_bytes"] for row in runs[0].rows("sync")] == pytest.approx(expected)
+    expected = streaming_bytes(cases[0], replicas, sizes) + 16 * (replicas - 1) * len(sizes)
+    assert runs[0].rows("sync")[1]["sync_bytes"] == pytest.approx(expected)
 
 
 def test_equals_streaming_diloco_bit_for_bit_and_edit_and_diloco(corpus_folder):
@@ -73,48 +68,15 @@ def test_equals_streaming_diloco_bit_for_bit_and_edit_and_diloco(corpus_folder):
 # ---- sick replicas ----
 
 
-class Spoil:
-    """After the inner step k of the local phase, spoil the parameters of `replicas`, in a training
-    (as its tamper) or in the reference."""
-
-    def __init__(self, what, k, *replicas):
-        self.what, self.step, self.replicas = what, 3 + k - 1, replicas
-
-    def spoil(self, x, anchor):
-        if self.what == "spike":
-            x.copy_(anchor + 100 * (x - anchor))
-        else:
-            x[: len(x) // 2] = float(self.what)
-
-    def __call__(self, method, model, mesh):
-        after_step, land, seen = method.after_step, method.land, []
-
-        def spoil_and_end_step(lr):
-            if method.steps == self.step and mesh.replica in self.replicas:
-                self.spoil(model.master, method.anchor)
-            after_step(lr)
-
-        def land_and_look():
-            land()
-            vectors = method.anchor, method.momentum
-            seen.append([zlib.crc32(vector.numpy()) for vector in vectors])
-
-        method.after_step, method.land = spoil_and_end_step, land_and_look
-        return lambda: (seen, model.master.isfinite().all().item())
-
-    def in_reference(self, step, replicas, anchor):
-        for i in self.replicas if step == self.step else ():
-            self.spoil(replicas[i].x, anchor)
-
-
 # Fragment 1 is sent after 8, 16, 24, ... steps and lands 3 steps later.
 BEFORE, IN_FLIGHT, WHEN_IT_LANDS, AFTER = 24, 26, 27, 29
 
 
 @pytest.mark.parametrize("what, quantize, phases", [
-    ("nan", "e3m0", [BEFORE, IN_FLIGHT, AFTER]),
+    ("all nan", "e3m0", [BEFORE, IN_FLIGHT, AFTER]),
     ("spike", "e3m0", [BEFORE, IN_FLIGHT, WHEN_IT_LANDS, AFTER]),
-    ("inf", "e3m0", [BEFORE, WHEN_IT_LANDS]), ("nan", "none", [BEFORE]),
+    ("all inf", "e3m0", [BEFORE, WHEN_IT_LANDS]),
+    ("nan", "none", [BEFORE]),  # in one of the two layers of fragment 0
 ])  # fmt: skip
 def test_sick_replica_is_left_out_and_healthy_within_a_round(
     what, quantize, phases, corpus, corpus_folder
@@ -123,34 +85,24 @@ def test_sick_replica_is_left_out_and_healthy_within_a_round(
         method="streaming_edit", delay=3, alpha=0.5, max_steps=43, quantize=quantize, n_layer=1,
         anomaly_warmup_rounds=2, anomaly_threshold=5.0, min_lr_ratio=1.0,
     )  # fmt: skip
-    tampers = [Spoil(what, k, 1) for k in phases]
+    tampers = [Sick(what, [1], 2 + k) for k in phases]
     runs = train_all(3, corpus_folder, *((tamper, None, options) for tamper in tampers))
     for run, tamper in zip(runs, tampers):
-        expected = simulate(all_flags(**options), 3, 1, corpus, tamper.in_reference)
+        expected = simulate(all_flags(**options), 3, 1, corpus, tamper.spoil)
         assert_matches(run, expected, rtol=1e-6)  # a sick replica amplifies rounding errors
-        hashes, healthy = zip(*(rank["watched"] for rank in run.ranks))
-        assert all(each == hashes[0] for each in hashes) and all(healthy)  # at each landing
         dropped = [sum(column) for column in zip(*(row["dropped"] for row in run.rows("sync")))]
         assert dropped[1] > 0 == dropped[0] == dropped[2]
 
 
 def test_all_flagged_change_no_bit_and_three_such_rounds_end_the_training(corpus_folder):
     options = STREAMING | dict(method="streaming_edit", delay=3)
-    run = run_training(2, corpus_folder, Spoil("nan", 12, 0, 1), **options)
-    seen, healthy = run.ranks[0]["watched"]
-    assert healthy and seen[2] == seen[1] != seen[0]  # fragment 0, sent after step 12
+    run = run_training(2, corpus_folder, Sick("all nan", [0, 1], 2 + 12), **options)
+    first, end, second, third, *_ = run.ranks[0]["seen"]  # a landing, the end of the round, two
+    assert first == end != second == third  # fragment 0, sent after step 12
+    assert all(value.isfinite().all() for value in run.model.values())
+    lost = Sick("all nan", [0, 1], *range(3, 60))
     with pytest.raises(AssertionError, match="all replicas were left out of the last 3 syncs"):
-        run_training(2, corpus_folder, always_sick, **options | dict(max_steps=60))
-
-
-def always_sick(method, model, mesh):
-    send = method.send
-
-    def spoil_and_send(p):
-        model.master.fill_(math.nan)
-        send(p)
-
-    method.send = spoil_and_send
+        run_training(2, corpus_folder, lost, **options | dict(max_steps=60))
 
 
 @pytest.mark.parametrize("elimination", [True, False])
