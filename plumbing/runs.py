@@ -113,7 +113,8 @@ FORMATS = {  # column -> heading, format, factor
     "val_loss": ("validation loss", "{:.4f}", 1),
     "local_bytes": ("MB sent after the warm-up", "{:,.1f}", 1e-6),
     "over_minibatch": ("over mini-batch", "{:+.1%}", 1), "step_ms": ("ms a step", "{:,.0f}", 1),
-    "total_s": ("seconds", "{:,.0f}", 1), "tokens_per_s": ("tokens per second", "{:,.0f}", 1),
+    "local_s": ("seconds after the warm-up", "{:,.0f}", 1),
+    "tokens_per_s": ("tokens per second", "{:,.0f}", 1),
     "over_one": ("over 1 replica", "{:+.1%}", 1), "excess": ("over undisturbed", "{:+.1%}", 1),
 }  # fmt: skip
 
