@@ -353,7 +353,9 @@ def run_experiment(name: str, seeds: list, quick: bool, jobs: int):
         rows = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
-    (folder / f"{name}.json").write_text(f"[\n{lines}\n]\n")
+    unfinished = folder / f"{name}.json.tmp"  # tune.json is read by all other experiments
+    unfinished.write_text(f"[\n{lines}\n]\n")
+    unfinished.replace(folder / f"{name}.json")
     print(table(experiment.summary(rows), experiment.columns))
     print(f"results {folder / name}.json", flush=True)
     if experiment.panels:
