@@ -1,4 +1,4 @@
-"""lab.py and plot.py: interrupted experiments, and figures and tables that say what the JSON says."""
+"""lab.py and plot.py: interrupted experiments; figures and tables say what the JSON says."""
 
 import json
 import os
@@ -85,7 +85,8 @@ class Axes:
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_figure_and_table_say_what_the_json_says(path):
     rows, experiment = json.loads(path.read_text()), lab.EXPERIMENTS[path.stem]
-    assert table(experiment.summary(rows), experiment.columns) in Path(HERE, "RESULTS.md").read_text()
+    printed = table(experiment.summary(rows), experiment.columns)
+    assert printed in Path(HERE, "RESULTS.md").read_text()
     for panel in experiment.panels:
         axes = Axes()
         lines = plot.lines_of(rows, panel)
@@ -110,7 +111,8 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
     ]
     lines = plot.lines_of(rows, plot.Panel("x", "val_loss", ""))
     assert lines == {("edit", ""): [(4.0, 1.25, 1.0, 1.5), (16.0, 3.0, 2.0, 4.0)]}
-    curves = [row | {"x": [1, 2], "val_loss": [row["seed"], 2.0]} for row in rows if row["tau"] == 4]
+    curve = lambda row: {"x": [1, 2], "val_loss": [row["seed"], 2.0]}
+    curves = [row | curve(row) for row in rows if row["tau"] == 4]
     lines = plot.lines_of(curves, plot.Panel("x", "val_loss", ""))
     assert lines == {("edit", ""): [(1.0, 1.5, 1, 2), (2.0, 2.0, 2.0, 2.0)]}
     rows += [row | {"method": "averaging"} for row in rows[:1]]  # a method of the reader's own
