@@ -210,8 +210,6 @@ SICK = {
     "none": {}, "learning rate x 100": {"scale_lr": "3:225:240:100"},
     "random tokens": {"random_tokens": "3:193:240"},
 }  # fmt: skip
-
-
 PARTS = ("anomaly_elimination", "weighted_averaging", "pseudo_grad_clipping")
 
 

@@ -24,7 +24,7 @@ come closer as the inner learning rate decays. The model to evaluate is the mean
 Deviations: (1) The warm-up is mini-batch. (2) In the paper x and a travel, and with d = a - x
     u_i <- mu u_i + lr mean(d_i, d_j) + pull (a_i - mean(a_i, a_j)):
 the same sum. Its equation 2 prints - lr mean(d_i, d_j), but only the plus sign of equation 32 and
-of the authors' code makes progress. (3) M may be odd. (4) On another M all resume from mean a, u.
+of the authors' code makes progress. (3) Resumed on another M, all start from the means of a and u.
 
 Slow-link bytes per rank and round: 4 P/N, whatever M and pull are; one hop.
 Run: torchrun --nproc_per_node 4 train.py --method noloco

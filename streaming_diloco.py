@@ -42,8 +42,6 @@ Source: Streaming DiLoCo, arXiv 2501.18512 (read: tables and captions).
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from edit import outer_nesterov
 from method import Method
 from plumbing.config import LocalConfig, UserError, option
