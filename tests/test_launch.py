@@ -113,7 +113,10 @@ def test_signal_stops_all_ranks_at_one_round_end(method, number, to, lag, start,
     assert run.wait() == [128 + number] * 4, run.lines("err")
     (line,) = run.lines("err")
     (path,) = checkpoint.list_checkpoints(tmp_path / "run")
-    at = 15 if method == "noloco" else 12 + lag
+    at = 12 + lag
+    if method == "noloco":  # its rounds end after steps 11 and 15; the signal comes about step 11
+        at = int(path.name.split("-")[1])
+        assert at in (11, 15)
     assert f"stopped by {number.name} after step {at}; --resume auto continues from {path}" in line
     assert path.name == f"checkpoint-{at:08d}" and not (tmp_path / "run" / "model.pt").exists()
     finish(start(more))
