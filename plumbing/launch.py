@@ -264,20 +264,16 @@ class StopRequest:
 
     def __init__(self, store, enabled: bool):
         self.store, self.enabled, self.signal = store, enabled, 0
-        if enabled:
-            self.pipe, wakeup = os.pipe()
-            os.set_blocking(wakeup, False)
-            signal.set_wakeup_fd(wakeup)
-            for number in STOPS:
-                signal.signal(number, lambda *_: None)
-                signal.siginterrupt(number, False)
-            threading.Thread(target=self._listen, daemon=True).start()
+        for number in STOPS if enabled else ():
+            signal.signal(number, self._note)
+            signal.siginterrupt(number, False)
 
-    def _listen(self):
-        """Python writes the number of a signal into the pipe at once, even while the main thread
-        waits inside gloo. A second signal ends the process at once."""
-        self.signal = os.read(self.pipe, 1)[0]
-        os._exit(128 + os.read(self.pipe, 1)[0])
+    def _note(self, number, frame):
+        """Python calls this between two lines of the main thread, so not while it waits inside
+        gloo. From then on a second signal ends the process at once."""
+        self.signal = number
+        for each in STOPS:
+            signal.signal(each, signal.SIG_DFL)
 
     def vote(self, method) -> float:
         """1.0 if this rank, or a rank of another replica, wants to stop. At each step's end."""
