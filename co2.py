@@ -98,13 +98,13 @@ class CO2(Method):
     def drain(self):
         super().drain()
         if self.local:
-            self.handle.wait()
+            with self.stall:
+                self.handle.wait()
 
     def finish(self):
         self.drain()
         if self.local and self.sent:
             self.outer_step()
-            self.sent = False
             self.model.master.copy_(self.anchor)
             self.model.invalidate_gathered()
 

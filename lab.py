@@ -147,7 +147,7 @@ def link(seeds, quick):
         for method in methods:
             steps = 4 if method == "minibatch" else 64
             flags = {"max_steps": 4 * steps, "log_interval": steps, "eval_interval": 10**6}
-            flags |= {"sync_warmup_steps": 0, "link_mbps": mbps}
+            flags |= {"checkpoint_interval": 0, "sync_warmup_steps": 0, "link_mbps": mbps}
             runs.append(training(method, TUNING_SEED, 64, columns={"link_mbps": mbps}, **flags))
     return runs
 

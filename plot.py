@@ -4,15 +4,16 @@
 
 lab.py draws its figures with draw(), so a method has the same color, marker and place everywhere.
 Runs that differ in their seed only are one line: the mean, and from the lowest to the highest a
-band or, where there are few points, a vertical line. The colors are Okabe and Ito's, safe for
-color-blind readers; the text is gray, readable on a light and on a dark page. Needs matplotlib,
-which nothing else here does.
+band or, where there are few points, a vertical line. Most colors are Okabe and Ito's, safe for
+color-blind readers; lines and markers differ, too. The text is gray, readable on a light and on a
+dark page. Needs matplotlib, which nothing else here does.
 """
 
 import io
 import json
 import math
 import re
+import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +79,11 @@ def lines_of(rows: list, panel: Panel) -> dict:
             if panel.xlim[0] <= x <= panel.xlim[1]:
                 lines[method, variant].append((x, sum(ys) / len(ys), min(ys), max(ys)))
     return {label: sorted(points) for label, points in lines.items()}
+
+
+def checksum(panels_lines: list) -> str:
+    """Of all points, a line in the SVG: it shows whether a picture belongs to its rows."""
+    return f"crc32 of its points: {zlib.crc32(repr(panels_lines).encode())}"
 
 
 def styles_of(panels_lines: list) -> dict:
@@ -147,7 +153,8 @@ def draw(rows: list, panels: list, path):
         )  # fmt: skip
         picture = io.StringIO()
         # Without a date the same figures give the same file.
-        figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
+        metadata = {"Date": None, "Description": checksum(panels_lines)}
+        figure.savefig(picture, format="svg", transparent=True, metadata=metadata)
     # A smaller file: tenths of a point are precise enough, and nobody reads the indentation.
     shorter = lambda match: re.sub(r"(\.\d)\d+", r"\1", match[0])
     text = re.sub(r' (d|x|y|transform)="[^"]*"', shorter, picture.getvalue())

@@ -87,6 +87,12 @@ def test_figure_and_table_say_what_the_json_says(path):
     rows, experiment = json.loads(path.read_text()), lab.EXPERIMENTS[path.stem]
     printed = table(experiment.summary(rows), experiment.columns)
     assert printed in Path(HERE, "RESULTS.md").read_text()
+    panels_lines = [plot.lines_of(rows, panel) for panel in experiment.panels]
+    if panels_lines:  # the committed picture
+        svg = path.with_suffix(".svg").read_text()
+        assert plot.checksum(panels_lines) in svg
+        labels = [style["label"] for style in plot.styles_of(panels_lines).values()]
+        assert [label for label in labels if f">{label}<" not in svg] == []
     for panel in experiment.panels:
         axes = Axes()
         lines = plot.lines_of(rows, panel)
@@ -126,6 +132,24 @@ def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="pip install matplotlib"):
         plot.draw([], [], tmp_path / "x.svg")
+
+
+def test_plot_draws_records_of_runs(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    for name, first in ("edit", 2.5), ("short", 3.5):
+        evals = [dict(event="eval", step=step, tokens=9 * step, train_s=step / 2, sync_bytes=step,
+                      val_loss=first / step) for step in (1, 2)]  # fmt: skip
+        (tmp_path / name).mkdir()
+        lines = [json.dumps(row) for row in [dict(event="config", method="edit"), *evals]]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    folders = [str(tmp_path / name) for name in ("edit", "short")]
+    out = tmp_path / "x.svg"
+    monkeypatch.setattr(sys, "argv", ["plot.py", *folders, "--out", str(out)])
+    plot.main()
+    assert all(f">{text}<" in out.read_text() for text in ("EDiT", "EDiT, short", "tokens"))
+    (tmp_path / "short" / "metrics.jsonl").write_text(lines[0])
+    with pytest.raises(UserError, match="short: the run has no evaluation yet"):
+        plot.main()
 
 
 def test_a_smaller_svg_has_the_same_text(monkeypatch, tmp_path):

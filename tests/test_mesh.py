@@ -103,21 +103,25 @@ def test_collectives_of_overlapping_methods_compute_and_count_what_they_promise(
 
 
 @pytest.mark.parametrize(
-    "backend, link_mbps, machines, expected",
+    "backend, link_mbps, overlaps, machines, expected",
     [
-        ("auto", 0, "aabb", ["shm", "shm", "gloo"]),
-        ("auto", 9, "aaaa", ["shm", "gloo", "gloo"]),
-        ("auto", 0, ["", "", "", ""], ["gloo"] * 3),  # shm does not run on these machines
-        ("shm", 0, "aaaa", ["shm"] * 3),
-        ("gloo", 0, "aaaa", ["gloo"] * 3),
+        ("auto", 0, False, "aabb", ["shm", "shm", "gloo"]),
+        ("auto", 9, False, "aaaa", ["shm", "gloo", "gloo"]),
+        ("auto", 0, True, "aaaa", ["shm", "gloo", "gloo"]),
+        ("auto", 0, False, [""] * 4, ["gloo"] * 3),  # shm does not run on these machines
+        ("shm", 0, False, "aaaa", ["shm"] * 3),
+        ("gloo", 0, False, "aaaa", ["gloo"] * 3),
     ],
 )
-def test_groups_use_shm_within_a_machine(monkeypatch, backend, link_mbps, machines, expected):
+def test_groups_use_shm_within_a_machine(
+    monkeypatch, backend, link_mbps, overlaps, machines, expected
+):
     monkeypatch.setattr(launch, "environment", lambda: (0, 4))
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
     gather = lambda things, own: things.__setitem__(slice(None), machines)
     monkeypatch.setattr(dist, "all_gather_object", gather)
     config = SimpleNamespace(device="cpu", backend=backend, timeout_s=1.0)
-    device, choose = launch.open_groups(config, simulate.Config(link_mbps=link_mbps), None)
+    simulation = simulate.Config(link_mbps=link_mbps)
+    device, choose = launch.open_groups(config, simulation, None, overlaps)
     groups = [([0, 1], False), ([0, 1], True), ([1, 2], True)]  # ranks; crosses replicas?
     assert [choose(*group) for group in groups] == expected and device == CPU

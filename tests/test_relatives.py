@@ -11,8 +11,8 @@ import train
 from co2 import CO2
 from mesh import Handle, Mesh
 from model import Llama, ModelConfig
-from noloco import partner
-from ranks import run_training, train_all
+from noloco import NoLoCo, partner
+from ranks import run_ranks, run_training, train_all
 from reference import all_flags, assert_matches, simulate
 from shard import ShardedModel
 from slowmo import SlowMo
@@ -28,7 +28,7 @@ CASES = {
     "post_local_sgd": LOCAL | dict(method="post_local_sgd"),
     "slowmo": LOCAL | dict(method="slowmo", lr_warmup_steps=9),
     "co2": LOCAL | dict(method="co2", outer_momentum=0.5),
-    "co2 clip": LOCAL | dict(method="co2", staleness_penalty=False, outer_momentum_clip=0.01),
+    "co2 clip": LOCAL | dict(method="co2", staleness_penalty=False, outer_momentum_clip=1e-3),
     "noloco": LOCAL | dict(method="noloco"),
     "noloco pull": LOCAL | dict(method="noloco", pull=1.1, outer_lr=0.7),
     "streaming": STREAMING | dict(delay=1, alpha=0.5),
@@ -42,7 +42,7 @@ FIVE = ("post_local_sgd", "slowmo", "co2", "noloco", "streaming")
 PAIRS = [(case, (2, 2)) for case in CASES]
 PAIRS += [(case, (4, 1)) for case in (*FIVE, "streaming int8")]
 PAIRS += [(case, (1, 1)) for case in FIVE if case != "noloco"]
-PAIRS += [(case, (1, 4)) for case in ("slowmo", "co2", "streaming")]  # norms over four shards
+PAIRS += [(case, (1, 4)) for case in FIVE if case != "noloco"]
 PAIRS += [(case, mesh) for mesh in ((2, 1), (3, 1)) for case in ("noloco pull",)]
 CASES |= {"co2 accum": CASES["co2"] | dict(accum=2)}
 PAIRS += [("co2 accum", (2, 2))]
@@ -78,6 +78,8 @@ def test_method_equals_fp64_reference(case, mesh, corpus, corpus_folder):
     quantized = getattr(f, "quantize", "none") != "none" and mesh[0] > 1
     expected = simulate(f, *mesh, corpus)
     assert_matches(run, expected, rtol=1e-7 if quantized else 1e-9)
+    if case == "co2 clip":
+        assert run.ranks[0]["vectors"]["momentum"].abs().max() == f.outer_momentum_clip
     ends, warmup = ([11, 19, 20], [1, 2, 3]) if f.tau == 8 else (ENDS, [1, 2])
     assert [row["step"] for row in run.rows("sync")] == ends
     assert [row["step"] for row in run.rows("eval")] == warmup + ends
@@ -160,9 +162,14 @@ def test_collectives_are_those_of_the_methods(corpus_folder):
 
 
 def end_with_what_is_loaded(method, model, mesh):
-    """Returns the parameters, too: the last evaluation changes them."""
+    """Returns the parameters, too: run_training() expects equal ones at the end."""
     parameters = []
-    method.finish = lambda: parameters.append(model.master.clone())
+
+    def finish():
+        parameters.append(model.master.clone())
+        model.master.copy_(method.anchor)
+
+    method.finish = finish
     return parameters
 
 
@@ -209,7 +216,11 @@ def test_methods_equal_each_other_where_they_must(corpus_folder):
         case("co2", wait_at_once, **constant, staleness_penalty=False),
         case("diloco", **ball),
         case("streaming_diloco", **ball, fragments=1, delay=0, quantize="none"),
+        case("streaming_diloco", tau=4, fragments=2, delay=1, alpha=1.0),
+        case("post_local_sgd", tau=1000),
     )  # fmt: skip
+    alone = runs.pop()  # until the last step, as with alpha 1
+    assert runs.pop().losses == alone.losses
     assert torch.equal(*(rank["vectors"]["momentum"] for rank in runs[4].ranks))  # NoLoCo's pair
     for first, *others in (runs[:3], runs[3:6], runs[6:]):
         for other in others:
@@ -219,23 +230,73 @@ def test_methods_equal_each_other_where_they_must(corpus_folder):
 # ---- single methods ----
 
 
-def test_slowmo_goes_through_a_rate_of_zero():
+def method_on_one_rank(method_class, **flags):
     model = ShardedModel(ModelConfig(2, 1, 6, 8, 257), Mesh(1, torch.device("cpu")))
-    method = SlowMo(model, model.mesh, SlowMo.Config(sync_warmup_steps=0), max_steps=9)
+    config = method_class.Config(sync_warmup_steps=0, **flags)
+    method = method_class(model, model.mesh, config, max_steps=9)
     method.before_step()
+    return method
+
+
+def test_anchor_of_co2_is_slowmos_one_round_late():
+    """Of the same pseudo-gradients, at a constant learning rate."""
+    flags, anchors = dict(outer_lr=0.7, outer_momentum=0.4), []
+    for method in (
+        method_on_one_rank(SlowMo, **flags),
+        method_on_one_rank(CO2, **flags, staleness_penalty=False),
+    ):
+        method.lr, generator = 1.0, torch.Generator().manual_seed(0)
+        anchors.append([])
+        for _ in range(4):
+            d = torch.randn(method.anchor.shape, generator=generator)
+            torch.sub(method.anchor, d, out=method.model.master)
+            method.sync(method.local_stats())
+            anchors[-1].append(method.anchor.clone())
+        method.finish()
+        anchors[-1].append(method.anchor)
+    for earlier, later in zip(anchors[0], anchors[1][1:]):
+        torch.testing.assert_close(earlier, later)
+
+
+def noloco_rounds(outer_lr, outer_momentum, pull):
+    """Anchor, momentum and pseudo-gradient of this rank before each of four rounds, (4, 3, P)."""
+    mesh, rounds = Mesh(1, torch.device("cpu")), []
+    model = ShardedModel(ModelConfig(2, 1, 6, 8, 257), mesh, torch.float64)
+    config = NoLoCo.Config(0, False, 3, outer_lr, outer_momentum, pull)
+    method = NoLoCo(model, mesh, config, max_steps=9, seed=5)
+    torch.manual_seed(mesh.rank)
+    method.anchor.normal_(), method.momentum.normal_()
+    for method.rounds in range(1, 5):
+        x = model.master.normal_()
+        rounds.append(torch.stack([method.anchor, method.momentum, method.anchor - x]))
+        method.sync(None)
+    return torch.stack(rounds)
+
+
+def test_mean_of_noloco_follows_heavy_ball_and_pull_1_averages_pairs():
+    states = torch.stack(run_ranks(4, noloco_rounds, 0.9, 0.5, 1.1)).mean(dim=0)
+    for (a, u, d), (next_a, next_u, _) in zip(states, states[1:]):
+        torch.testing.assert_close(next_u, 0.5 * u + 0.9 * d)
+        torch.testing.assert_close(next_a, a - next_u)
+    ranks = torch.stack(run_ranks(4, noloco_rounds, 0.0, 0.0, 1.0))
+    for t in range(3):
+        pairs = [partner(i, 4, 5, t + 1) for i in range(4)]
+        means = (ranks[:, t, 0] + ranks[pairs, t, 0]) / 2
+        torch.testing.assert_close(ranks[:, t + 1, 0], means)
+
+def test_slowmo_goes_through_a_rate_of_zero():
+    method = method_on_one_rank(SlowMo)
     for lr in (0.01, 0.0, 0.01):
         method.lr = lr
-        model.master.mul_(1 - lr)
+        method.model.master.mul_(1 - lr)
         method.sync(method.local_stats().view(1, -1))
         assert method.anchor.isfinite().all()
 
 
 def test_co2_waits_one_round_late_and_before_a_checkpoint():
-    model, waited = ShardedModel(ModelConfig(2, 1, 6, 8, 257), Mesh(1, torch.device("cpu"))), []
-    method = CO2(model, model.mesh, CO2.Config(sync_warmup_steps=0), max_steps=9)
-    method.before_step()
+    method, waited = method_on_one_rank(CO2), []
     work = SimpleNamespace(wait=lambda: waited.append(None))
-    model.mesh.all_reduce = lambda x, group: Handle(work)
+    method.mesh.all_reduce = lambda x, group: Handle(work)
     for wait, count in (method.sync, 0), (method.sync, 1), (lambda _: method.drain(), 2):
         wait(method.local_stats().view(1, -1))
         assert len(waited) == count

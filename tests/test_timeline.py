@@ -1,12 +1,15 @@
 """The timeline model: cases worked out by hand, the published table, what must hold everywhere."""
 
+import json
 import math
 from collections import Counter
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from plumbing.timeline import LEVELS, MODELS, SCHEDULES, Model, needed, rows, utilization
+from ranks import ROOT
 from train import METHODS
 
 # arXiv 2501.18512, table 4: Gbit/s for 50, 80, 90, 95, 99%
@@ -100,6 +103,8 @@ def test_more_overlap_is_never_slower(name):
             assert all(a <= b + 1e-9 for a, b in zip(values, values[1:])), (gbit, chain)
 
 
-def test_every_method_has_rows():
-    assert {(row["model"], row["method"]) for row in rows()} == set(product(MODELS, METHODS))
-    assert all(0 < row["utilization"] <= 1 for row in rows())
+def test_every_method_has_rows_and_the_result_has_these():
+    found = rows()
+    assert {(row["model"], row["method"]) for row in found} == set(product(MODELS, METHODS))
+    assert all(0 < row["utilization"] <= 1 for row in found)
+    assert found == json.loads(Path(ROOT, "results/scale.json").read_text())
