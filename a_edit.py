@@ -70,6 +70,7 @@ def norms_per_step(norms, steps):
 
 class AEDiT(EDiT):
     Config = Config
+    counters = (*EDiT.counters, "progress_at_sync", "rate")
     lockstep = False
 
     def begin(self):
@@ -116,12 +117,3 @@ class AEDiT(EDiT):
             return self.steps
         progress = self.progress_at_sync + self.local_steps * self.rate
         return min(progress, math.nextafter(self.max_steps, 0)) if self.local_steps else progress
-
-    def state_dict(self) -> dict:
-        own = {"progress_at_sync": self.progress_at_sync, "rate": self.rate} if self.local else {}
-        return super().state_dict() | own
-
-    def load_state_dict(self, state: dict):
-        super().load_state_dict(state)
-        if self.local:
-            self.progress_at_sync, self.rate = state["progress_at_sync"], state["rate"]

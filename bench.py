@@ -23,7 +23,6 @@ import ctypes
 import dataclasses
 import gc
 import json
-import os
 import re
 import statistics
 import sys
@@ -82,8 +81,8 @@ class Case:
         return dataclasses.replace(self, mesh=Mesh(1, self.mesh.device, alone=True))
 
     def compiled(self, model):
-        for layer in model.layers if self.config.compile else []:
-            layer.compile()
+        if self.config.compile:
+            launch.compile_layers(model.layers)
         return model
 
     def describe(self) -> dict:
@@ -130,7 +129,8 @@ def torch_step(case):
     model = case.compiled(Llama(case.plan.model_config).to(mesh.device))
     if mesh.world_size > 1:
         names = ("replica", "shard") if mesh.replicas > 1 else ("shard",)
-        backend = "nccl" if mesh.device.type == "cuda" else "gloo"
+        nccl = mesh.device.type == "cuda" and case.config.backend in ("auto", "nccl")
+        backend = "nccl" if nccl else "gloo"
         grid = init_device_mesh(
             mesh.device.type, (mesh.replicas, mesh.shards)[-len(names) :], mesh_dim_names=names,
             backend_override=dict.fromkeys(names, backend),
@@ -249,8 +249,8 @@ def compare_syncs(case):
 
 
 def measure_memory(case):
-    """The peak of two steps and a sync, and the same on one rank. There, what is not held for good
-    are the activations, which are as large in both."""
+    """The peak of two steps and a sync, on the mesh and on one rank alone. On one rank the peak
+    minus what is held for good is the activations; on the mesh they are as large."""
     # How much freed memory glibc keeps otherwise depends on what came before.
     launch.keep_freed_memory(False)
     alone = case.alone()
@@ -348,15 +348,7 @@ def measure(argv: list, shutdown):
 
 
 def main(argv: list):
-    if os.environ.get("RANK", "0") != "0":
-        sys.stdout = open(os.devnull, "w")
-    shutdown = launch.Shutdown("bench.py")
-    try:
-        measure(argv, shutdown)
-    except Exception as error:
-        shutdown.explain(error, "")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    launch.run_on_this_rank("bench.py", lambda shutdown: measure(argv, shutdown))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ class Config(LocalConfig):  # code: tau 48, outer_lr 1, outer_momentum 0.5, no p
 class CO2(Method):
     Config = Config
     shared = ("anchor", "momentum", "mean")
+    counters = ("sent", "r", "C")
     overlaps = True
 
     def begin(self):
@@ -105,16 +106,6 @@ class CO2(Method):
         self.drain()
         if self.local and self.sent:
             self.outer_step()
+            self.sent = False
             self.model.master.copy_(self.anchor)
             self.model.invalidate_gathered()
-
-    def state_dict(self) -> dict:
-        if not self.local:
-            return super().state_dict()
-        return super().state_dict() | {"sent": self.sent, "r": self.r.item(), "C": self.C.item()}
-
-    def load_state_dict(self, state: dict):
-        super().load_state_dict(state)
-        if self.local:
-            self.sent, place = state["sent"], self.model.master.new_tensor
-            self.r, self.C = place(state["r"]), place(state["C"])

@@ -8,7 +8,7 @@ lets each replica train alone for tau steps and exchanges once: 1/tau of the tra
     repeat:
         tau inner steps: x_i <- AdamW(x_i)                       # no traffic between replicas
         d_i     = anchor - x_i                                   # pseudo-gradient, points uphill
-        d       = 1/M sum_i d_i                                  # [sync] all-reduce per layer
+        d       = 1/M sum_i d_i                    # [sync] all-reduce per layer: method.average()
         anchor <- Nesterov(anchor, d):  b <- mu b + d
                                         anchor <- anchor - lr (d + mu b)
         x_i    <- anchor
@@ -23,9 +23,8 @@ The inner AdamW's moments stay with their replica, across rounds (but see --aver
 decay and gradient clipping belong to the inner step. With --outer_lr 1 --outer_momentum 0 this is
 Post Local SGD: x_i <- mean_j x_j.
 
-Deviations from the paper: (1) The warm-up is mini-batch, as in Post Local SGD and EDiT; the paper
-starts from a model that was pretrained on one worker. (2) The last round may be shorter, so that no
-step is lost.
+Deviation from the paper: the warm-up is mini-batch, as in Post Local SGD and EDiT; the paper starts
+from a model that was pretrained on one worker.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 12 (M-1) for losses, steps and norms.
 Run: torchrun --nproc_per_node 4 train.py --method diloco --shards 2
@@ -63,19 +62,12 @@ class DiLoCo(Method):
         """||d_i||, for the log only. d_i = a - x_i takes the place of x_i."""
         for a, x in zip(self.model.views(self.anchor), self.model.masters):
             torch.sub(a.to(x.device, non_blocking=True), x, out=x)
-        square = self.model.master.norm().square().view(1)
-        # [shard] all-reduce, 1 scalar, once per round
-        self.mesh.all_reduce(square, self.mesh.shard).wait()
-        return square.sqrt()
+        return self.norm(self.model.master).view(1)
 
     def sync(self, norms):
         d = self.model.master
         # d = 1/M sum_i d_i
-        d.div_(self.mesh.replicas)
-        # [sync] all-reduce, P/N fp32, once per round and layer
-        handles = [self.mesh.all_reduce(d_l, self.mesh.sync) for d_l in self.model.masters]
-        for handle in handles:
-            handle.wait()
+        self.average(d)
         # b <- mu b + d;  a <- a - lr (d + mu b)
         self.anchor.grad = d.to(self.anchor.device)
         self.outer.step()

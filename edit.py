@@ -33,7 +33,7 @@ not change between the end of the round and a layer's turn in the next forward.
     m (momentum)   momentum              (sum P/N,)   equal in a sync group
     G_i            norms                 (M, L)       after the all-gather, all ranks
     w_i            weights               (M, L)       all ranks
-    mu_i, sigma_i  detector.mean, .variance  (L,)     replica i
+    mu_i, sigma_i  statistics            (3, L)       replica i: count, mean, variance
     tau            tau                   inner steps
     phi            pseudo_grad_clip      norm
     delta          anomaly_threshold     standard deviations
@@ -42,7 +42,7 @@ not change between the end of the round and a layer's turn in the next forward.
 Deviations from the paper and its authors' code: (1) One exchange carries the norms and limits of
 all layers, and nothing is read on the host; the code's 2 to 4 host reads per layer prevent overlap.
 (2) A norm that is not finite is always flagged, also without anomaly elimination. (3) Flagged norms
-never enter the statistics, so one outlier does not blind the detector. Cost: a replica whose norms
+never enter the statistics, so one outlier does not hide the next. Cost: a replica whose norms
 rise suddenly and permanently stays flagged (the log shows it; raise anomaly_threshold). (4) For the
 first anomaly_warmup_rounds samples the statistics are the plain mean and standard deviation: an
 exponential average started at zero is badly biased. (5) sigma is at least SIGMA_FLOOR * mu, so that
@@ -65,6 +65,7 @@ import torch
 
 from method import Method
 from plumbing.config import LocalConfig, UserError, option
+from shard import HostCopy
 
 SIGMA_FLOOR = 0.05  # of the mean: no norm within threshold * 5% of the mean is an anomaly
 LOST_ROUNDS = 3
@@ -94,40 +95,30 @@ class Config(PenaltyConfig, LocalConfig):  # paper: tau 128, 1024 warm-up steps
 # ---- the equations: tensors in, tensors out ----
 
 
-class AnomalyDetector:
-    """Replica i's running mean and variance of each layer's norm, (L,) each, and how many norms
-    they contain."""
+def anomaly_limits(statistics, config):
+    """The largest norms (L,) that are not anomalies. statistics: replica i's norms so far, (3, L):
+    their number, mean and variance for each layer."""
+    count, mean, variance = statistics
+    sigma = torch.maximum(variance.sqrt(), SIGMA_FLOOR * mean)
+    limits = mean + config.anomaly_threshold * sigma
+    known = count >= max(config.anomaly_warmup_rounds, 2)  # a variance takes two samples
+    return limits.where(known & config.anomaly_elimination, torch.inf)
 
-    def __init__(self, n_layers, device, dtype, threshold, ema, warmup):
-        self.count, self.mean, self.variance = torch.zeros(3, n_layers, device=device, dtype=dtype)
-        self.threshold, self.ema = threshold, ema
-        self.warmup = max(warmup, 2)  # a variance takes two samples
 
-    def limits(self):
-        """The largest norms (L,) that are not anomalies."""
-        sigma = torch.maximum(self.variance.sqrt(), SIGMA_FLOOR * self.mean)
-        limits = self.mean + self.threshold * sigma
-        return limits.masked_fill(self.count < self.warmup, torch.inf)
-
-    def flag(self, G):
-        """True where G (L,) is an anomaly; the other norms enter the statistics."""
-        flagged = is_anomaly(G, self.limits())
-        self.update(G, ~flagged)
-        return flagged
-
-    def update(self, G, accepted):
-        n = self.count + 1
-        early = n <= self.warmup
-        # warm-up: plain mean and sample variance, mu_n = mu + (G - mu)/n,
-        #          sigma^2_n = (n-2)/(n-1) sigma^2 + (G - mu)^2/n  (Welford)
-        # after:   mu <- mu + alpha (G - mu),  sigma^2 <- (1 - alpha) sigma^2 + alpha (G - mu_new)^2
-        mean = self.mean + torch.where(early, 1 / n, self.ema) * (G - self.mean)
-        plain = (n - 2).clamp(min=0) / (n - 1).clamp(min=1) * self.variance
-        plain = plain + torch.where(n > 1, (G - self.mean) ** 2 / n, 0.0)
-        moving = (1 - self.ema) * self.variance + self.ema * (G - mean) ** 2
-        self.variance = torch.where(accepted, torch.where(early, plain, moving), self.variance)
-        self.mean = torch.where(accepted, mean, self.mean)
-        self.count = self.count + accepted
+def update_statistics(statistics, G, accepted, config):
+    """The statistics (3, L) with those norms of G (L,) that are accepted."""
+    count, mean, variance = statistics
+    n, alpha = count + 1, config.anomaly_ema
+    early = n <= max(config.anomaly_warmup_rounds, 2)
+    # warm-up: plain mean and sample variance, mu_n = mu + (G - mu)/n,
+    #          sigma^2_n = (n-2)/(n-1) sigma^2 + (G - mu)^2/n  (Welford)
+    # after:   mu <- mu + alpha (G - mu),  sigma^2 <- (1 - alpha) sigma^2 + alpha (G - mu_new)^2
+    new_mean = mean + torch.where(early, 1 / n, alpha) * (G - mean)
+    plain = (n - 2).clamp(min=0) / (n - 1).clamp(min=1) * variance
+    plain = plain + torch.where(n > 1, (G - mean) ** 2 / n, 0.0)
+    moving = (1 - alpha) * variance + alpha * (G - new_mean) ** 2
+    new = torch.stack([n, new_mean, torch.where(early, plain, moving)])
+    return new.where(accepted, statistics)
 
 
 def is_anomaly(G, limits):
@@ -163,19 +154,17 @@ def outer_nesterov(anchor, momentum, dhat, lr, mu, kept):
 class EDiT(Method):
     Config = Config
     shared = ("anchor", "momentum")
+    counters = ("statistics",)
     repairs_replicas = True  # a flagged replica restarts from the anchor
 
     def __init__(self, model, mesh, config, max_steps: int, seed: int = 0):
         super().__init__(model, mesh, config, max_steps, seed)
         self.anchors, self.momenta = model.views(self.anchor), model.views(self.momentum)
-        self.detector = AnomalyDetector(
-            len(model.layers), mesh.device, model.master.dtype,
-            config.anomaly_threshold, config.anomaly_ema, config.anomaly_warmup_rounds,
-        )  # fmt: skip
-        self.any_kept, self.lost_rounds = None, 0
+        self.kept, self.lost_rounds = None, 0  # on the host, see count_lost_rounds()
 
     def begin(self):
         self.anchor.copy_(self.model.master)
+        self.statistics = self.model.master.new_zeros(3, len(self.anchors))
 
     def local_stats(self):
         """G_i and the limits of this replica, (2 L,). d_i takes the place of x_i."""
@@ -188,24 +177,21 @@ class EDiT(Method):
         squares = torch.stack(squares)
         # [shard] all-reduce, L scalars, once per round
         self.mesh.all_reduce(squares, self.mesh.shard).wait()
-        G = squares.sqrt()
-        limits = self.detector.limits()
-        if not self.config.anomaly_elimination:
-            limits.fill_(torch.inf)
-        return torch.cat([G, limits])
+        return torch.cat([squares.sqrt(), anomaly_limits(self.statistics, self.config)])
 
     def sync(self, rows):
         """Every layer's all-reduce starts. The next forward, or drain(), completes them in layer
         order."""
         self.norms, limits = rows.chunk(2, dim=1)  # (M, L) each
-        G, replica = self.comparable_norms(), self.mesh.replica
+        G, i = self.comparable_norms(), self.mesh.replica
         self.flagged, self.clips, self.handles = is_anomaly(G, limits), [], []
-        self.detector.update(G[replica], ~self.flagged[replica])
+        self.statistics = update_statistics(self.statistics, G[i], ~self.flagged[i], self.config)
         self.weights = self.compute_weights(G)
         self.any_kept = (~self.flagged).any(dim=0).to(rows.dtype)  # (L,)
+        self.kept = HostCopy(self.any_kept)
         for l, d in enumerate(self.model.masters):
             # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
-            d.mul_(self.weights[replica, l]).nan_to_num_(0.0, 0.0, 0.0)
+            d.mul_(self.weights[i, l]).nan_to_num_(0.0, 0.0, 0.0)
             # [sync] all-reduce, P/N fp32, once per round and layer
             self.handles.append(self.mesh.all_reduce(d, self.mesh.sync))
         self.in_flight, self.model.pre_layer_hook = True, self.complete
@@ -254,10 +240,10 @@ class EDiT(Method):
 
     def count_lost_rounds(self):
         """Raise UserError if no replica was left in any layer for LOST_ROUNDS rounds in a row.
-        Reads one bit of the sync before, which has long finished."""
-        if self.any_kept is not None:
-            self.lost_rounds = 0 if self.any_kept.any() else self.lost_rounds + 1
-            self.any_kept = None
+        Reads L numbers of the sync before, which have long arrived on the host."""
+        if self.kept:
+            self.lost_rounds = 0 if any(self.kept.read()) else self.lost_rounds + 1
+            self.kept = None
         if self.lost_rounds >= LOST_ROUNDS:
             raise UserError(
                 f"all replicas were left out of the last {self.lost_rounds} syncs, so training "
@@ -275,13 +261,3 @@ class EDiT(Method):
             "dropped": self.flagged.sum(dim=1),
             "clip": torch.stack(self.clips).mean(),
         }
-
-    def state_dict(self) -> dict:
-        names = ("count", "mean", "variance")
-        detector = {name: getattr(self.detector, name).tolist() for name in names}
-        return super().state_dict() | {"detector": detector}
-
-    def load_state_dict(self, state: dict):
-        super().load_state_dict(state)
-        for name, values in state["detector"].items():
-            setattr(self.detector, name, self.detector.mean.new_tensor(values))

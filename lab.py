@@ -169,9 +169,6 @@ def loss_over_seconds(rows):
     return result
 
 
-WEIGHTINGS = ("none", "times_steps", "norm_per_step")
-
-
 def stragglers(seeds, quick):
     """Replica 3 is slow. In lockstep this changes no loss, so one seed is enough there."""
     runs = []
@@ -181,7 +178,7 @@ def stragglers(seeds, quick):
         for method in ("minibatch", "diloco", "edit"):
             some = seeds if slowness == 1 else seeds[:1]
             runs += [training(method, seed, columns=columns, **flags) for seed in some]
-        for weighting in WEIGHTINGS:
+        for weighting in ("none", "times_steps", "norm_per_step"):
             columns["variant"] = f"weights {weighting}"
             flags["step_weighting"] = weighting if slowness > 1 else "none"  # no difference at 1
             runs += [training("a_edit", seed, columns=columns, **flags) for seed in seeds]
@@ -214,8 +211,8 @@ PARTS = ("anomaly_elimination", "weighted_averaging", "pseudo_grad_clipping")
 
 
 def penalty(seeds, quick):
-    """Replica 3 is sick for one or three rounds, until step 240. By then the detectors have seen 10
-    healthy rounds."""
+    """Replica 3 is sick for one or three rounds, until step 240. By then EDiT has seen the norms of
+    10 healthy rounds."""
     methods = ("diloco", "streaming_diloco", "edit", "streaming_edit")
     variants = [(method, "", {}) for method in methods]
     for part in () if quick else PARTS:

@@ -82,6 +82,9 @@ class Works(list):
         for work in self:
             work.wait()
 
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self)
+
 
 class Group:
     """A row or a column of the grid, or all of it."""
@@ -94,7 +97,8 @@ class Group:
 
 class Mesh:
     """The grid as seen by one rank. Raises ValueError if the shards do not divide the ranks.
-    backend(ranks, crosses_replicas) names a group's backend. alone: ignore the other ranks."""
+    backend(ranks, crosses_replicas) names a group's backend. alone: ignore the other ranks. Rare
+    things and the record use torch.distributed's default group, which must be gloo."""
 
     def __init__(self, shards: int, device, timeout_s=600, backend=None, alone=False):
         started = dist.is_initialized() and not alone
@@ -111,12 +115,11 @@ class Mesh:
         self.world = self.shard if self.replicas == 1 else self.sync
         if min(self.replicas, self.shards) > 1:
             self.world = self._group("world", grid.view(1, -1), 0)
-        self.host = dist.new_group(timeout=self.timeout, backend="gloo") if started else None
         self.sent = {"shard": 0.0, "sync": 0.0}  # bytes
         self.calls = Counter()
         self.simulated_link = None  # simulate.SimulatedLink: delays what crosses replicas
-        # Seconds that the host has waited in operations that cross replicas: for a simulated link;
-        # for the other replicas and a real link. (For NCCL's waits see method.Stall.)
+        # Seconds that the host has waited for traffic between replicas. others: for other replicas
+        # and a real link; link: for a simulated link. (For NCCL's waits see method.Stall.)
         self.waited_s = {"others": 0.0, "link": 0.0}
 
     def _group(self, name, grid, row):
@@ -127,7 +130,12 @@ class Mesh:
                 continue
             backend = self.backend(ranks, name != "shard") if self.backend else "gloo"
             process_groups.append(dist.new_group(ranks, timeout=self.timeout, backend=backend))
-        return Group(name, grid[row].tolist(), self.rank, process_groups[row])
+        group = Group(name, grid[row].tolist(), self.rank, process_groups[row])
+        if group.size > 1 and dist.get_backend(group.process_group) == "nccl":
+            # NCCL connects a group in its first operation, for which it needs all ranks.
+            # [start] all-reduce, 1 scalar, once per group
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group.process_group)
+        return group
 
     @contextmanager
     def uncounted(self):
@@ -206,7 +214,7 @@ class Mesh:
         if self.world_size == 1:
             return rows, Handle()
         with translate_comm_errors():
-            work = all_gather_single(rows.view(-1), row, group=self.host, async_op=True)
+            work = all_gather_single(rows.view(-1), row, async_op=True)
         return rows, Handle(work)
 
     def all_gather_object(self, thing) -> list:
@@ -215,5 +223,5 @@ class Mesh:
             return [thing]
         things = [None] * self.world_size
         with translate_comm_errors():
-            dist.all_gather_object(things, thing, group=self.host)
+            dist.all_gather_object(things, thing)
         return things

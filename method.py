@@ -3,7 +3,7 @@
     sync_warmup_steps steps with averaged gradients: all replicas stay equal
     begin()                                            # for example: anchor <- parameters
     repeat:
-        tau inner steps (a round)
+        tau inner steps (a round; the last one may be shorter, so that no step is lost)
         rows = local_stats() of all replicas           # with their losses and step counts
         average AdamW's moments over the replicas      # only with --average_moments
         sync(rows)                                     # in after_step() of the round's last step
@@ -57,9 +57,11 @@ class Method:
     Config = LocalConfig  # its flags: a dataclass
     shared = ()  # names of vectors, laid out like model.master, equal in all replicas after a sync
     private = ()  # names of vectors that differ between replicas
+    counters = ()  # names of numbers and small tensors, made by begin(), of this replica
     equal_replicas = True  # are the parameters equal in all replicas after a sync?
     overlaps = False  # True: replicas do not all wait for each other at a round end
-    mean_on_resume = False  # on another number of replicas, do all start from the saved ones' mean?
+    # Resumed with another number of replicas, does each start from the mean of the saved replicas?
+    mean_on_resume = False
     repairs_replicas = False  # does a sync replace parameters that are not finite?
     lockstep = True  # do all replicas take the same number of steps?
 
@@ -69,9 +71,10 @@ class Method:
         self.clock = time.perf_counter  # seconds of training, only differences count
         self.steps = self.local_steps = self.rounds = 0  # inner steps in all, since a sync; syncs
         self.local = False  # has the warm-up ended?
-        self.in_flight = False  # has sync() left work for drain()?
+        self.in_flight = False  # True: sync() has not called end_sync() yet, the method will
         self.loss_sum = 0.0  # of the round
-        # Pairs (row, gather) of syncs that stats() has not returned yet. Only rank 0 calls it.
+        # Pairs (row, gather) of syncs that stats() has not returned yet. Only rank 0 calls stats();
+        # the other ranks keep the last pair, for drain().
         self.unread = deque(maxlen=None if mesh.rank == 0 else 1)
         self.lr = 0.0  # inner learning rate of the last step
         self.spread = None  # distance between replicas at the last evaluation, if they differ
@@ -189,25 +192,18 @@ class Method:
             self.rows, self.gather = self.gather_rows(torch.cat([own, stats]))
             self.local_steps, self.loss_sum, self.rounds = 0, 0.0, self.rounds + 1
             if self.config.average_moments:
-                self.average_moments()
+                # It adds 2 * 2 (M-1)/M * 4 P/N bytes per rank and round on the slow links. The
+                # moments of a diverged replica are finite, too (see clip_gradient).
+                self.average(self.model.exp_avg)
+                self.average(self.model.exp_avg_sq)
             self.sync(self.rows[:, 2:])
         if not self.in_flight:
             self.end_sync()
 
-    def average_moments(self):
-        """AdamW's moments become their mean over all replicas; in a sick one they are finite, too
-        (shard.py). This blocks, also in a method that overlaps, but before sync() starts anything.
-        Slow-link bytes per rank and round, more than without it: 2 * 2 (M-1)/M * 4 P/N."""
-        for moment in (self.model.exp_avg, self.model.exp_avg_sq):
-            moment.div_(self.mesh.replicas)
-            # [sync] all-reduce, P/N fp32, twice per round and layer, with --average_moments
-            handles = [self.mesh.all_reduce(m, self.mesh.sync) for m in self.model.views(moment)]
-            for handle in handles:
-                handle.wait()
-
     def gather_rows(self, row) -> tuple:
         """(rows of all replicas, (M, 2 + n): loss, steps, local_stats(); the gather of them). If
-        the method overlaps, the rows arrive later, for the record only."""
+        the method overlaps, the rows arrive later, for the record only; on a GPU the host waits
+        for its own row, that is for the end of the round."""
         if self.overlaps:
             # [sync] all-gather of rows as below, once per round, on the host, not counted
             rows, gather = self.mesh.gather_in_background(row.cpu())
@@ -238,9 +234,17 @@ class Method:
         row["steps"] = [int(steps) for steps in row["steps"]]
         return row | {"stall_ms": row["stall_ms"].ms()}
 
+    def average(self, vector: torch.Tensor):
+        """vector, laid out like model.master, becomes its mean over the replicas; blocks."""
+        vector.div_(self.mesh.replicas)
+        # [sync] all-reduce, P/N fp32, once per call and layer
+        handles = [self.mesh.all_reduce(v, self.mesh.sync) for v in self.model.views(vector)]
+        for handle in handles:
+            handle.wait()
+
     def norm(self, vector: torch.Tensor) -> torch.Tensor:
         """||vector|| over the whole replica, of a vector laid out like model.master; 0-dim. The
-        squares are added in rank order: where replicas hold equal vectors, they get equal bits."""
+        squares are added in rank order, so replicas with equal vectors get bit-identical norms."""
         square = vector.norm().square().view(1)
         # [shard] all-gather, 1 scalar, when a method calls it
         return self.mesh.gather_rows(square, self.mesh.shard).sum().sqrt()
@@ -258,10 +262,18 @@ class Method:
     # ---- checkpoints: the state of a replica beside the vectors, at a round end ----
 
     def state_dict(self) -> dict:
-        return {"steps": self.steps, "rounds": self.rounds, "local": self.local}
+        state = {"steps": self.steps, "rounds": self.rounds, "local": self.local}
+        for name in self.counters if self.local else ():
+            value = getattr(self, name)
+            state[name] = value.tolist() if isinstance(value, torch.Tensor) else value
+        return state
 
     def load_state_dict(self, state: dict):
         """The vectors are loaded after it."""
         self.steps, self.rounds = state["steps"], state["rounds"]
         if state["local"]:
             self.start_local_steps()
+            for name in self.counters:
+                new, value = getattr(self, name), state[name]
+                is_tensor = isinstance(new, torch.Tensor)
+                setattr(self, name, new.new_tensor(value) if is_tensor else value)

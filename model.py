@@ -50,9 +50,6 @@ class ModelConfig:
 
 
 class Embedding(nn.Module):
-    # The gradient needs the token ids, not the weight: ZeRO-3 skips this layer's second gather.
-    backward_reads_parameters = False
-
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
@@ -75,8 +72,6 @@ def rotate(x, cos, sin):
 
 
 class Block(nn.Module):
-    backward_reads_parameters = True
-
     def __init__(self, config: ModelConfig):
         super().__init__()
         C, hidden = config.n_embd, config.n_hidden
@@ -137,8 +132,6 @@ def cross_entropy(x, weight, targets):
 
 
 class Head(nn.Module):
-    backward_reads_parameters = True
-
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.norm = nn.RMSNorm(config.n_embd, eps=1e-5)

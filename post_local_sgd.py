@@ -29,8 +29,4 @@ from method import Method
 class PostLocalSGD(Method):
     def sync(self, rows):
         # x_i <- 1/M sum_j x_j
-        self.model.master.div_(self.mesh.replicas)
-        # [sync] all-reduce, P/N fp32, once per round and layer
-        handles = [self.mesh.all_reduce(x, self.mesh.sync) for x in self.model.masters]
-        for handle in handles:
-            handle.wait()
+        self.average(self.model.master)

@@ -26,14 +26,22 @@ Error: the mean of the replicas' errors and, for M > 2, the error of encoding th
 Source: Streaming DiLoCo, arXiv 2501.18512. Its scaling could not be read; this one is ours.
 """
 
+import functools
+
 import torch
 from torch.nn.functional import pad
 
 BLOCK = 256  # elements
 # |v| / s is nearest to 2^(e-7) between these bounds; below the first it counts as 0.
-BOUNDS = torch.tensor([2.0**-7, *(1.5 * 2.0**-n for n in range(6, 0, -1))])
-MAGNITUDES = torch.tensor([0.0, *(2.0 ** (e - 7) for e in range(1, 8))])
-VALUES = torch.cat([MAGNITUDES, -MAGNITUDES])  # of the 16 codes: 8 * sign + e
+BOUNDS = (2.0**-7, *(1.5 * 2.0**-n for n in range(6, 0, -1)))
+MAGNITUDES = (0.0, *(2.0 ** (e - 7) for e in range(1, 8)))
+VALUES = (*MAGNITUDES, *(-m for m in MAGNITUDES))  # of the 16 codes: 8 * sign + e
+
+
+@functools.cache
+def on_device(values: tuple, device, dtype) -> torch.Tensor:
+    """Copied there once, because the copy makes the host wait for the GPU."""
+    return torch.tensor(values, device=device, dtype=dtype)
 
 
 def encode(x: torch.Tensor, format: str) -> torch.Tensor:
@@ -47,7 +55,9 @@ def encode(x: torch.Tensor, format: str) -> torch.Tensor:
     if format == "int8":
         codes = relative.round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
     else:
-        e = torch.bucketize(relative.abs(), BOUNDS.to(x), out_int32=True, right=True)
+        e = torch.bucketize(
+            relative.abs(), on_device(BOUNDS, x.device, x.dtype), out_int32=True, right=True
+        )
         codes = e.add_(x.signbit(), alpha=8).to(torch.uint8)
         codes = codes[:, 0::2] | codes[:, 1::2] << 4  # two per byte, the even element low
     return torch.cat([codes, scale.view(torch.uint8)], dim=1)
@@ -61,7 +71,7 @@ def decode(coded: torch.Tensor, format: str, dtype=torch.float32) -> torch.Tenso
     if format == "int8":
         return codes.view(torch.int8).to(dtype).mul_(scale)
     codes = torch.stack([codes & 15, codes >> 4], dim=2).view(-1, BLOCK)
-    return VALUES.to(coded.device, dtype)[codes.int()].mul_(scale)
+    return on_device(VALUES, coded.device, dtype)[codes.int()].mul_(scale)
 
 
 def bytes_per_element(format: str) -> float:

@@ -12,11 +12,11 @@ from model import Llama, ModelConfig
 from plumbing.config import Parser, UserError, check_limits, run_command
 
 
-def load_model(path: str, device="cpu"):
+def load_model(path: str):
     """(Llama, tiktoken.Encoding) from a model.pt. Raises UserError if it is no such file."""
     try:
-        saved = torch.load(path, map_location=device, weights_only=True)
-        model = Llama(ModelConfig(**saved["model_config"])).to(device)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        model = Llama(ModelConfig(**saved["model_config"]))
         model.load_state_dict(saved["model"])
         name = saved["tokenizer"]
     except OSError as error:
@@ -34,12 +34,11 @@ def load_model(path: str, device="cpu"):
 def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0):
     """Yield `count` more token ids, each drawn given the last block_size ones. temperature 0: the
     most likely one; top_k 0: draw from all."""
-    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = list(tokens)
     for _ in range(count):
-        context = torch.tensor([tokens[-model.config.block_size :]], device=device)  # (1, T)
-        logits = model(context)[0, -1].double().cpu()  # (V,); a tiny temperature is 0 in fp32
+        context = torch.tensor([tokens[-model.config.block_size :]])  # (1, T)
+        logits = model(context)[0, -1].double()  # (V,); a tiny temperature is 0 in fp32
         if not logits.isfinite().all():
             raise UserError("the model's output is not finite: its training has diverged")
         logits -= logits.max()

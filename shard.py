@@ -23,13 +23,13 @@ The flat vector of a layer has P elements, padded to a multiple of N, matrices b
     grad_buffer  (max P,)      fp32                  gradient of one layer, while reduced
 
 Even layers are gathered into one permanent buffer and odd layers into the other: one computes while
-the next arrives. A layer's parameters are views of its buffer, created once. "Free" means that the
-next layer but one overwrites the buffer. Autograd saves views of these buffers. The backward
-gathers the layer into the same buffer first, so the views hold the right values again.
+the next arrives. A layer's parameters are views of its buffer, created once. "Free" means that
+layer l + 2 (in the backward l - 2) overwrites the buffer. Autograd saves views of these buffers.
+The backward gathers the layer into the same buffer first, so the views hold the right values again.
 gathered_layer says which layer a buffer holds: the backward starts with the two layers that the
-forward gathered last, and the embedding's backward needs no parameters, so a step gathers 2 L - 3
-layers, not 2 L. With N = 1 in fp32 the parameters are views of `master`: no buffer, no copy, no
-collective.
+forward gathered last, and the embedding's backward needs no parameters. So a micro-step gathers at
+most 2 L - 3 layers (L with embedding and head), not 2 L. With N = 1 in fp32 the parameters are
+views of `master`: no buffer, no copy, no collective.
 
 While a layer computes, the next all-gather is in flight, and in the backward also the
 reduce-scatter of the layer before. If gradients are averaged over replicas too (mini-batch,
@@ -66,23 +66,31 @@ class Layout:
         return {n: piece.view(s) for (n, s), piece in zip(self.shapes.items(), pieces)}
 
 
-class Metrics:
-    """Gradient norm, mean loss and number of votes of one step. Equal in a shard group, and in all
-    replicas if gradients are averaged."""
+class HostCopy:
+    """A few scalars, copied to the host without blocking it."""
 
     def __init__(self, scalars: torch.Tensor):
-        self.norm, self.loss, self.event, self.host = scalars[0], scalars[1], None, scalars
-        if scalars.device.type == "cuda":  # copied without blocking the host
+        self.event, self.host = None, scalars
+        if scalars.device.type == "cuda":
             self.host = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
             self.host.copy_(scalars, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record()
 
     def read(self) -> list:
-        """[norm, loss, votes]. Waits for the step on a GPU."""
+        """Waits for the copy on a GPU."""
         if self.event:
             self.event.synchronize()
         return self.host.tolist()
+
+
+class Metrics(HostCopy):
+    """Gradient norm, mean loss and number of votes of one step. Equal in a shard group, and in all
+    replicas if gradients are averaged."""
+
+    def __init__(self, scalars: torch.Tensor):
+        super().__init__(scalars)
+        self.norm, self.loss, _ = scalars
 
 
 class ShardedModel:
@@ -195,9 +203,9 @@ class ShardedModel:
         grad_x = torch.full((), scale, dtype=self.tape[-1][1].dtype, device=self.mesh.device)
         reducing, averaging = None, []
         for l in reversed(range(len(self.layers))):
-            if self.layers[l].backward_reads_parameters:
+            if l > 0:  # the embedding's gradient needs the token ids, not the weight
                 self.finish_gather(l)
-            if l > 0 and self.layers[l - 1].backward_reads_parameters:
+            if l > 1:
                 self.start_gather(l - 1)
             gradients, grad_x = self._backward_layer(l, grad_x)
             if reducing:  # the reduce-scatter of layer l+1, which used the buffer during layer l
@@ -299,17 +307,3 @@ class ShardedModel:
         optimizer = torch.optim.AdamW(groups, fused=True, **options)
         optimizer.state.update({p: state[p] for group in groups for p in group["params"]})
         return optimizer
-
-    def state_dict(self) -> dict | None:
-        """The whole model in fp32 on the CPU of rank 0, gathered layer by layer (None on other
-        ranks). All ranks of replica 0 must call it; the names are those of model.Llama."""
-        state = {}
-        for l, (layout, master) in enumerate(zip(self.layouts, self.masters)):
-            whole = master.new_empty(layout.padded)
-            whole.chunk(self.mesh.shards)[self.mesh.shard_index].copy_(master)
-            # [shard] all-gather, P fp32, once per call and layer
-            self.mesh.all_gather(whole, self.mesh.shard).wait()
-            if self.mesh.rank == 0:
-                for name, value in layout.cut(whole).items():
-                    state[f"layers.{l}.{name}"] = value.to("cpu", torch.float32, copy=True)
-        return state if self.mesh.rank == 0 else None

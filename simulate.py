@@ -2,9 +2,10 @@
 
 Stragglers. `--slow_replica R:F`: replica R takes F times as long for every step. `--random_lag
 P:SECONDS`: in each step, with probability P, one replica (drawn from the seed) pauses for SECONDS.
+(With NCCL the time in which a step waits for other replicas counts as its work.)
 
-The virtual clock. With `--virtual_clock` nothing sleeps. A step takes 1 virtual second and its
-replica's delay in that step; a slow replica's step takes F. All times in the record but stall_ms
+The virtual clock. With `--virtual_clock` nothing sleeps. A step takes 1 virtual second (on the slow
+replica F) plus its random lag. All times in the record but stall_ms
 and wait_*_ms, and A-EDiT's tau_time_s, are virtual: two runs are equal, bit by bit. Where replicas
 wait for each other, all continue at the time of the latest one: after every step with averaged
 gradients, and at a round end. Every rank computes this from the steps that each replica has taken.
@@ -245,6 +246,5 @@ class SimulatedLink:
         if self.device.type != "cuda":
             work.wait()
             return
-        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream()):
-            work.wait()
-            torch.cuda.current_stream().synchronize()
+        while not work.is_completed():  # wait() would end NCCL's hold on its input tensors
+            time.sleep(1e-4)

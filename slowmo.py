@@ -25,8 +25,7 @@ With --outer_lr 1 --outer_momentum 0 this is Post Local SGD. With a constant inn
 with heavy-ball instead of Nesterov momentum.
 
 Deviations from the paper: (1) The warm-up is mini-batch. (2) The inner AdamW keeps its moments at a
-sync, as the paper does for Adam; it sets SGD's momentum to zero. (3) The last round may be shorter,
-so that no step is lost.
+sync, as the paper does for Adam; it sets SGD's momentum to zero.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 12 (M-1) for losses, steps and norms.
 Run: torchrun --nproc_per_node 4 train.py --method slowmo --shards 2
@@ -50,6 +49,7 @@ class Config(LocalConfig):  # paper: tau 12; momentum 0.4 to 0.8, tuned
 class SlowMo(Method):
     Config = Config
     shared = ("anchor", "momentum")
+    counters = ("previous_lr",)
 
     def begin(self):
         self.anchor.copy_(self.model.master)
@@ -63,23 +63,10 @@ class SlowMo(Method):
     def sync(self, norms):
         d, v = self.model.master, self.momentum
         # d = 1/M sum_i d_i
-        d.div_(self.mesh.replicas)
-        # [sync] all-reduce, P/N fp32, once per round and layer
-        handles = [self.mesh.all_reduce(d_l, self.mesh.sync) for d_l in self.model.masters]
-        for handle in handles:
-            handle.wait()
+        self.average(d)
         # v <- mu g_t / g_{t-1} v + d;  a <- a - lr v
         ratio = self.lr / self.previous_lr if self.previous_lr else 1.0  # first round or rate 0
         self.previous_lr = self.lr
         v.mul_(self.config.outer_momentum * ratio).add_(d)
         self.anchor.sub_(v, alpha=self.config.outer_lr)
         self.model.master.copy_(self.anchor)
-
-    def state_dict(self) -> dict:
-        own = {"previous_lr": self.previous_lr} if self.local else {}
-        return super().state_dict() | own
-
-    def load_state_dict(self, state: dict):
-        super().load_state_dict(state)
-        if self.local:
-            self.previous_lr = state["previous_lr"]

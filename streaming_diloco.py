@@ -70,6 +70,7 @@ def fragment_layers(layers: int, fragments: int, pattern: str) -> list:
 class StreamingDiLoCo(Method):
     Config = Config
     shared = ("anchor", "momentum")
+    counters = ("landed",)
     equal_replicas, overlaps = False, True
 
     @classmethod
@@ -102,7 +103,7 @@ class StreamingDiLoCo(Method):
         self.layers_of = fragment_layers(len(layers), F, self.config.fragment_pattern)
         self.fragments = [[layers[l] for l in own] for own in self.layers_of]
         self.interval = self.config.tau // F
-        self.mean = None  # of the fragment in flight
+        self.mean = self.landed = None  # of the fragment in flight; see before_step()
 
     def before_step(self):
         super().before_step()
@@ -173,10 +174,3 @@ class StreamingDiLoCo(Method):
             self.land()
         self.model.master.copy_(self.anchor)
         self.model.invalidate_gathered()
-
-    def state_dict(self) -> dict:
-        return super().state_dict() | {"landed": self.landed}
-
-    def load_state_dict(self, state: dict):
-        super().load_state_dict(state)
-        self.landed = state["landed"]

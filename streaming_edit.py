@@ -40,9 +40,11 @@ from dataclasses import dataclass
 import torch
 
 import streaming_diloco
-from edit import AnomalyDetector, EDiT, PenaltyConfig, clip_factor, outer_nesterov, replica_weights
+from edit import EDiT, PenaltyConfig, anomaly_limits, clip_factor, is_anomaly
+from edit import outer_nesterov, replica_weights, update_statistics
 from plumbing.config import UserError
 from quantize import MeanInFlight
+from shard import HostCopy
 from streaming_diloco import StreamingDiLoCo
 
 
@@ -53,6 +55,7 @@ class Config(PenaltyConfig, streaming_diloco.Config):
 
 class StreamingEDiT(StreamingDiLoCo):
     Config = Config
+    counters = (*StreamingDiLoCo.counters, "statistics")
     repairs_replicas = True  # fragment by fragment, from the anchor
     count_lost_rounds = EDiT.count_lost_rounds  # stop if all replicas are flagged for some rounds
 
@@ -64,23 +67,19 @@ class StreamingEDiT(StreamingDiLoCo):
 
     def begin(self):
         super().begin()
-        config, x = self.config, self.model.master
-        self.detectors = [
-            AnomalyDetector(
-                len(layers), x.device, x.dtype,
-                config.anomaly_threshold, config.anomaly_ema, config.anomaly_warmup_rounds,
-            )
-            for layers in self.fragments
-        ]  # fmt: skip
+        self.statistics = self.model.master.new_zeros(3, len(self.model.layers))
+        self.columns = [torch.tensor(own, device=self.mesh.device) for own in self.layers_of]
         self.landings = []  # (norms, flagged, weights, clips) of each landing in this round
-        self.any_kept, self.lost_rounds = None, 0
+        self.kept, self.lost_rounds = None, 0
 
     def start_mean(self, d):
         squares = torch.stack([d_l.norm() ** 2 for d_l in d])
         # [shard] all-reduce, one scalar per layer, once per fragment
         self.mesh.all_reduce(squares, self.mesh.shard).wait()
-        G, detector = squares.sqrt(), self.detectors[self.p]
-        flagged = detector.flag(G) if self.config.anomaly_elimination else ~G.isfinite()
+        G, own = squares.sqrt(), self.columns[self.p]
+        flagged = is_anomaly(G, anomaly_limits(self.statistics[:, own], self.config))
+        new = update_statistics(self.statistics[:, own], G, ~flagged, self.config)
+        self.statistics[:, own] = new
         self.norms = G.new_empty(self.mesh.replicas, 2 * len(d))
         self.norms[self.mesh.replica] = torch.cat([G, flagged.to(G.dtype)])
         # [sync] all-gather, 2 scalars per layer and replica, asynchronous, once per fragment
@@ -118,7 +117,8 @@ class StreamingEDiT(StreamingDiLoCo):
         super().sync(rows)
         self.count_lost_rounds()
         if self.landings:
-            self.any_kept = torch.cat([~flagged.all(dim=0) for _, flagged, _, _ in self.landings])
+            kept = [~flagged.all(dim=0) for _, flagged, _, _ in self.landings]
+            self.kept = HostCopy(torch.cat(kept))
 
     def sync_stats(self, rows):
         if not self.landings:
@@ -130,18 +130,3 @@ class StreamingEDiT(StreamingDiLoCo):
             "pseudo_grad_norm": norms.norm(dim=1), "weight": weights.mean(dim=1),
             "dropped": flagged.sum(dim=1), "clip": clips.mean(),
         }  # fmt: skip
-
-    def state_dict(self) -> dict:
-        if not self.local:
-            return super().state_dict()
-        statistics = {}  # by layer, so that other fragments can continue
-        for layers, detector in zip(self.layers_of, self.detectors):
-            rows = zip(detector.count.tolist(), detector.mean.tolist(), detector.variance.tolist())
-            statistics |= {str(l): row for l, row in zip(layers, rows)}
-        return super().state_dict() | {"statistics": statistics}
-
-    def load_state_dict(self, state: dict):
-        super().load_state_dict(state)
-        for layers, detector in zip(self.layers_of, self.detectors):
-            rows = detector.mean.new_tensor([state["statistics"][str(l)] for l in layers])
-            detector.count, detector.mean, detector.variance = rows.T.contiguous()

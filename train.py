@@ -10,10 +10,7 @@ it in METHODS. What surrounds the steps (evaluation, checkpoints, the record) is
 """
 
 import math
-import os
 import sys
-
-import torch.distributed as dist
 
 from a_edit import AEDiT
 from co2 import CO2
@@ -39,8 +36,8 @@ METHODS = {
 def train(setup, mesh, shutdown):
     config, plan = setup.config, setup.plan
     model = ShardedModel(plan.model_config, mesh, plan.dtype, config.seed, config.recompute)
-    for layer in model.layers if config.compile else []:
-        layer.compile()
+    if config.compile:
+        launch.compile_layers(model.layers)
     optimizer = model.adamw(config.weight_decay, betas=(config.beta1, config.beta2))
     method = METHODS[config.method](
         model, mesh, setup.method_config, config.max_steps, config.seed
@@ -86,23 +83,15 @@ def set_learning_rate(optimizer, progress: float, config) -> float:
 
 
 def main(argv: list):
-    if os.environ.get("RANK", "0") != "0":
-        sys.stdout = open(os.devnull, "w")  # nothing is printed N times
-    shutdown, out_dir = launch.Shutdown("train.py"), ""
-    try:
+    def run(shutdown):
         setup = launch.start(argv, METHODS, shutdown)
         if setup.config.dry_run:
-            setup.plan.show(setup.corpus)
-            return
-        out_dir = setup.config.out_dir
+            return setup.plan.show(setup.corpus)
         launch.keep_freed_memory()
         mesh = launch.make_mesh(setup, shutdown.store)
         train(setup, mesh, shutdown)
-        print(end="", flush=True)
-    except Exception as error:
-        shutdown.explain(error, out_dir)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+
+    launch.run_on_this_rank("train.py", run)
 
 
 if __name__ == "__main__":

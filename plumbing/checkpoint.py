@@ -16,7 +16,8 @@ has its own.
 
 Loading: every rank reads what it needs; no communication.
 
-    same mesh        exact: the run continues bit for bit
+    same mesh        exact: on CPUs the run continues bit for bit (a GPU's attention adds in
+                     varying order)
     other shards     exact but for the order of sums: a layer's shards are joined and cut again
     other replicas   replica i continues saved replica i mod M: its moments and statistics; in
                      NoLoCo all start from the mean of the saved replicas
@@ -38,7 +39,6 @@ from zipfile import ZipFile
 
 import torch
 
-from method import Method
 from plumbing.config import NOT_RESUMED, UserError
 
 NAME = re.compile(r"checkpoint-(\d{8,})")
@@ -224,7 +224,7 @@ def verify(path, state: dict, rank: int = 0, world_size: int = 1):
             raise damaged(path, f"the checksum of {file.name} is wrong")
 
 
-def check_resume(saved: dict, config, given: dict, corpus, world_size: int, path):
+def check_resume(saved: dict, config, given: dict, corpus, tokens_per_step: int, path):
     """Raise UserError if the run cannot continue the checkpoint with these flags. given: the flags
     on the command line."""
     flags, shape = saved["flags"], ("model", "n_layer", "n_head", "n_embd")
@@ -232,8 +232,7 @@ def check_resume(saved: dict, config, given: dict, corpus, world_size: int, path
     other_words = saved["model_config"]["vocab_size"] != corpus.vocab_size
     other_corpus = saved["corpus_hash"] != corpus.hash and "data" not in given
     other_method = config.method != flags["method"] and saved["replicas"][0]["local"]
-    took = saved["tokens_per_step"]
-    take = world_size * config.accum * config.batch_size * config.block_size
+    took, take = saved["tokens_per_step"], tokens_per_step
     other_batch = take != took and not {"batch_size", "accum"} & given.keys()
     refusals = [
         (other_shape, f"has another shape: leave out {' '.join(other_shape)}"),
@@ -263,8 +262,6 @@ def load(path, state: dict, model, method):
     mesh, shards = model.mesh, state["mesh"]["shards"]
     saved_replicas = len(state["replicas"])
     replica = mesh.replica % saved_replicas
-    # In the warm-up there are the common counters only: another method may continue it.
-    restore = type(method) if state["replicas"][replica]["local"] else Method
 
     @functools.cache
     def open_file(file):
@@ -276,7 +273,7 @@ def load(path, state: dict, model, method):
         return [open_file(file)[name] for file in own]
 
     try:
-        restore.load_state_dict(method, state["replicas"][replica])
+        method.load_state_dict(state["replicas"][replica])
         shared, private = vectors(model, method)
         for name, vector in shared.items():
             fill(vector, shards_of(0, name), model)
@@ -289,6 +286,8 @@ def load(path, state: dict, model, method):
                     fill(part, shards_of(i, name), model)
                     total.add_(part)
                 vector.copy_(total.div_(saved_replicas))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # torch.load raises many kinds for damaged and foreign files
         raise damaged(path, f"{type(error).__name__}: {one_line(error)}") from None
     model.invalidate_gathered()
@@ -311,10 +310,24 @@ def fill(vector, saved: list, model):
 # ---- a model for use ----
 
 
+def whole_model(model) -> dict:
+    """The parameters in fp32 on the CPU of rank 0, gathered layer by layer ({} on other ranks). The
+    ranks of replica 0 call it; the names are those of model.Llama."""
+    mesh, state = model.mesh, {}
+    for l, (layout, master) in enumerate(zip(model.layouts, model.masters)):
+        whole = master.new_empty(layout.padded)
+        whole.chunk(mesh.shards)[mesh.shard_index].copy_(master)
+        # [shard] all-gather, P fp32, once per call and layer
+        mesh.all_gather(whole, mesh.shard).wait()
+        for name, value in layout.cut(whole).items() if mesh.rank == 0 else ():
+            state[f"layers.{l}.{name}"] = value.to("cpu", torch.float32, copy=True)
+    return state
+
+
 def export(path, model, tokenizer: str, flags: dict):
-    """Write the whole model in fp32, and what sample.py needs: whole or not at all. The ranks of
-    replica 0 call it. Raises UserError on rank 0 if it cannot be written."""
-    weights = model.state_dict()
+    """Write the whole model and what sample.py needs: whole or not at all. The ranks of replica 0
+    call it. Raises UserError on rank 0 if it cannot be written."""
+    weights = whole_model(model)
     if model.mesh.rank != 0:
         return
     saved = {"model": weights, "model_config": dataclasses.asdict(model.config)}

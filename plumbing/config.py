@@ -63,9 +63,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message[:300]} (--help lists the flags)")
 
-    def print_help(self, file=None):
-        print(self.format_help(), end="", flush=True)  # argparse would ignore a full disk
-
 
 def option(default, help, **limits):
     """A dataclass field that is a flag. limits: low, above, below, choices."""
@@ -142,7 +139,7 @@ class Config:
     accum: int = option(1, "micro-steps per step; their gradients are summed", low=1, below=10**6)
     # inner
     lr: float = option(3e-3, "peak inner (AdamW) learning rate")
-    min_lr_ratio: float = option(0.1, "final over peak learning rate")
+    min_lr_ratio: float = option(0.1, "final learning rate / peak learning rate")
     lr_warmup_steps: int = option(50, "steps of linear warm-up")
     weight_decay: float = option(0.1, "of matrices")
     beta1: float = option(0.9, "AdamW", below=1)

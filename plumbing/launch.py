@@ -94,7 +94,7 @@ def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
     if not config.dry_run:
         plan.check_memory()
     if saved:
-        checkpoint.check_resume(saved, config, given, corpus, world_size, path)
+        checkpoint.check_resume(saved, config, given, corpus, plan.tokens_per_step, path)
         checkpoint.verify(path, saved, rank, world_size)
     return Setup(config, method_config, simulation, given, corpus, plan, path, saved)
 
@@ -203,6 +203,8 @@ def start(argv: list, methods: dict, shutdown) -> Setup:
             checkpoint.lock(setup.config.out_dir)
             checkpoint.clean_up(setup.config.out_dir)
     store.set_timeout(timedelta(seconds=setup.config.timeout_s))
+    if not setup.config.dry_run:
+        shutdown.out_dir = setup.config.out_dir
     return setup
 
 
@@ -245,6 +247,13 @@ def make_mesh(setup: Setup, store) -> Mesh:
     device, backend = open_groups(config, setup.simulation, store, overlaps)
     with translate_comm_errors():
         return Mesh(config.shards, device, config.timeout_s, backend)
+
+
+def compile_layers(layers):
+    """torch.compile keeps the variants of all layers in one cache; by default it has room for 8."""
+    torch._dynamo.config.recompile_limit = 64
+    for layer in layers:
+        layer.compile()
 
 
 def keep_freed_memory(keep: bool = True):
@@ -300,12 +309,13 @@ class Shutdown:
 
     def __init__(self, program: str):
         self.program, self.store = program, None
+        self.out_dir = ""  # of the run, when it has begun
         for number in STOPS:  # also while a rank waits inside gloo, and without a traceback
             signal.signal(number, signal.SIG_DFL)
 
     def leave(self, code: int, line: str):
-        """No destructor waits for lost ranks, and nobody waits long for the store."""
-        # torchrun stops the other ranks at the first exit. They are about to leave by themselves.
+        """With os._exit: destructors could wait for lost ranks. The store gets at most 5 s."""
+        # At the first exit torchrun sends SIGTERM to the other ranks. They leave by themselves.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         threading.Timer(5, os._exit, [code]).start()
         try:
@@ -321,11 +331,24 @@ class Shutdown:
             print(end="", flush=True)
         os._exit(code)
 
-    def explain(self, error: Exception, out_dir: str):
-        """leave() for an error from outside the program. Raises any other error again. out_dir: ""
-        if the training has not begun."""
+    def explain(self, error: Exception):
+        """leave() for an error from outside the program. Raises any other error again."""
         if not isinstance(error, RankLostError):
             self.leave(*explain(error))
-        saved = checkpoint.list_checkpoints(out_dir) if out_dir else []
+        saved = checkpoint.list_checkpoints(self.out_dir) if self.out_dir else []
         hint = f"; --resume auto continues from {saved[-1]}" if saved else ""
         self.leave(1, f"error: lost contact with another rank ({error}){hint}")
+
+
+def run_on_this_rank(program: str, main):
+    """Run main(shutdown). Only rank 0 prints; errors that config.explain() knows end all ranks."""
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")
+    shutdown = Shutdown(program)
+    try:
+        main(shutdown)
+        print(end="", flush=True)
+    except Exception as error:
+        shutdown.explain(error)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -63,11 +63,9 @@ class Clock:
 class Log:
     """Rank 0 prints and writes; on other ranks every method does nothing."""
 
-    def __init__(self, path, config, mesh, clock):
+    def __init__(self, path, config, mesh, clock, tokens_per_step: int):
         self.path, self.config, self.mesh, self.clock = path, config, mesh, clock
-        self.tokens_per_step = (
-            mesh.world_size * config.accum * config.batch_size * config.block_size
-        )
+        self.tokens_per_step = tokens_per_step  # of all ranks
         self.file = None
         self.tokens, self.first_tokens, self.first_progress = 0, 0, 0.0
         self.last = {"step": 0, "tokens": 0, "train_s": 0.0}  # of the last step row

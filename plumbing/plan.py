@@ -6,7 +6,7 @@ Every run prints this first. With --dry_run it is all that happens, for any mesh
 
 P: elements of a layer's flat vector. `memory` is exact for ranks on one machine, `activations` is
 an estimate. Not counted: the program itself (some 300 MB on CPUs), NCCL's buffers, what the
-allocator does not give back.
+allocator does not give back, and what --offload's pinned memory is rounded up by (to a power of 2).
 """
 
 import os

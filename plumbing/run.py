@@ -1,7 +1,6 @@
 """What surrounds the steps of a run: batches, the record, evaluation, checkpoints, stopping.
 
-Replicas are equal at round ends only, so evaluation, checkpoints and stops happen there and nowhere
-else.
+Evaluation, checkpoints and stops happen at round ends only (method.py).
 """
 
 import dataclasses
@@ -37,7 +36,8 @@ class Run:
         method.clock = self.clock.train_s
         if setup.simulation.limits_link:
             mesh.simulated_link = SimulatedLink(setup.simulation, mesh.shards, mesh.device)
-        self.log = Log(Path(self.config.out_dir, "metrics.jsonl"), self.config, mesh, self.clock)
+        path = Path(self.config.out_dir, "metrics.jsonl")
+        self.log = Log(path, self.config, mesh, self.clock, setup.plan.tokens_per_step)
         self.evaluated_at = self.saved_at = 0  # progress
         self.resume() if setup.saved else self.log.start(self.describe(), None, False, 0)
         self.stop = launch.StopRequest(shutdown.store, self.config.save_on_exit)
@@ -55,7 +55,7 @@ class Run:
         vocab_size = self.corpus.vocab_size
         tensors = self.disturbances.batch(tensors, vocab_size, step, micro_step, mesh)
         if mesh.device.type == "cuda":  # pinned, so that the copy does not block the host
-            tensors = [tensor.pin_memory() for tensor in tensors]
+            tensors = [tensor.contiguous().pin_memory() for tensor in tensors]
         return [tensor.to(mesh.device, non_blocking=True) for tensor in tensors]
 
     def before_step(self):
@@ -63,7 +63,7 @@ class Run:
         self.disturbances.begin_step(self.mesh)
 
     def vote(self) -> float:
-        """1.0 to end the round after this step. The end of a step's work."""
+        """Ends the step's work with its simulated delay. Returns 1.0 to end the round after it."""
         if self.virtual:
             self.clock.end_step(self.method.steps)
         else:
@@ -212,5 +212,3 @@ def start_tracing(config, rank: int):
     tracer = torch.profiler.profile(schedule=steps, on_trace_ready=write)
     tracer.start()
     return tracer
-
-

@@ -1,8 +1,7 @@
 """Many runs of train.py for lab.py: start them, keep them, read their results, print a table.
 
-A run's folder is named after its flags. A finished run is not repeated, also if two experiments
-share it; an interrupted one resumes from its last checkpoint. The name does not know the code:
-after a change that affects results, delete out/lab.
+A run's folder is named after its flags, not after the code: after a change that affects results,
+delete out/lab.
 """
 
 import hashlib

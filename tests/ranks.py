@@ -127,8 +127,9 @@ class Launch:
 
     def signal(self, number, *ranks):
         for rank in ranks or range(len(self.ranks)):
-            if self.ranks[rank].is_alive():
-                os.kill(self.ranks[rank].pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                if self.ranks[rank].is_alive():
+                    os.kill(self.ranks[rank].pid, number)
 
     def wait(self, timeout_s=60) -> list:
         """The exit codes; -9 for a rank that had to be killed because it hung."""

@@ -132,7 +132,7 @@ def test_step_weighting_equals_fp64_reference(replicas, shards, corpus, corpus_f
         dropped = sum(row["dropped"] for row in expected["syncs"])  # by replica
         assert sum(dropped) > 0
         for replica, rank in enumerate(run.ranks[::shards]):  # no flagged norm is learned
-            learned = rank["method_state"]["detector"]["count"]
+            learned = rank["method_state"]["statistics"][0]
             assert sum(learned) == len(learned) * len(expected["syncs"]) - dropped[replica]
 
 

@@ -10,6 +10,7 @@ import torch
 import shard
 from mesh import Mesh
 from model import Llama, ModelConfig
+from plumbing.checkpoint import whole_model
 from ranks import ROOT, run_ranks
 from shard import ShardedModel
 
@@ -39,8 +40,8 @@ def gradient(shards, dtype=FP64, accum=1, transport="gloo", averaged=True, recom
     read = metrics.read()
     assert model.known_metrics() == read == [metrics.norm.item(), metrics.loss.item(), read[2]]
     calls, sent = dict(mesh.calls), dict(mesh.sent)
-    model.master.copy_(model.grad)  # state_dict() then hands out the gathered gradient
-    return model.state_dict(), read, calls, sent, [layout.padded for layout in model.layouts]
+    model.master.copy_(model.grad)  # whole_model() then returns the gathered gradient
+    return whole_model(model), read, calls, sent, [layout.padded for layout in model.layouts]
 
 
 CASES = {
