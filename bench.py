@@ -192,7 +192,9 @@ def speedups(times: dict) -> dict:
     row = {f"{name}_ms": statistics.median(times[name]) for name in times}
     for other in others:
         name = "of_bound" if other == "bound" else f"over_{other}"
-        row[name] = statistics.median(b / a for a, b in zip(times[ours], times[other]))
+        ratios = sorted(b / a for a, b in zip(times[ours], times[other]))
+        row[name] = statistics.median(ratios)
+        row[f"{name}_range"] = f"{ratios[0]:.2f}..{ratios[-1]:.2f}"
     return row
 
 

@@ -1,4 +1,4 @@
-"""CO2: one all-reduce per round that flies while the next round computes.
+"""CO2: one all-reduce per round that travels while the next round computes.
 
 The problem. Even one all-reduce per round makes every replica wait. CO2 sends the pseudo-gradients
 of round t while round t+1 computes, and applies their mean one round late. A staleness gap penalty

@@ -155,7 +155,7 @@ def draw(rows: list, panels: list, path):
         # Without a date the same figures give the same file.
         metadata = {"Date": None, "Description": checksum(panels_lines)}
         figure.savefig(picture, format="svg", transparent=True, metadata=metadata)
-    # A smaller file: tenths of a point are precise enough, and nobody reads the indentation.
+    # A smaller file: tenths of a point are precise enough, and the indentation is not seen.
     shorter = lambda match: re.sub(r"(\.\d)\d+", r"\1", match[0])
     text = re.sub(r' (d|x|y|transform)="[^"]*"', shorter, picture.getvalue())
     Path(path).write_text(re.sub(r"\n +", "\n", text))

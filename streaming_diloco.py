@@ -1,6 +1,6 @@
 """Streaming DiLoCo: one fragment of the model at a time, in the background, in 4 bits.
 
-The problem. DiLoCo sends little, but all at once, and everybody waits. Streaming DiLoCo cuts the
+The problem. DiLoCo sends little, but all at once, and all replicas wait. Streaming DiLoCo cuts the
 layers into F fragments, sends one of them every tau / F steps while the steps go on, and applies
 its outer step `delay` steps later.
 
