@@ -25,7 +25,7 @@ from plumbing.config import Parser, check_limits, run_command
 from plumbing.runs import RUNS, Run, execute_all, table
 
 RESULTS = Path(__file__).parent / "results"
-TUNING_SEED, SECONDS_PER_RUN = 7, 40  # on 2 cores
+TUNING_SEED = 7
 BASE = {
     "max_steps": 448, "sync_warmup_steps": 128, "eval_interval": 64, "log_interval": 64,
     "checkpoint_interval": 128,
@@ -367,16 +367,15 @@ def main():
     check_limits("jobs", args.jobs, {"low": 1})
     for seed in args.seeds:
         check_limits("seeds", seed, {})
+    if args.quick:
+        BASE.update(QUICK)
+        args.seeds = args.seeds[:1]
     if args.experiment:
-        if args.quick:
-            BASE.update(QUICK)
-        seeds = args.seeds[:1] if args.quick else args.seeds
-        return run_experiment(args.experiment, seeds, args.quick, args.jobs)
+        return run_experiment(args.experiment, args.seeds, args.quick, args.jobs)
     for name, experiment in EXPERIMENTS.items():
-        runs = experiment.runs(args.seeds, args.quick)
-        todo = {run.folder for run in runs if not run.finished()}
-        every = {run.folder for run in runs}
-        cost, left = (len(each) * SECONDS_PER_RUN / 60 for each in (every, todo))
+        runs = {run.folder: run for run in experiment.runs(args.seeds, args.quick)}.values()
+        cost = sum(run.minutes() for run in runs)
+        left = sum(run.minutes() for run in runs if not run.finished())
         print(f"{name:11} {experiment.question} {cost:.0f} minutes, {left:.0f} of them to do")
 
 
