@@ -187,7 +187,8 @@ def alternate(mesh, steps: dict, flags: Flags) -> dict:
 
 
 def speedups(times: dict) -> dict:
-    """Medians, and the speed of the first candidate over each other one: above 1 it is faster."""
+    """Medians; the speed of the first candidate over each other one (above 1: faster), and its
+    lowest and highest."""
     ours, *others = times
     row = {f"{name}_ms": statistics.median(times[name]) for name in times}
     for other in others:

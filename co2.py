@@ -108,4 +108,3 @@ class CO2(Method):
             self.outer_step()
             self.sent = False
             self.model.master.copy_(self.anchor)
-            self.model.invalidate_gathered()

@@ -42,14 +42,13 @@ not change between the end of the round and a layer's turn in the next forward.
 Deviations from the paper and its authors' code: (1) One exchange carries the norms and limits of
 all layers, and nothing is read on the host; the code's 2 to 4 host reads per layer prevent overlap.
 (2) A norm that is not finite is always flagged, also without anomaly elimination. (3) Flagged norms
-never enter the statistics, so one outlier does not hide the next. Cost: a replica whose norms
-rise suddenly and permanently stays flagged (the log shows it; raise anomaly_threshold). (4) For the
+never enter the statistics, so one outlier does not hide the next. Cost: a replica whose norms rise
+suddenly and permanently stays flagged (the log shows it; raise anomaly_threshold). (4) For the
 first anomaly_warmup_rounds samples the statistics are the plain mean and standard deviation: an
 exponential average started at zero is badly biased. (5) sigma is at least SIGMA_FLOOR * mu, so that
-nearly equal norms do not flag noise. (6) The last round may be shorter, so that no step is lost.
-(7) A non-finite inner gradient is set to 0 (shard.py), so that AdamW's moments stay finite and a
-replica recovers with the sync that left it out. (8) Training stops with an error when
-LOST_ROUNDS rounds in a row were rolled back in all layers.
+nearly equal norms do not flag noise. (6) A non-finite inner gradient is set to 0 (shard.py), so
+that AdamW's moments stay finite and a replica recovers with the sync that left it out. (7) Training
+stops with an error when LOST_ROUNDS rounds in a row were rolled back in all layers.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for norms, limits, losses
 and steps.

@@ -139,7 +139,7 @@ def round_length(seeds, quick):
 
 def link(seeds, quick):
     """The losses are those of `quality`: a link changes no loss. Short runs without evaluations
-    measure the seconds of a step. Without stragglers A-EDiT is EDiT."""
+    and checkpoints measure the seconds of a step. Without stragglers A-EDiT is EDiT."""
     methods = ("minibatch", "diloco", "streaming_diloco", "edit") if quick else METHODS
     methods = [method for method in methods if method != "a_edit"]
     runs = [training(method, seed, 64) for method in methods for seed in seeds]

@@ -8,10 +8,11 @@
         average AdamW's moments over the replicas      # only with --average_moments
         sync(rows)                                     # in after_step() of the round's last step
 
-A method is a subclass in a file of its own. It names the vectors that it keeps between syncs and
-writes begin(), local_stats() and sync(). A sync may stay in flight: EDiT's completes layer by layer
-during the next forward, CO2's a round later. drain() waits for it. A-EDiT decides in sync_due()
-when a round ends; Streaming DiLoCo also communicates within a round, in after_inner_step().
+A method is a subclass in a file of its own. It names the vectors and counters that it keeps between
+syncs and writes begin(), local_stats() and sync(). A sync may stay in flight: EDiT's completes
+layer by layer during the next forward, CO2's a round later. drain() waits for it. A-EDiT decides in
+sync_due() when a round ends; Streaming DiLoCo also communicates within a round, in
+after_inner_step().
 
 A run is evaluated, saved and stopped at round ends (in the warm-up after every step) and nowhere
 else. In most methods replicas are equal there; where they are not, judged() says which model is
@@ -57,7 +58,7 @@ class Method:
     Config = LocalConfig  # its flags: a dataclass
     shared = ()  # names of vectors, laid out like model.master, equal in all replicas after a sync
     private = ()  # names of vectors that differ between replicas
-    counters = ()  # names of numbers and small tensors, made by begin(), of this replica
+    counters = ()  # names of this replica's numbers and small tensors, which begin() makes
     equal_replicas = True  # are the parameters equal in all replicas after a sync?
     overlaps = False  # True: replicas do not all wait for each other at a round end
     # Resumed with another number of replicas, does each start from the mean of the saved replicas?
@@ -71,7 +72,7 @@ class Method:
         self.clock = time.perf_counter  # seconds of training, only differences count
         self.steps = self.local_steps = self.rounds = 0  # inner steps in all, since a sync; syncs
         self.local = False  # has the warm-up ended?
-        self.in_flight = False  # True: sync() has not called end_sync() yet, the method will
+        self.in_flight = False  # True: the sync is not complete; the method calls end_sync() then
         self.loss_sum = 0.0  # of the round
         # Pairs (row, gather) of syncs that stats() has not returned yet. Only rank 0 calls stats();
         # the other ranks keep the last pair, for drain().
@@ -99,7 +100,7 @@ class Method:
         return 2 * (replicas - 1) / replicas
 
     def begin(self):
-        """The warm-up is over, or a run resumes after it."""
+        """The warm-up is over, or a run resumes after it. Makes the counters."""
 
     def local_stats(self) -> torch.Tensor:
         """A few scalars, equal in the shard group, (n,)."""
@@ -192,7 +193,7 @@ class Method:
             self.rows, self.gather = self.gather_rows(torch.cat([own, stats]))
             self.local_steps, self.loss_sum, self.rounds = 0, 0.0, self.rounds + 1
             if self.config.average_moments:
-                # It adds 2 * 2 (M-1)/M * 4 P/N bytes per rank and round on the slow links. The
+                # Together 2 * 2 (M-1)/M * 4 P/N bytes per rank and round on the slow links. The
                 # moments of a diverged replica are finite, too (see clip_gradient).
                 self.average(self.model.exp_avg)
                 self.average(self.model.exp_avg_sq)

@@ -109,10 +109,8 @@ class NoLoCo(Method):
         # [sync] all-reduce, 1 scalar, once per evaluation and at the end of training
         self.mesh.all_reduce(square, self.mesh.sync).wait()
         self.spread = square.sqrt().item()
-        self.model.invalidate_gathered()
         yield
         x.copy_(self.anchor)
-        self.model.invalidate_gathered()
 
     def finish(self):
         super().finish()

@@ -5,11 +5,11 @@ P:SECONDS`: in each step, with probability P, one replica (drawn from the seed) 
 (With NCCL the time in which a step waits for other replicas counts as its work.)
 
 The virtual clock. With `--virtual_clock` nothing sleeps. A step takes 1 virtual second (on the slow
-replica F) plus its random lag. All times in the record but stall_ms
-and wait_*_ms, and A-EDiT's tau_time_s, are virtual: two runs are equal, bit by bit. Where replicas
-wait for each other, all continue at the time of the latest one: after every step with averaged
-gradients, and at a round end. Every rank computes this from the steps that each replica has taken.
-(On CUDA votes are read one step late, so A-EDiT's rounds have one step more.)
+replica F) plus its random lag. All times in the record but stall_ms and wait_*_ms, and A-EDiT's
+tau_time_s, are virtual: two runs are equal, bit by bit. Where replicas wait for each other, all
+continue at the time of the latest one: after every step with averaged gradients, and at a round
+end. Every rank computes this from the steps that each replica has taken. (On CUDA votes are read
+one step late, so A-EDiT's rounds have one step more.)
 
 Disturbances of one replica, in its steps FIRST to LAST, counted from 1 as in the record.
 `--random_tokens R:FIRST:LAST`: its inputs and targets are uniform random tokens. `--scale_lr

@@ -159,18 +159,13 @@ class StreamingDiLoCo(Method):
         x = self.model.master.clone()
         if self.local:
             self.model.master.copy_(self.anchor)
-            self.model.invalidate_gathered()
         yield
         self.model.master.copy_(x)
-        self.model.invalidate_gathered()
 
     def finish(self):
         super().finish()
-        if not self.local:
-            return
-        others = [p for p in range(self.config.fragments) if p != self.landed]
-        for p in others:
-            self.send(p)
-            self.land()
-        self.model.master.copy_(self.anchor)
-        self.model.invalidate_gathered()
+        if self.local:
+            for p in [p for p in range(self.config.fragments) if p != self.landed]:
+                self.send(p)
+                self.land()
+            self.model.master.copy_(self.anchor)

@@ -1,4 +1,4 @@
-"""Checkpoints: what a run needs to continue bit by bit, on the same ranks or on others.
+"""Checkpoints: what a run needs to continue, on the same ranks or on others.
 
     out/edit/checkpoint-00000400/
         state.json       progress, flags, mesh, corpus; counters and statistics of each replica
@@ -288,6 +288,11 @@ def load(path, state: dict, model, method):
                 vector.copy_(total.div_(saved_replicas))
     except torch.OutOfMemoryError:
         raise
+    except KeyError as error:
+        raise UserError(
+            f"checkpoint {path} has no {error}: another version of the code wrote it; continue it "
+            "with that version"
+        ) from None
     except Exception as error:  # torch.load raises many kinds for damaged and foreign files
         raise damaged(path, f"{type(error).__name__}: {one_line(error)}") from None
     model.invalidate_gathered()

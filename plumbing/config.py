@@ -63,6 +63,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message[:300]} (--help lists the flags)")
 
+    def print_help(self, file=None):
+        print(self.format_help(), end="", flush=True)  # argparse ignores a full disk
+
 
 def option(default, help, **limits):
     """A dataclass field that is a flag. limits: low, above, below, choices."""

@@ -250,8 +250,9 @@ def make_mesh(setup: Setup, store) -> Mesh:
 
 
 def compile_layers(layers):
-    """torch.compile keeps the variants of all layers in one cache; by default it has room for 8."""
-    torch._dynamo.config.recompile_limit = 64
+    """torch.compile keeps the variants of all layers (training, evaluation, recompute) in one
+    cache, which by default has room for 8."""
+    torch._dynamo.config.recompile_limit = 8 * len(layers)
     for layer in layers:
         layer.compile()
 
@@ -278,8 +279,8 @@ class StopRequest:
             signal.siginterrupt(number, False)
 
     def _note(self, number, frame):
-        """Python calls this between two lines of the main thread, so not while it waits inside
-        gloo. From then on a second signal ends the process at once."""
+        """From then on a second signal ends the process at once. Python calls this in the main
+        thread only: a rank that waits inside gloo notes the signal when the wait ends."""
         self.signal = number
         for each in STOPS:
             signal.signal(each, signal.SIG_DFL)
@@ -314,7 +315,8 @@ class Shutdown:
             signal.signal(number, signal.SIG_DFL)
 
     def leave(self, code: int, line: str):
-        """With os._exit: destructors could wait for lost ranks. The store gets at most 5 s."""
+        """Ends with os._exit, because destructors could wait for lost ranks. Waits at most 5 s for
+        the store."""
         # At the first exit torchrun sends SIGTERM to the other ranks. They leave by themselves.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         threading.Timer(5, os._exit, [code]).start()

@@ -63,7 +63,7 @@ class Run:
         self.disturbances.begin_step(self.mesh)
 
     def vote(self) -> float:
-        """Ends the step's work with its simulated delay. Returns 1.0 to end the round after it."""
+        """Add the step's simulated delay. Returns 1.0 if the round must end after this step."""
         if self.virtual:
             self.clock.end_step(self.method.steps)
         else:
@@ -116,6 +116,7 @@ class Run:
             config.batch_size, config.block_size,
         )  # fmt: skip
         self.method.drain()  # this still counts as training
+        self.model.invalidate_gathered()  # judged() may change the parameters, here and at its end
         with self.clock, self.mesh.uncounted(), self.method.judged():
             for inputs, targets, rows in batches:
                 inputs, targets = inputs.to(mesh.device), targets.to(mesh.device)
@@ -124,6 +125,7 @@ class Run:
             total = total.to(mesh.device)
             # [sync] all-reduce, all ranks, 2 scalars, once per evaluation
             mesh.all_reduce(total, mesh.world).wait()
+        self.model.invalidate_gathered()
         self.log.sync(self.method)
         val_loss = (total[0] / total[1]).item()
         self.log.eval(self.method, val_loss, self.corpus.bytes_per_token)

@@ -51,8 +51,8 @@ class Run:
         return " ".join(words)
 
     def minutes(self) -> float:
-        """About what it takes on 2 cores: start and evaluations, then 69 ms per step of 4 sequences
-        per rank."""
+        """Roughly, on 2 cores: 8 s for start and evaluations, and 69 ms per step of 4 sequences per
+        rank. A slow link is not counted."""
         sequences = self.flags.get("batch_size", 4)
         return (8 + self.flags["max_steps"] * (0.035 + 0.0085 * sequences)) / 60
 

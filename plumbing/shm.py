@@ -9,7 +9,7 @@ group has slots of memory that the other ranks can read, and a collective is
     read(n):     for each rank: wait until written[rank, n mod SLOTS] = n; use its data
     release(n):  released[me, n mod SLOTS] <- n
 
-No lock, no thread and, if no rank has to wait, no system call: each word of `written` and `released`
+No lock, no thread and, if no rank waits, no system call: each word of `written` and `released`
 has one writer, and an x86 processor shows stores to others in the order in which they were made (on
 other processors use gloo). A rank that waits sleeps for some microseconds at a time.
 

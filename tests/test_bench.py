@@ -19,6 +19,7 @@ def test_ratios_follow_from_the_times():
     # ours is 1.5 times as fast as fsdp2 in the middle turn, and has 0.8 of the bound's speed
     row = bench.speedups({"ours": [10, 20, 40], "fsdp2": [14, 30, 80], "bound": [9, 16, 30]})
     assert (row.pop("over_fsdp2"), row.pop("of_bound")) == (1.5, pytest.approx(0.8))
+    assert row.pop("over_fsdp2_range") == "1.40..2.00" and row.pop("of_bound_range") == "0.75..0.90"
     assert row == {"ours_ms": 20, "fsdp2_ms": 30, "bound_ms": 16}
 
 

@@ -10,8 +10,7 @@ import torch
 import train
 from plumbing import checkpoint, launch
 from plumbing.config import UserError
-from ranks import run_training, train_all
-from test_relatives import end_with_what_is_loaded
+from ranks import end_with_what_is_loaded, run_training, train_all
 
 ROUNDS = dict(tau=4, sync_warmup_steps=3, max_steps=17, eval_interval=5, dtype="fp32")
 CONSTANT_LR = dict(min_lr_ratio=1.0, tau=4, sync_warmup_steps=3, eval_interval=1000)
@@ -36,7 +35,7 @@ CASES = [  # flags; ranks; round ends; where to resume; a link that changes noth
     (STREAMING | TIGHT | dict(method="streaming_edit", delay=3, max_steps=27, dtype="bf16"), 2,
      [1, 2, 10, 18, 26, 27], [2, 18, 27], SLOW),
 ]  # fmt: skip
-# shard_bytes: the forward after an evaluation finds layers that are gathered already.
+# shard_bytes: the forward after an evaluation finds no layer that is gathered already.
 LEFT_OUT = "shard_bytes step_ms train_s tokens_per_s stall_ms wait_others_ms wait_link_ms".split()
 LEFT_OUT += ["peak_memory_bytes"]
 
@@ -88,7 +87,6 @@ def edit_state(path, change):
 def test_evaluation_saving_a_slow_link_and_a_resume_change_no_bit(
     options, ranks, ends, steps, link, tmp_path, corpus_folder
 ):
-    """With three layers a forward would start with a layer that an evaluation has gathered."""
     busy = options | link | dict(eval_interval=1, checkpoint_interval=1, keep=100)
     cases = (None, None, options), (None, tmp_path / "whole", busy)
     quiet, whole = train_all(ranks, corpus_folder, *cases)

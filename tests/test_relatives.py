@@ -12,7 +12,7 @@ from co2 import CO2
 from mesh import Handle, Mesh
 from model import Llama, ModelConfig
 from noloco import NoLoCo, partner
-from ranks import run_ranks, run_training, train_all
+from ranks import end_with_what_is_loaded, run_ranks, run_training, train_all
 from reference import all_flags, assert_matches, simulate
 from shard import ShardedModel
 from slowmo import SlowMo
@@ -159,18 +159,6 @@ def test_collectives_are_those_of_the_methods(corpus_folder):
         # fragments sent after 4, 8, 12, 16 steps, and at the end the one that did not land there
         "streaming": {"all-reduce": 0, "all-gather": 4 + 1},
     }
-
-
-def end_with_what_is_loaded(method, model, mesh):
-    """Returns the parameters, too: run_training() expects equal ones at the end."""
-    parameters = []
-
-    def finish():
-        parameters.append(model.master.clone())
-        model.master.copy_(method.anchor)
-
-    method.finish = finish
-    return parameters
 
 
 def test_noloco_resumed_on_fewer_replicas_starts_from_the_mean(corpus_folder, tmp_path):

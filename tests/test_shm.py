@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,10 @@ def compare_with_gloo():
     x = torch.randn(999, generator=generator)
     dist.all_reduce(x, group=ours)
     maps = [line for line in open("/proc/self/maps").read().splitlines() if "/memfd:shm" in line]
-    names = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd/")[:-1]]
-    same, names = (x.tolist(), shm.machine_id()), [name for name in names if "shm" in name]
+    same, names = (x.tolist(), shm.machine_id()), []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            names += [name for name in [os.readlink(descriptor)] if "shm" in name]
     return wrong, same, maps, names, overlapping_operations(ours, gloo, in_flight=shm.SLOTS + 3)
 
 
