@@ -103,7 +103,8 @@ class StreamingDiLoCo(Method):
         self.layers_of = fragment_layers(len(layers), F, self.config.fragment_pattern)
         self.fragments = [[layers[l] for l in own] for own in self.layers_of]
         self.interval = self.config.tau // F
-        self.mean = self.landed = None  # of the fragment in flight; see before_step()
+        self.mean = None  # of the fragment in flight
+        self.landed = None
 
     def before_step(self):
         super().before_step()
@@ -165,7 +166,8 @@ class StreamingDiLoCo(Method):
     def finish(self):
         super().finish()
         if self.local:
-            for p in [p for p in range(self.config.fragments) if p != self.landed]:
+            others = [p for p in range(self.config.fragments) if p != self.landed]
+            for p in others:
                 self.send(p)
                 self.land()
             self.model.master.copy_(self.anchor)
