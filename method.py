@@ -15,7 +15,7 @@ sync_due() when a round ends; Streaming DiLoCo also communicates within a round,
 after_inner_step().
 
 A run is evaluated, saved and stopped at round ends (in the warm-up after every step) and nowhere
-else. In most methods replicas are equal there; where they are not, judged() says which model is
+else. In most methods replicas are equal there; where they are not, consensus() is the model that is
 evaluated.
 """
 
@@ -125,11 +125,10 @@ class Method:
         for _, gather in self.unread:
             gather.wait()
 
-    @contextmanager
-    def judged(self):
-        """Inside this context model.master is the model to evaluate and export. Nothing is in
-        flight before it, and afterwards everything is as it was."""
-        yield
+    def consensus(self) -> torch.Tensor:
+        """Where replicas differ (not equal_replicas): the one model to evaluate and export, laid
+        out like model.master. May overwrite model.master."""
+        raise NotImplementedError
 
     def vote(self) -> float:
         """1.0 to end the round after this step; the vote travels with the step's metrics."""
@@ -259,6 +258,18 @@ class Method:
     def finish(self):
         """The training is over: complete what is in flight."""
         self.drain()
+
+    @contextmanager
+    def judged(self):
+        """Inside this context model.master is the model to evaluate and export. Nothing is in
+        flight before it, and afterwards everything is as it was."""
+        x, own = self.model.master, None
+        if self.local and not self.equal_replicas:
+            own = x.clone()
+            x.copy_(self.consensus())
+        yield
+        if own is not None:
+            x.copy_(own)
 
     # ---- checkpoints: the state of a replica beside the vectors, at a round end ----
 

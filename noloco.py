@@ -31,7 +31,6 @@ Run: torchrun --nproc_per_node 4 train.py --method noloco
 Source: NoLoCo, arXiv 2506.10911, and its authors' code.
 """
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,12 +95,8 @@ class NoLoCo(Method):
         # a_i <- a_i - u_i;  x_i <- a_i
         x.copy_(a.sub_(u))
 
-    @contextmanager
-    def judged(self):
+    def consensus(self):
         """The mean of all replicas. Also measures spread = sqrt(mean_i ||a_i - mean||^2)."""
-        if not self.local:
-            yield
-            return
         x, M = self.model.master, self.mesh.replicas
         # [sync] all-reduce, sum P/N fp32, once per evaluation and at the end of training
         self.mesh.all_reduce(x.div_(M), self.mesh.sync).wait()
@@ -109,10 +104,9 @@ class NoLoCo(Method):
         # [sync] all-reduce, 1 scalar, once per evaluation and at the end of training
         self.mesh.all_reduce(square, self.mesh.sync).wait()
         self.spread = square.sqrt().item()
-        yield
-        x.copy_(self.anchor)
+        return x
 
     def finish(self):
         super().finish()
-        with self.judged():
-            self.anchor.copy_(self.model.master)
+        if self.local:
+            self.anchor.copy_(self.consensus())

@@ -38,10 +38,8 @@ MAGNITUDES = (0.0, *(2.0 ** (e - 7) for e in range(1, 8)))
 VALUES = (*MAGNITUDES, *(-m for m in MAGNITUDES))  # of the 16 codes: 8 * sign + e
 
 
-@functools.cache
-def on_device(values: tuple, device, dtype) -> torch.Tensor:
-    """Copied there once, because the copy makes the host wait for the GPU."""
-    return torch.tensor(values, device=device, dtype=dtype)
+# A constant is copied to a GPU once, because the host waits for the copy.
+on_device = functools.cache(torch.tensor)
 
 
 def encode(x: torch.Tensor, format: str) -> torch.Tensor:
@@ -55,9 +53,8 @@ def encode(x: torch.Tensor, format: str) -> torch.Tensor:
     if format == "int8":
         codes = relative.round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
     else:
-        e = torch.bucketize(
-            relative.abs(), on_device(BOUNDS, x.device, x.dtype), out_int32=True, right=True
-        )
+        bounds = on_device(BOUNDS, device=x.device, dtype=x.dtype)
+        e = torch.bucketize(relative.abs(), bounds, out_int32=True, right=True)
         codes = e.add_(x.signbit(), alpha=8).to(torch.uint8)
         codes = codes[:, 0::2] | codes[:, 1::2] << 4  # two per byte, the even element low
     return torch.cat([codes, scale.view(torch.uint8)], dim=1)
@@ -71,7 +68,7 @@ def decode(coded: torch.Tensor, format: str, dtype=torch.float32) -> torch.Tenso
     if format == "int8":
         return codes.view(torch.int8).to(dtype).mul_(scale)
     codes = torch.stack([codes & 15, codes >> 4], dim=2).view(-1, BLOCK)
-    return on_device(VALUES, coded.device, dtype)[codes.int()].mul_(scale)
+    return on_device(VALUES, device=coded.device, dtype=dtype)[codes.int()].mul_(scale)
 
 
 def bytes_per_element(format: str) -> float:
@@ -91,30 +88,26 @@ class MeanInFlight:
         self.blocks = [-(-size // BLOCK) for size in self.sizes]
         padded = [pad(v, (0, n * BLOCK - len(v))) for v, n in zip(vectors, self.blocks)]
         codes = encode(torch.cat(padded).view(-1, BLOCK), self.format)
-        self.hops_left = 2 if self.M > 2 else 1
-        if self.hops_left == 1:
-            self._gather(codes)
-        else:
-            codes = pad(codes, (0, 0, 0, -len(codes) % self.M))  # whole blocks in each piece
-            self.received = torch.empty_like(codes)
-            # [sync] all-to-all, codes of the vectors, asynchronous
-            self.handle = mesh.all_to_all(self.received, codes, mesh.sync)
+        self.first_hop = None
+        if self.M <= 2:
+            return self._gather(codes)
+        codes = pad(codes, (0, 0, 0, -len(codes) % self.M))  # whole blocks in each piece
+        self.received = torch.empty_like(codes)
+        # [sync] all-to-all, codes of the vectors, asynchronous
+        self.first_hop = mesh.all_to_all(self.received, codes, mesh.sync)
 
     def halfway(self):
         """Start the second hop, if there is one. Waits for the first."""
-        if self.hops_left == 2:
-            self.hops_left = 1
-            self.handle.wait()
+        if self.first_hop:
+            self.first_hop.wait()
+            self.first_hop = None
             self._gather(encode(self._mean(self.mesh.replica), self.format))
 
     def wait(self) -> list:
         """The mean of each vector."""
         self.halfway()
         self.handle.wait()
-        if self.M > 2:
-            mean = decode(self.received, self.format, self.dtype)
-        else:
-            mean = self._mean(piece=0)
+        mean = self._mean(0) if self.M <= 2 else decode(self.received, self.format, self.dtype)
         vectors = mean[: sum(self.blocks)].split(self.blocks)
         return [vector.view(-1)[:size] for vector, size in zip(vectors, self.sizes)]
 
@@ -127,8 +120,7 @@ class MeanInFlight:
 
     def _mean(self, piece: int) -> torch.Tensor:
         """The mean of one piece over all replicas, from their codes, in rank order."""
-        copies = self.received.chunk(self.M)
-        copies = [decode(codes, self.format, self.dtype) for codes in copies]
+        copies = [decode(own, self.format, self.dtype) for own in self.received.chunk(self.M)]
         if self.weights:
             columns = zip(self.weights().split(1, dim=1), self.blocks)
             weights = torch.cat([w.expand(-1, n) for w, n in columns], dim=1)  # (M, blocks)

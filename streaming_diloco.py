@@ -39,7 +39,6 @@ Run: torchrun --nproc_per_node 4 train.py --method streaming_diloco
 Source: Streaming DiLoCo, arXiv 2501.18512 (read: tables and captions).
 """
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from edit import outer_nesterov
@@ -53,9 +52,7 @@ class Config(LocalConfig):  # paper: tau 100
     outer_lr: float = option(0.7, "outer learning rate (paper: 0.4)")
     outer_momentum: float = option(0.8, "outer Nesterov momentum (paper: 0.9)", below=1)
     fragments: int = option(4, "F, parts of the model; divides tau", low=1)
-    fragment_pattern: str = option(
-        "strided", "how layers form fragments", choices=["strided", "sequential"]
-    )
+    fragment_pattern: str = option("strided", "of the layers", choices=["strided", "sequential"])
     delay: int = option(2, "steps from sending a fragment to its outer step, below tau / F")
     alpha: float = option(0.0, "weight of the local value when a fragment lands, 0 to 1")
     quantize: str = option("e3m0", "what is sent", choices=["none", "int8", "e3m0"])
@@ -97,18 +94,17 @@ class StreamingDiLoCo(Method):
 
     def begin(self):
         self.anchor.copy_(self.model.master)
-        F, views = self.config.fragments, self.model.views
-        layers = [views(vector) for vector in (self.model.master, self.anchor, self.momentum)]
-        layers = list(zip(*layers))  # (x, a, b) of each layer
+        F, vectors = self.config.fragments, (self.model.master, self.anchor, self.momentum)
+        layers = list(zip(*map(self.model.views, vectors)))  # (x, a, b) of each layer
         self.layers_of = fragment_layers(len(layers), F, self.config.fragment_pattern)
         self.fragments = [[layers[l] for l in own] for own in self.layers_of]
         self.interval = self.config.tau // F
         self.mean = None  # of the fragment in flight
-        self.landed = None
+        self.landed = None  # the fragment that has landed in this step
 
     def before_step(self):
         super().before_step()
-        self.landed = None  # the fragment that lands at the end of this step
+        self.landed = None
         if self.local and self.config.delay > 0:
             self.send_if_due()
 
@@ -119,9 +115,8 @@ class StreamingDiLoCo(Method):
         if self.mean and self.local_steps >= self.sent_at + (delay + 1) // 2:
             with self.stall:
                 self.mean.halfway()
-        if self.mean and self.local_steps == self.sent_at + delay:
-            with self.stall:
-                self.land()
+                if self.local_steps == self.sent_at + delay:
+                    self.land()
 
     def send_if_due(self):
         """A fragment lands in the round in which it is sent, because delay < tau / F."""
@@ -132,9 +127,7 @@ class StreamingDiLoCo(Method):
     def send(self, p):
         self.p, self.sent_at = p, self.local_steps
         with self.stall:
-            # d_i = a - x_i
-            d = [a - x for x, a, _ in self.fragments[p]]
-            self.mean = self.start_mean(d)
+            self.mean = self.start_mean([a - x for x, a, _ in self.fragments[p]])  # of d_i
 
     def land(self):
         self.outer_step(self.fragments[self.p], self.mean.wait())
@@ -154,14 +147,8 @@ class StreamingDiLoCo(Method):
         if self.mean:  # only if the training ends in the middle of a round
             self.land()
 
-    @contextmanager
-    def judged(self):
-        """The anchor takes the place of the parameters."""
-        x = self.model.master.clone()
-        if self.local:
-            self.model.master.copy_(self.anchor)
-        yield
-        self.model.master.copy_(x)
+    def consensus(self):
+        return self.anchor
 
     def finish(self):
         super().finish()
