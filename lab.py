@@ -6,32 +6,32 @@
 
 Runs are kept in out/lab/: finished ones are not repeated, also if two experiments share them, and
 an interrupted one resumes from its last checkpoint. To add an experiment, write a function that
-returns its runs and name it in EXPERIMENTS.
+returns its runs, with @Experiment (plumbing/runs.py) above it.
 
 All runs train the tiny model on the built-in corpus, 2,048 tokens a step, on 4 replicas x 1 shard
 unless they say otherwise. `tune` gives every method the same budget of three settings (TUNING), on
 a seed that no other experiment reports; these take the best settings from results/tune.json.
 """
 
+import itertools
 import json
 import math
 import statistics
-from dataclasses import dataclass
-from pathlib import Path
 
-from plot import METHODS, Panel, draw
+from plot import METHODS, Panel
 from plumbing import timeline
 from plumbing.config import Parser, check_limits, run_command
-from plumbing.runs import RUNS, Run, execute_all, table
+from plumbing.runs import CASE, EXPERIMENTS, RESULTS, Experiment, Run, run_experiment
 
-RESULTS = Path(__file__).parent / "results"
 TUNING_SEED = 7
 BASE = {
     "max_steps": 448, "sync_warmup_steps": 128, "eval_interval": 64, "log_interval": 64,
     "checkpoint_interval": 128,
 }  # fmt: skip
-QUICK = {"max_steps": 96, "sync_warmup_steps": 32, "eval_interval": 32, "eval_batches": 4}
-MOMENTS = "moments averaged"  # the variant with --average_moments
+QUICK = {
+    "max_steps": 96, "sync_warmup_steps": 32, "eval_interval": 32, "eval_batches": 4,
+    "checkpoint_interval": 16,
+}  # fmt: skip
 
 
 def settings(*values) -> list:
@@ -50,12 +50,11 @@ TUNING = {  # the first pairs of outer learning rate and momentum are the defaul
 }  # fmt: skip
 
 
-def best_setting(method: str, variant: str) -> dict:
+def best_setting(method: str) -> dict:
     """Flags from results/tune.json; A-EDiT has EDiT's."""
     path, method = RESULTS / "tune.json", "edit" if method == "a_edit" else method
-    variant = variant if variant == MOMENTS else ""
     rows = json.loads(path.read_text()) if path.exists() else []
-    found = [row for row in rows if (row["method"], row["variant"]) == (method, variant)]
+    found = [row for row in rows if row["method"] == method]
     words = min(found, key=lambda row: row["val_loss"])["setting"].split() if found else []
     return dict(zip(words[::2], words[1::2]))
 
@@ -68,67 +67,106 @@ def training(method, seed, tau=16, stages=((4, None),), columns=None, **flags) -
         columns["tau"], rounds = 1, {}
     if method == "a_edit":  # by the virtual clock: as many steps as in the other methods
         rounds = {"tau_time_s": tau, "virtual_clock": True}
-    if columns["variant"] == MOMENTS:
-        flags["average_moments"] = True
-    setting = best_setting(method, columns["variant"])
-    flags = BASE | {"method": method, "seed": seed} | rounds | setting | flags
+    flags = BASE | {"method": method, "seed": seed} | rounds | best_setting(method) | flags
     return Run(columns, flags, stages)
 
 
-# ---- the experiments: (seeds, quick) -> runs; then rows of the runs -> rows of the result ----
+def timing(method, tau=16, columns=None, **flags) -> Run:
+    """A short run for the time of a step: four rounds without evaluations and checkpoints."""
+    steps = 4 if method == "minibatch" else tau
+    length = {"max_steps": 4 * steps, "log_interval": steps, "eval_interval": 10**6}
+    flags = length | {"checkpoint_interval": 0, "sync_warmup_steps": 0} | flags
+    return training(method, TUNING_SEED, tau, columns={"seed": None} | (columns or {}), **flags)
 
 
-def tune(seeds, quick):
-    runs = []
-    for method, variant in [*((m, "") for m in TUNING), ("diloco", MOMENTS), ("edit", MOMENTS)]:
-        for flags in TUNING[method][: 1 if quick else None]:
-            setting = " ".join(f"{name} {value}" for name, value in flags.items())
-            columns = {"variant": variant, "setting": setting}
-            runs.append(training(method, TUNING_SEED, columns=columns, **flags))
-    return runs
+def times_and_losses(rows):
+    """A slow link changes no loss, and a slow replica none if all replicas take the same steps. So
+    the losses are those of full runs (with a seed), and the times are those of a step of the runs
+    of timing() (without a seed)."""
+    full = [row for row in rows if row["seed"] is not None]
+    timings = [row for row in rows if row["seed"] is None]
+    timed = {timing["method"] for timing in timings}
+    result = [row for row in full if row["method"] not in timed]
+    for row, timing in itertools.product(full, timings):
+        if row["method"] == timing["method"]:
+            case = {name: timing[name] for name in CASE if name in timing}
+            step_s = statistics.median(timing["step_ms_curve"]) / 1e3
+            seconds = [(k - BASE["sync_warmup_steps"]) * step_s for k in row["step_curve"]]
+            speed = row["tokens_curve"][-1] / row["step_curve"][-1] / step_s
+            row = row | case | {"tokens_per_s": speed, "step_ms": 1e3 * step_s}
+            row |= {"seconds_curve": seconds, "local_s": seconds[-1]}
+            result.append(row | {"command": row["command"] + "\n" + timing["command"]})
+    return result
 
 
-def quality(seeds, quick):
-    runs = [training("minibatch", seed) for seed in seeds]
-    for tau in (16,) if quick else (16, 64):
-        for seed in seeds:
-            runs += [training(method, seed, tau) for method in METHODS if method != "minibatch"]
-            columns = {"variant": MOMENTS}
-            runs += [training(method, seed, tau, columns=columns) for method in ("diloco", "edit")]
-            columns = {"variant": "32 bits"}
-            runs.append(training("streaming_diloco", seed, tau, columns=columns, quantize="none"))
-    return runs
-
-
-def over(name, **baseline):
-    """A function that adds how much higher each row's losses are than those of the row with the
-    same seed and these columns."""
+def over(name, same=("seed",), **baseline):
+    """A function that adds to each row how much higher its losses are than those of its base: the
+    row with the columns `baseline` and the same values in `same`."""
 
     def combine(rows):
-        base = {row["seed"]: row for row in rows if baseline.items() <= row.items()}
-        relative = lambda loss, least: loss / least - 1
+        key = lambda row: [row[column] for column in same]
+        relative = lambda loss, base: loss / base - 1
         result = []
         for row in rows:
-            least = base[row["seed"]]
-            curve = list(map(relative, row["val_loss_curve"], least["val_loss_curve"]))
-            added = {name: relative(row["val_loss"], least["val_loss"]), f"{name}_curve": curve}
+            base = next(r for r in rows if baseline.items() <= r.items() and key(r) == key(row))
+            curve = list(map(relative, row["val_loss_curve"], base["val_loss_curve"]))
+            added = {name: relative(row["val_loss"], base["val_loss"]), f"{name}_curve": curve}
             result.append(row | added)
         return result
 
     return combine
 
 
+# ---- the experiments ----
+
+
+@Experiment(("val_loss",))
+def tune(seeds, quick):
+    """Which of three settings is the best one of each method?"""
+    runs = []
+    for method, budget in TUNING.items():
+        for flags in budget[: 1 if quick else None]:
+            columns = {"setting": " ".join(f"{name} {value}" for name, value in flags.items())}
+            runs.append(training(method, TUNING_SEED, columns=columns, **flags))
+    return runs
+
+
+BYTES = "bytes over the slow links after the warm-up, per rank"
+MOMENTS = {"columns": {"variant": "moments averaged"}, "average_moments": True}
+FP32 = {"columns": {"variant": "32 bits"}, "quantize": "none"}
+
+
+@Experiment(
+    ("val_loss", "over_minibatch", "local_bytes"),
+    combine=over("over_minibatch", method="minibatch"),
+    panels=[Panel("local_bytes", "val_loss", BYTES, log=True)],
+)  # fmt: skip
+def quality(seeds, quick):
+    """What does each method lose against mini-batch, and how much does it send?"""
+    methods = [method for method in METHODS if method != "minibatch"]
+    runs = [training("minibatch", seed) for seed in seeds]
+    for tau in (16,) if quick else (16, 64):
+        runs += [training(method, seed, tau) for method in methods for seed in seeds]
+    for method, more in ("edit", MOMENTS), ("streaming_diloco", FP32):
+        runs += [training(method, seed, **more) for seed in seeds]
+    return runs
+
+
+@Experiment(("val_loss", "over_minibatch"), combine=over("over_minibatch", method="minibatch"))
 def longer(seeds, quick):
-    """With train.py's own batch, steps and warm-up."""
+    """Is the distance from mini-batch smaller in a longer run with a larger batch?"""
+    # The batch, steps and warm-up of train.py
     flags = {"batch_size": 8, "max_steps": 700, "sync_warmup_steps": 200, "eval_interval": 200}
-    cases = [("minibatch", ""), ("diloco", ""), ("edit", ""), ("edit", MOMENTS)]
-    return [
-        training(method, seed, columns={"variant": variant}, **{} if quick else flags)
-        for method, variant in cases for seed in seeds
-    ]  # fmt: skip
+    flags = {} if quick else flags
+    cases = ("minibatch", {}), ("diloco", {}), ("edit", {}), ("edit", MOMENTS)
+    return [training(method, seed, **flags | more) for method, more in cases for seed in seeds]
 
 
-def round_length(seeds, quick):
+@Experiment(
+    ("val_loss", "local_bytes"), [Panel("tau", "val_loss", "tau, steps per round", log=True)]
+)
+def tau(seeds, quick):
+    """How long may a round be?"""
     methods = ("diloco", "streaming_diloco", "edit", "streaming_edit")
     runs = []
     for tau in (4, 16) if quick else (4, 16, 64, 128):
@@ -137,224 +175,127 @@ def round_length(seeds, quick):
     return runs
 
 
+@Experiment(
+    ("step_ms", "local_s", "val_loss"),
+    combine=times_and_losses,
+    panels=[
+        Panel("seconds_curve", "val_loss_curve", "seconds after the warm-up", log=True,
+              title=f"{mbps} Mbit/s", where={"link_mbps": mbps}, xlim=(1, math.inf))
+        for mbps in (100, 10)
+    ],
+)  # fmt: skip
 def link(seeds, quick):
-    """The losses are those of `quality`: a link changes no loss. Short runs without evaluations
-    and checkpoints measure the seconds of a step. Without stragglers A-EDiT is EDiT."""
+    """How long does the training take over a slow link?"""
     methods = ("minibatch", "diloco", "streaming_diloco", "edit") if quick else METHODS
-    methods = [method for method in methods if method != "a_edit"]
+    methods = [method for method in methods if method != "a_edit"]  # it is EDiT without stragglers
     runs = [training(method, seed, 64) for method in methods for seed in seeds]
     for mbps in (100,) if quick else (100, 10):
-        for method in methods:
-            steps = 4 if method == "minibatch" else 64
-            flags = {"max_steps": 4 * steps, "log_interval": steps, "eval_interval": 10**6}
-            flags |= {"checkpoint_interval": 0, "sync_warmup_steps": 0, "link_mbps": mbps}
-            runs.append(training(method, TUNING_SEED, 64, columns={"link_mbps": mbps}, **flags))
+        columns = {"link_mbps": mbps}
+        runs += [timing(method, 64, columns, link_mbps=mbps) for method in methods]
     return runs
 
 
-def loss_over_seconds(rows):
-    """The runs of `quality` at each rate, with the seconds that their steps take there. They count
-    from the end of the warm-up, which is the same in all methods."""
-    timed = {(row["link_mbps"], row["method"]): row for row in rows if "link_mbps" in row}
-    result = []
-    for (mbps, method), timing in timed.items():
-        step_ms = statistics.median(timing["step_ms_curve"])
-        for row in rows:
-            if row["method"] == method and "link_mbps" not in row:
-                steps = [step - BASE["sync_warmup_steps"] for step in row["step_curve"]]
-                seconds = [step * step_ms / 1e3 for step in steps]
-                row = row | {"link_mbps": mbps, "step_ms": step_ms, "local_s": seconds[-1]}
-                row["command"] += "\n" + timing["command"]
-                result.append(row | {"seconds_curve": seconds})
-    return result
-
-
+@Experiment(
+    ("tokens_per_s", "val_loss"),
+    combine=times_and_losses,
+    panels=[
+        Panel("slowness", "tokens_per_s", "slowness of a replica", "tokens per virtual second",
+              where={"clock": "virtual"}),
+        Panel("slowness", "val_loss", "slowness of a replica", where={"clock": "virtual"}),
+    ],
+)  # fmt: skip
 def stragglers(seeds, quick):
-    """Replica 3 is slow. In lockstep this changes no loss, so one seed is enough there."""
-    runs = []
+    """What does one slow replica cost?"""
+    lockstep = ("minibatch", "diloco", "edit")
+    runs = [training(method, seed) for method in lockstep for seed in seeds]
     for slowness in (1.0, 2.0) if quick else (1.0, 1.5, 2.0, 4.0):
-        flags = {"virtual_clock": True, "slow_replica": f"3:{slowness}"}
-        columns = {"slowness": slowness, "clock": "virtual"}
-        for method in ("minibatch", "diloco", "edit"):
-            some = seeds if slowness == 1 else seeds[:1]
-            runs += [training(method, seed, columns=columns, **flags) for seed in some]
+        columns, slow = {"slowness": slowness, "clock": "virtual"}, f"3:{slowness}"
+        flags = {"slow_replica": slow, "virtual_clock": True}
+        runs += [timing(method, columns=columns, **flags) for method in lockstep]
         for weighting in ("none", "times_steps", "norm_per_step"):
-            columns["variant"] = f"weights {weighting}"
-            flags["step_weighting"] = weighting if slowness > 1 else "none"  # no difference at 1
+            columns = columns | {"variant": f"weights {weighting}"}
+            flags = {"slow_replica": slow, "step_weighting": weighting}
+            flags = flags if slowness > 1 else {}  # all weights are equal
             runs += [training("a_edit", seed, columns=columns, **flags) for seed in seeds]
     columns, flags = {"slowness": 2.0, "clock": "real"}, {"slow_replica": "3:2.0"}
-    for method, more in (("edit", {}), ("a_edit", {"tau_time_s": 1.0, "virtual_clock": False})):
-        runs.append(training(method, seeds[0], columns=columns, **flags | more))
-    return runs
+    runs.append(timing("edit", columns=columns, **flags))
+    flags |= {"tau_time_s": 1.0, "virtual_clock": False}
+    return runs + [training("a_edit", seeds[0], columns=columns, **flags)]
 
 
-def same_losses(rows):
-    """In lockstep losses do not depend on the slowness: fill in the rows of the other seeds."""
-    result = []
-    for row in rows:
-        case, others = (row["method"], "virtual", 1), [row]
-        if row["method"] != "a_edit" and row["clock"] == "virtual" and row["slowness"] > 1:
-            others = [o for o in rows if (o["method"], o["clock"], o["slowness"]) == case]
-        for other in others:
-            assert other["seed"] != row["seed"] or other["val_loss"] == row["val_loss"]
-            commands = dict.fromkeys([row["command"], other["command"]])  # of speed, of loss
-            loss = {name: other[name] for name in ("seed", "val_loss")}
-            result.append(row | loss | {"command": "\n".join(commands)})
-    return result
-
-
+# Replica 3 is sick for one or three rounds, which end at step 256, one round before the end. Before
+# them EDiT has seen at least 11 healthy rounds.
 SICK = {
-    "none": {}, "learning rate x 100": {"scale_lr": "3:225:240:100"},
-    "random tokens": {"random_tokens": "3:193:240"},
+    "none": {}, "learning rate x 100": {"scale_lr": "3:241:256:100"},
+    "random tokens": {"random_tokens": "3:209:256"},
 }  # fmt: skip
 PARTS = ("anomaly_elimination", "weighted_averaging", "pseudo_grad_clipping")
 
 
+@Experiment(
+    ("excess", "val_loss"),
+    combine=over("excess", ("method", "seed"), disturbance="none"),
+    panels=[
+        Panel("step_curve", "val_loss_curve", "steps", title=f"{who}{sick}",
+              where={"disturbance": sick} | where, xlim=(192, 272))
+        for who, sick, where in (
+            ("replica 3: ", "learning rate x 100", {"variant": ""}),
+            ("replica 3: ", "random tokens", {"variant": ""}),
+            ("EDiT, ", "learning rate x 100", {"method": "edit"}),
+        )
+    ],
+)  # fmt: skip
 def penalty(seeds, quick):
-    """Replica 3 is sick for one or three rounds, until step 240. By then EDiT has seen the norms of
-    10 healthy rounds."""
+    """What does EDiT's penalty do when a replica is sick?"""
     methods = ("diloco", "streaming_diloco", "edit", "streaming_edit")
-    variants = [(method, "", {}) for method in methods]
+    sicknesses = list(SICK)[: 2 if quick else 3]
+    cases = [(method, "", {}, sick) for sick in sicknesses for method in methods]
     for part in () if quick else PARTS:
         name, others = part.replace("_", " "), [other for other in PARTS if other != part]
-        variants.append(("edit", f"no {name}", {part: False}))
-        variants.append(("edit", f"only {name}", dict.fromkeys(others, False)))
+        cases.append(("edit", f"no {name}", {part: False}, "learning rate x 100"))
+        cases.append(("edit", f"only {name}", dict.fromkeys(others, False), "learning rate x 100"))
     length = {"sync_warmup_steps": 32, "max_steps": 272, "eval_interval": 16, "eval_batches": 8}
     runs = []
-    for method, variant, without in variants:
-        for disturbance in list(SICK)[: 2 if quick else None]:
-            columns = {"variant": variant, "disturbance": disturbance}
-            flags = length | without | SICK[disturbance]
-            runs += [training(method, seed, columns=columns, **flags) for seed in seeds]
+    for method, variant, without, sick in cases:
+        columns = {"variant": variant, "disturbance": sick}
+        flags = length | without | SICK[sick]
+        runs += [training(method, seed, columns=columns, **flags) for seed in seeds]
     return runs
 
 
-def excess_loss(rows):
-    """Add how much higher the loss is one round after the disturbance than without it."""
-    after, result = {}, []
-    for row in rows:  # in each case the undisturbed run comes first
-        case = row["method"], row["variant"], row["seed"]
-        loss = dict(zip(row["step_curve"], row["val_loss_curve"]))[256]
-        after[case] = after.get(case, loss)
-        result.append(row | {"excess": loss / after[case] - 1})
-    return result
-
-
+@Experiment(
+    ("val_loss", "over_one"),
+    combine=over("over_one", variant="1 replica"),
+    panels=[Panel("step_curve", "over_one_curve", "steps", "loss over one replica's, relative")],
+)  # fmt: skip
 def elastic(seeds, quick):
-    first, second, interval = (48, 64, 16) if quick else (192, 320, 64)
-    meshes = {"1 replica": ((1, None),), "2 replicas": ((2, None),), "4 replicas": ((4, None),)}
+    """May the number of replicas change during the training?"""
+    first = BASE["sync_warmup_steps"] + BASE["checkpoint_interval"]
+    second = first + BASE["checkpoint_interval"]
+    meshes = {"1 replica": ((1, None),), "4 replicas": ((4, None),)}
     meshes["1, 2, 4 replicas"] = ((1, first), (2, second), (4, None))
     meshes["4, 2, 1 replicas"] = ((4, first), (2, second), (1, None))
     return [
-        training("edit", seed, 16, stages, {"variant": name}, checkpoint_interval=interval)
+        training("edit", seed, stages=stages, columns={"variant": name})
         for name, stages in meshes.items() for seed in seeds
     ]  # fmt: skip
 
 
-def needed_rates(rows):
-    """A row per model and method; of methods with the same timeline only the first."""
-    different = {}
-    for (model, method), rates in timeline.needed(rows).items():
-        row = {"model": model, "method": method} | rates
-        different.setdefault((model, *rates.values()), row)
-    return list(different.values())
+@Experiment(
+    tuple(timeline.LEVELS),
+    combine=lambda rows: timeline.rows(), summary=timeline.table_rows,
+    panels=[
+        Panel("gbit_per_s", "utilization", "Gbit/s between replicas", "compute utilization",
+              title=f"{model[:-1]} billion parameters", where={"model": model}, log=True)
+        for model in timeline.MODELS
+    ],
+)  # fmt: skip
+def scale(seeds, quick):
+    """On paper: how many Gbit/s between replicas does each compute utilization need?"""
+    return []
 
 
-@dataclass
-class Experiment:
-    """columns: of its table; combine: rows of the runs -> rows of the result; summary: rows of the
-    result -> rows of the table; curves: whether the result keeps the lists of the evaluations."""
-
-    question: str
-    runs: object
-    columns: tuple
-    panels: list
-    combine: object = list
-    summary: object = list
-    curves: bool = False
-
-
-BYTES = "bytes over the slow links after the warm-up, per rank"
-EXPERIMENTS = {
-    "tune": Experiment(
-        "Which of three settings is the best one of each method?",
-        tune, ("val_loss",), [],
-    ),
-    "quality": Experiment(
-        "What does each method lose against mini-batch, and how much does it send?",
-        quality, ("val_loss", "over_minibatch", "local_bytes"),
-        [Panel("local_bytes", "val_loss", BYTES, log=True)],
-        over("over_minibatch", method="minibatch"),
-    ),
-    "longer": Experiment(
-        "Is the distance from mini-batch smaller in a longer run with a larger batch?",
-        longer, ("val_loss", "over_minibatch"), [], over("over_minibatch", method="minibatch"),
-    ),
-    "tau": Experiment(
-        "How long may a round be?",
-        round_length, ("val_loss", "local_bytes"),
-        [Panel("tau", "val_loss", "tau, steps per round", log=True)],
-    ),
-    "link": Experiment(
-        "How long does the training take over a slow link?",
-        link, ("step_ms", "local_s", "val_loss"),
-        [Panel("seconds_curve", "val_loss_curve", "seconds after the warm-up", log=True,
-               title=f"{mbps} Mbit/s", where={"link_mbps": mbps}, xlim=(1, math.inf))
-         for mbps in (100, 10)],
-        loss_over_seconds, curves=True,
-    ),
-    "stragglers": Experiment(
-        "What does one slow replica cost?",
-        stragglers, ("tokens_per_s", "val_loss"),
-        [Panel("slowness", "tokens_per_s", "slowness of a replica", "tokens per virtual second",
-               where={"clock": "virtual"}),
-         Panel("slowness", "val_loss", "slowness of a replica", where={"clock": "virtual"})],
-        same_losses,
-    ),
-    "penalty": Experiment(
-        "What does EDiT's penalty do when a replica is sick?",
-        penalty, ("excess", "val_loss"),
-        [Panel("step_curve", "val_loss_curve", "steps", title=f"{who}{sick}",
-               where={"disturbance": sick} | where, xlim=(176, 272))
-         for who, sick, where in (
-             ("replica 3: ", "learning rate x 100", {"variant": ""}),
-             ("replica 3: ", "random tokens", {"variant": ""}),
-             ("EDiT, ", "learning rate x 100", {"method": "edit"}),
-         )],
-        excess_loss, curves=True,
-    ),
-    "elastic": Experiment(
-        "May the number of replicas change during the training?",
-        elastic, ("val_loss", "over_one"),
-        [Panel("step_curve", "over_one_curve", "steps", "loss over one replica's, relative")],
-        over("over_one", variant="1 replica"), curves=True,
-    ),
-    "scale": Experiment(
-        "On paper: how many Gbit/s between replicas does each compute utilization need?",
-        lambda seeds, quick: [], tuple(timeline.LEVELS),
-        [Panel("gbit_per_s", "utilization", "Gbit/s between replicas", "compute utilization",
-               title=f"{model[:-1]} billion parameters", where={"model": model}, log=True)
-         for model in timeline.MODELS], lambda rows: timeline.rows(), needed_rates,
-    ),
-}  # fmt: skip
-
-
-def run_experiment(name: str, seeds: list, quick: bool, jobs: int):
-    experiment, folder = EXPERIMENTS[name], RUNS / "quick" if quick else RESULTS
-    runs = experiment.runs(seeds, quick)
-    execute_all(runs, jobs)
-    rows = experiment.combine([run.row() for run in runs])
-    if not experiment.curves:
-        rows = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    unfinished = folder / f"{name}.json.tmp"  # tune.json is read by all other experiments
-    unfinished.write_text(f"[\n{lines}\n]\n")
-    unfinished.replace(folder / f"{name}.json")
-    print(table(experiment.summary(rows), experiment.columns))
-    print(f"results {folder / name}.json", flush=True)
-    if experiment.panels:
-        draw(rows, experiment.panels, folder / f"{name}.svg")
+# ---- the command ----
 
 
 def main():
@@ -376,7 +317,7 @@ def main():
         runs = {run.folder: run for run in experiment.runs(args.seeds, args.quick)}.values()
         cost = sum(run.minutes() for run in runs)
         left = sum(run.minutes() for run in runs if not run.finished())
-        print(f"{name:11} {experiment.question} {cost:.0f} minutes, {left:.0f} of them to do")
+        print(f"{name:11} {experiment.runs.__doc__} {cost:.0f} minutes, {left:.0f} of them to do")
 
 
 if __name__ == "__main__":

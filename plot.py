@@ -10,7 +10,6 @@ dark page. Needs matplotlib, which nothing else here does.
 """
 
 import io
-import json
 import math
 import re
 import zlib
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plumbing.config import Parser, UserError, run_command
+from plumbing.log import read_run
 
 GRAY = "#808080"
 METHODS = {  # in the order of all figures: name, color, marker, line
@@ -36,12 +36,6 @@ METHODS = {  # in the order of all figures: name, color, marker, line
 VARIANTS = (
     ("o", ":"), ("s", "-."), ("^", (0, (1, 3))), ("v", (0, (5, 1, 1, 1))), ("D", "--"), ("X", "-"),
 )  # fmt: skip
-CURVES = ("step", "tokens", "train_s", "sync_bytes", "val_loss")  # what a record has as lists
-# What distinguishes the runs of an experiment, the seed apart.
-CASE = (
-    "method", "variant", "setting", "tau", "slowness", "clock", "disturbance", "link_mbps",
-    "model", "gbit_per_s",
-)  # fmt: skip
 
 
 @dataclass
@@ -58,27 +52,27 @@ class Panel:
     xlim: tuple = (-math.inf, math.inf)  # draw only these points
 
 
-def cases(rows: list) -> dict:
-    """Rows by what distinguishes them, in the order of METHODS: {values of CASE: one per seed}."""
-    groups, order = defaultdict(list), [*METHODS, *(row["method"] for row in rows)]
-    for row in sorted(rows, key=lambda row: order.index(row["method"])):
-        groups[tuple(row.get(name) for name in CASE)].append(row)
-    return dict(groups)
+def in_order(rows: list) -> list:
+    """Rows in the order of METHODS, and then the reader's own methods."""
+    order = [*METHODS, *(row["method"] for row in rows)]
+    return sorted(rows, key=lambda row: order.index(row["method"]))
 
 
 def lines_of(rows: list, panel: Panel) -> dict:
-    """(method, variant) -> points (x, mean y, lowest y, highest y), in the order of x."""
-    rows = [row for row in rows if panel.where.items() <= row.items()]
-    lines = defaultdict(list)
-    for (method, variant, *_), group in cases(rows).items():
-        curves = [(row[panel.x], row[panel.y]) for row in group]
-        if not isinstance(curves[0][0], list):
-            curves = [([x], [y]) for x, y in curves]
-        for xs, ys in zip(zip(*(x for x, _ in curves)), zip(*(y for _, y in curves))):
-            x = sum(xs) / len(xs)
-            if panel.xlim[0] <= x <= panel.xlim[1]:
-                lines[method, variant].append((x, sum(ys) / len(ys), min(ys), max(ys)))
-    return {label: sorted(points) for label, points in lines.items()}
+    """(method, variant) -> points (x, mean y, lowest y, highest y), in the order of METHODS and
+    of x. Rows with the same x are seeds."""
+    lines = {}
+    for row in in_order(rows):
+        if panel.where.items() <= row.items():
+            points = lines.setdefault((row["method"], row.get("variant")), defaultdict(list))
+            xs, ys = row[panel.x], row[panel.y]
+            for x, y in zip(xs, ys) if isinstance(xs, list) else [(xs, ys)]:
+                if panel.xlim[0] <= x <= panel.xlim[1]:
+                    points[x].append(y)
+    return {
+        label: [(x, sum(ys) / len(ys), min(ys), max(ys)) for x, ys in sorted(points.items())]
+        for label, points in lines.items() if points
+    }  # fmt: skip
 
 
 def checksum(panels_lines: list) -> str:
@@ -159,28 +153,6 @@ def draw(rows: list, panels: list, path):
     shorter = lambda match: re.sub(r"(\.\d)\d+", r"\1", match[0])
     text = re.sub(r' (d|x|y|transform)="[^"]*"', shorter, picture.getvalue())
     Path(path).write_text(re.sub(r"\n +", "\n", text))
-
-
-def read_run(folder) -> dict:
-    """A run's record (plumbing/log.py): its rows `config` and `end` (None: it has not ended), a
-    list per column of its evaluations, and `steps`, the list of its step rows. Raises UserError for
-    a file that is not a record."""
-    path, run = Path(folder, "metrics.jsonl"), {"end": None} | {name: [] for name in CURVES}
-    run["steps"] = []
-    try:
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            if row["event"] in ("config", "end"):
-                run[row["event"]] = row
-            if row["event"] == "step":
-                run["steps"].append(row)
-            if row["event"] == "eval":
-                for name in CURVES:
-                    run[name].append(row[name])
-        run["config"]["method"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not the record of a run ({error})") from None
-    return run
 
 
 def main():

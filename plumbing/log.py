@@ -25,6 +25,8 @@ import math
 import resource
 import sys
 import time
+from collections import defaultdict
+from pathlib import Path
 
 import torch
 
@@ -213,3 +215,23 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated()
     scale = 1 if sys.platform == "darwin" else 1024  # Linux counts KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+CURVES = ("step", "tokens", "train_s", "sync_bytes", "val_loss")  # columns of the eval rows
+
+
+def read_run(folder) -> dict:
+    """A run's record: its rows `config` and `end` (None: it has not ended), a list per column of
+    its evaluations, and `steps`, the list of its step rows. Raises UserError for a file that is not
+    a record."""
+    path, rows = Path(folder, "metrics.jsonl"), defaultdict(list)
+    try:
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            rows[row["event"]].append(row)
+        curves = {name: [row[name] for row in rows["eval"]] for name in CURVES}
+        config, end = rows["config"][0], rows["end"][0] if rows["end"] else None
+        config["method"]
+        return {"config": config, "end": end, "steps": rows["step"]} | curves
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path} is not the record of a run ({error})") from None

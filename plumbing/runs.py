@@ -6,25 +6,51 @@ delete out/lab.
 
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
-from plot import CASE, CURVES, METHODS, cases, read_run
+import torch.distributed as dist
+
+from plot import METHODS, draw, in_order
 from plumbing.checkpoint import list_checkpoints, lock
 from plumbing.config import UserError
+from plumbing.log import CURVES, read_run
 
 HERE = Path(__file__).parent.parent
-RUNS = HERE / "out" / "lab"
+RUNS, RESULTS = HERE / "out" / "lab", HERE / "results"
+CASE = (  # what distinguishes the runs of an experiment, the seed apart
+    "method", "variant", "setting", "tau", "slowness", "clock", "disturbance", "link_mbps",
+    "model", "gbit_per_s",
+)  # fmt: skip
+EXPERIMENTS = {}  # by name
 SEQUENCES, CONTEXT = 16, 128  # of all ranks per step, each of so many tokens
-STOP = threading.Event()  # after a signal
+STOP = threading.Event()  # after a signal or a failure
+# Ranks are forked from a process that has torch already: torchrun would take 8 s more per run.
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(["train", "torch._dynamo"])
+
+
+def run_rank(argv: list, rank: int, ranks: int, port: int, output: Path):
+    """In place of torchrun: train.py with these flags on one of the ranks."""
+    import train  # the fork server has it
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # lab.py has the store
+    with open(output, "a") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.chdir(HERE)
+    train.main(argv)
 
 
 @dataclass
@@ -51,10 +77,10 @@ class Run:
         return " ".join(words)
 
     def minutes(self) -> float:
-        """Roughly, on 2 cores: 8 s for start and evaluations, and 69 ms per step of 4 sequences per
+        """Roughly, on 2 cores: 4 s for start and evaluations, and 57 ms per step of 4 sequences per
         rank. A slow link is not counted."""
         sequences = self.flags.get("batch_size", 4)
-        return (8 + self.flags["max_steps"] * (0.035 + 0.0085 * sequences)) / 60
+        return (4 + self.flags["max_steps"] * (0.025 + 0.008 * sequences)) / 60
 
     def finished(self) -> bool:
         try:
@@ -86,7 +112,7 @@ class Run:
         """Train, or go on where an earlier start was interrupted."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for ranks, stop in self.stages:
-            while not self.reached(stop):
+            if not self.reached(stop):
                 self.start(ranks, stop)
 
     def reached(self, stop) -> bool:
@@ -95,23 +121,37 @@ class Run:
 
     def start(self, ranks: int, stop: int | None):
         """Run train.py to its end or, if there is a `stop`, until a checkpoint has that step."""
-        words = [sys.executable, "-m", "torch.distributed.run", *self.command(ranks).split()[2:]]
-        with open(self.folder / "output.txt", "w") as output:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(
-                words, cwd=HERE, env=environment, stdout=output, stderr=subprocess.STDOUT
-            )
-            try:
-                while process.poll() is None and not STOP.is_set():
-                    if stop and self.reached(stop):
-                        break
-                    time.sleep(0.1)
-            finally:
-                process.terminate()
-        if process.wait() and not self.reached(stop):
+        flags = self.command(ranks).split("train.py ")[1].split()
+        output = self.folder / "output.txt"
+        output.write_text("")
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        arguments = [(flags, rank, ranks, store.port, output) for rank in range(ranks)]
+        processes = [forkserver.Process(target=run_rank, args=args) for args in arguments]
+        try:
+            for process in processes:
+                process.start()
+            # Until all ranks have ended, or one with an error.
+            while {process.exitcode for process in processes} in ({None}, {None, 0}):
+                if STOP.is_set() or stop and self.reached(stop):
+                    break
+                time.sleep(0.1)
+        finally:
+            for process in processes:
+                if process.pid:
+                    process.terminate()
+                    process.join()
+        if not self.reached(stop):
             if STOP.is_set():
                 raise UserError("interrupted; the same command goes on from here")
-            raise UserError(f"a run failed, see {output.name}: {self.command(ranks)}")
+            raise UserError(f"a run failed, see {output}: {self.command(ranks)}")
+
+
+def cases(rows: list) -> dict:
+    """Rows by what distinguishes them, in the order of METHODS: {values of CASE: one per seed}."""
+    groups = defaultdict(list)
+    for row in in_order(rows):
+        groups[tuple(row.get(name) for name in CASE)].append(row)
+    return dict(groups)
 
 
 FORMATS = {  # column -> heading, format, factor
@@ -144,6 +184,9 @@ def table(rows: list, columns: tuple) -> str:
 
 def execute_all(runs: list, jobs: int):
     """Run what has not finished, `jobs` runs at a time. Ctrl-C and SIGTERM stop them."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for lab.py, not for the fork server
+    ensure_running()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: STOP.set())
     RUNS.mkdir(parents=True, exist_ok=True)
@@ -164,3 +207,36 @@ def execute_all(runs: list, jobs: int):
     finally:
         STOP.set()
         pool.shutdown(cancel_futures=True)
+
+
+@dataclass
+class Experiment:
+    """Decorator of a function (seeds, quick) -> list of Run, with a question as its docstring."""
+
+    columns: tuple  # of the table
+    panels: tuple = ()  # of the picture
+    combine: object = list  # rows of the runs -> rows of the result
+    summary: object = list  # rows of the result -> rows of the table
+
+    def __call__(self, runs):
+        self.runs = runs
+        EXPERIMENTS[runs.__name__] = self
+        return runs
+
+
+def run_experiment(name: str, seeds: list, quick: bool, jobs: int):
+    experiment, folder = EXPERIMENTS[name], RUNS / "quick" if quick else RESULTS
+    runs = experiment.runs(seeds, quick)
+    execute_all(runs, jobs)
+    drawn = {column for panel in experiment.panels for column in (panel.x, panel.y)}
+    kept = lambda row: {k: v for k, v in row.items() if k in drawn or not isinstance(v, list)}
+    rows = [kept(row) for row in experiment.combine([run.row() for run in runs])]
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    unfinished = folder / f"{name}.json.tmp"  # tune.json is read by all other experiments
+    unfinished.write_text(f"[\n{lines}\n]\n")
+    unfinished.replace(folder / f"{name}.json")
+    print(table(experiment.summary(rows), experiment.columns))
+    print(f"results {folder / name}.json", flush=True)
+    if experiment.panels:
+        draw(rows, experiment.panels, folder / f"{name}.svg")

@@ -111,3 +111,12 @@ def needed(rows: list) -> dict:
             if row["utilization"] >= level:
                 found[row["model"], row["method"]].setdefault(name, row["gbit_per_s"])
     return found
+
+
+def table_rows(rows: list) -> list:
+    """needed(), a row per model and method; of methods with equal rates only the first."""
+    different = {}
+    for (model, method), rates in needed(rows).items():
+        row = {"model": model, "method": method} | rates
+        different.setdefault((model, *rates.values()), row)
+    return list(different.values())

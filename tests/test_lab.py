@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,8 @@ from pathlib import Path
 import lab
 import plumbing.runs
 
-plumbing.runs.RUNS, lab.RESULTS = Path(sys.argv[1], "runs"), Path(sys.argv[1], "results")
+plumbing.runs.RUNS = Path(sys.argv[1], "runs")
+plumbing.runs.RESULTS = lab.RESULTS = Path(sys.argv[1], "results")
 SMALL = {"max_steps": 400, "eval_interval": 200, "eval_batches": 1, "checkpoint_interval": 2}
 SMALL |= {"n_layer": 1, "n_embd": 16, "block_size": 8, "log_interval": 2}
 
@@ -34,8 +34,8 @@ def seeds_of_minibatch(seeds, quick):
     return [lab.training("minibatch", seed, stages=((1, None),), **SMALL) for seed in seeds]
 
 
-lab.EXPERIMENTS = {"small": lab.Experiment("?", seeds_of_minibatch, ("val_loss",), [])}
-sys.argv[1:] = ["small", "--seeds", "1", "2"]
+lab.Experiment(("val_loss",))(seeds_of_minibatch)
+sys.argv[1:] = ["seeds_of_minibatch", "--seeds", "1", "2"]
 lab.main()
 """
 
@@ -46,14 +46,11 @@ def events(path) -> list:
 
 def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path):
     command, environment = [sys.executable, "-c", SMALL, str(tmp_path)], os.environ
-    first = subprocess.Popen(command, cwd=HERE, env=environment)
+    first = subprocess.Popen(command, cwd=HERE, env=environment, start_new_session=True)
     deadline = time.time() + 60
     while not list(tmp_path.glob("runs/*/checkpoint-*")) and time.time() < deadline:
         time.sleep(0.02)
-    for process in Path("/proc").glob("[0-9]*"):  # torchrun's ranks are in sessions of their own
-        with suppress(OSError):
-            if str(tmp_path).encode() in Path(process, "cmdline").read_bytes():
-                os.kill(int(process.name), signal.SIGKILL)
+    os.killpg(first.pid, signal.SIGKILL)  # the ranks, too
     first.wait()
     (record,) = tmp_path.glob("runs/*/metrics.jsonl")
     assert events(record)[-1]["event"] != "end"
@@ -62,7 +59,7 @@ def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path):
     assert [row["event"] for row in events(record)].count("resume") == 1
     steps = [row["step"] for row in events(record) if row["event"] == "step"]
     assert steps == [1, *range(2, 401, 2)]
-    rows = json.loads(Path(tmp_path, "results/small.json").read_text())
+    rows = json.loads(Path(tmp_path, "results/seeds_of_minibatch.json").read_text())
     assert [row["seed"] for row in rows] == [1, 2]
     assert rows[0]["val_loss"] == events(record)[-1]["val_loss"]
     third = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
