@@ -72,9 +72,9 @@ def training(method, seed, tau=16, stages=((4, None),), columns=None, **flags) -
 
 
 def timing(method, tau=16, columns=None, **flags) -> Run:
-    """A short run for the time of a step: four rounds without evaluations and checkpoints."""
+    """A short run for the time of a step: three rounds without evaluations and checkpoints."""
     steps = 4 if method == "minibatch" else tau
-    length = {"max_steps": 4 * steps, "log_interval": steps, "eval_interval": 10**6}
+    length = {"max_steps": 3 * steps, "log_interval": steps, "eval_interval": 10**6}
     flags = length | {"checkpoint_interval": 0, "sync_warmup_steps": 0} | flags
     return training(method, TUNING_SEED, tau, columns={"seed": None} | (columns or {}), **flags)
 

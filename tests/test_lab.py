@@ -125,6 +125,28 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
     ]  # fmt: skip
 
 
+def test_short_runs_give_the_times_and_full_runs_the_losses():
+    full = dict(method="edit", variant="", tau=16, seed=1, val_loss=2.0, command="full")
+    full |= dict(step_curve=[128, 448], tokens_curve=[128 * 2048, 448 * 2048])
+    short = full | dict(seed=None, val_loss=9.0, link_mbps=10, command="short")
+    short["step_ms_curve"] = [100, 200, 900]
+    other = full | {"method": "a_edit"}  # has no short run
+    joined = dict(link_mbps=10, step_ms=200, tokens_per_s=10240, seconds_curve=[0, 64], local_s=64)
+    expected = [other, full | joined | {"command": "full\nshort"}]
+    assert lab.times_and_losses([full, short, other]) == expected
+
+
+def test_losses_over_those_of_the_base():
+    losses = {("diloco", 1): 2.0, ("edit", 1): 3.0, ("diloco", 2): 4.0, ("edit", 2): 5.0}
+    rows = [
+        dict(method=method, seed=seed, val_loss=loss, val_loss_curve=[8.0, loss])
+        for (method, seed), loss in losses.items()
+    ]
+    rows = lab.over("more", method="diloco")(rows)
+    assert [row["more"] for row in rows] == [0, 0.5, 0, 0.25]
+    assert rows[1]["more_curve"] == [0, 0.5]
+
+
 def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="pip install matplotlib"):
