@@ -81,8 +81,8 @@ def timing(method, tau=16, columns=None, **flags) -> Run:
 
 def times_and_losses(rows):
     """A slow link changes no loss, and a slow replica none if all replicas take the same steps. So
-    the losses are those of full runs (with a seed), and the times are those of a step of the runs
-    of timing() (without a seed)."""
+    the losses come from full runs (with a seed), and the time of a step from the short run of
+    timing() (without a seed)."""
     full = [row for row in rows if row["seed"] is not None]
     timings = [row for row in rows if row["seed"] is None]
     timed = {timing["method"] for timing in timings}

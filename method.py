@@ -126,8 +126,8 @@ class Method:
             gather.wait()
 
     def consensus(self) -> torch.Tensor:
-        """Where replicas differ (not equal_replicas): the one model to evaluate and export, laid
-        out like model.master. May overwrite model.master."""
+        """The one model to evaluate and export, laid out like model.master. Called only if replicas
+        differ (not equal_replicas). It may overwrite model.master."""
         raise NotImplementedError
 
     def vote(self) -> float:

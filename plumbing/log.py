@@ -231,7 +231,7 @@ def read_run(folder) -> dict:
             rows[row["event"]].append(row)
         curves = {name: [row[name] for row in rows["eval"]] for name in CURVES}
         config, end = rows["config"][0], rows["end"][0] if rows["end"] else None
-        config["method"]
+        config["method"]  # a record without it is refused
         return {"config": config, "end": end, "steps": rows["step"]} | curves
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path} is not the record of a run ({error})") from None

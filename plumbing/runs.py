@@ -1,4 +1,5 @@
-"""Many runs of train.py for lab.py: start them, keep them, read their results, print a table.
+"""For lab.py: many runs of train.py (start, keep, read), and experiments made of them (table, JSON,
+picture).
 
 A run's folder is named after its flags, not after the code: after a change that affects results,
 delete out/lab.

@@ -114,6 +114,7 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
     ]
     lines = plot.lines_of(rows, plot.Panel("x", "val_loss", ""))
     assert lines == {("edit", ""): [(4.0, 1.25, 1.0, 1.5), (16.0, 3.0, 2.0, 4.0)]}
+    assert plot.lines_of(rows, plot.Panel("x", "val_loss", "", xlim=(5, 9))) == {}
     curve = lambda row: {"x": [1, 2], "val_loss": [row["seed"], 2.0]}
     curves = [row | curve(row) for row in rows if row["tau"] == 4]
     lines = plot.lines_of(curves, plot.Panel("x", "val_loss", ""))
