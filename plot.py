@@ -3,19 +3,16 @@
     python plot.py out/edit out/diloco --out curves.svg
 
 lab.py draws its figures with draw(), so a method has the same color, marker and place everywhere.
-Runs that differ in their seed only are one line: the mean, and from the lowest to the highest a
-band or, where there are few points, a vertical line. Most colors are Okabe and Ito's, safe for
-color-blind readers; lines and markers differ, too. The text is gray, readable on a light and on a
-dark page. Needs matplotlib, which nothing else here does.
+Runs that differ in their seed only are one line: the mean, and vertical lines from the lowest to
+the highest. Most colors are Okabe and Ito's, safe for color-blind readers; lines and markers
+differ, too. The text is gray, readable on a light and on a dark page. Needs matplotlib, which
+nothing else here does.
 """
 
-import io
 import math
-import re
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from plumbing.config import Parser, UserError, run_command
 from plumbing.log import read_run
@@ -102,28 +99,26 @@ def styles_of(panels_lines: list) -> dict:
 
 
 def draw_panel(axes, panel: Panel, lines: dict, styles: dict):
-    xs = sorted({point[0] for points in lines.values() for point in points})
+    xs = {x for points in lines.values() for x, *_ in points}
     for label, style in styles.items():
         x, y, lowest, highest = zip(*lines[label]) if label in lines else [()] * 4
         axes.plot(x, y, markevery=max(1, len(x) // 6), **style)
-        if lowest != highest and len(x) > 5:
-            axes.fill_between(x, lowest, highest, color=style["color"], alpha=0.15, linewidth=0)
-        elif lowest != highest:
+        if lowest != highest:
             axes.vlines(x, lowest, highest, color=style["color"], linewidth=0.8)
     axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
     if panel.log:
         axes.set_xscale("log")
+        axes.minorticks_off()
         if len(xs) <= 6:
-            axes.set_xticks(xs, [f"{x:g}" for x in xs])
-        if xs[-1] > 30 * xs[0]:  # enough room between the labels of decades
-            axes.minorticks_off()
-    axes.grid(alpha=0.3, linewidth=0.5)
+            axes.set_xticks(sorted(xs))
+    axes.grid(axis="y", alpha=0.3, linewidth=0.5)
 
 
 def draw(rows: list, panels: list, path):
     """Write the panels, side by side, as an SVG. Raises UserError without matplotlib."""
     try:
         import matplotlib.figure
+        from matplotlib.ticker import EngFormatter
     except ModuleNotFoundError:
         raise UserError("pictures need matplotlib: pip install matplotlib") from None
     panels = [panel for panel in panels if lines_of(rows, panel)]  # --quick leaves some empty
@@ -134,25 +129,17 @@ def draw(rows: list, panels: list, path):
     settings |= {"svg.hashsalt": "", "axes.spines.top": False, "axes.spines.right": False}
     settings |= {"font.sans-serif": ["DejaVu Sans"]}
     with matplotlib.rc_context(settings):
-        alone = len(panels) == 1  # then the legend stands beside the panel
-        size = (7.5 if alone else 1 + 3.6 * len(panels), 4)
-        figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
-        all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        figure = matplotlib.figure.Figure((2.5 + 3.7 * len(panels), 4), layout="constrained")
+        one_scale = len({panel.y for panel in panels}) == 1
+        all_axes = figure.subplots(1, len(panels), sharey=one_scale, squeeze=False)[0]
         for axes, panel, lines in zip(all_axes, panels, panels_lines):
             draw_panel(axes, panel, lines, styles)
-        figure.legend(
-            *axes.get_legend_handles_labels(), frameon=False,
-            loc="outside right upper" if alone else "outside lower center",
-            ncols=1 if alone else len(panels) + 1,
-        )  # fmt: skip
-        picture = io.StringIO()
+            axes.xaxis.set_major_formatter(EngFormatter())  # 100 M
+        handles = axes.get_legend_handles_labels()
+        figure.legend(*handles, loc="outside right upper", frameon=False)
         # Without a date the same figures give the same file.
         metadata = {"Date": None, "Description": checksum(panels_lines)}
-        figure.savefig(picture, format="svg", transparent=True, metadata=metadata)
-    # A smaller file: tenths of a point are precise enough, and the indentation is not seen.
-    shorter = lambda match: re.sub(r"(\.\d)\d+", r"\1", match[0])
-    text = re.sub(r' (d|x|y|transform)="[^"]*"', shorter, picture.getvalue())
-    Path(path).write_text(re.sub(r"\n +", "\n", text))
+        figure.savefig(path, format="svg", transparent=True, metadata=metadata)
 
 
 def main():
@@ -161,17 +148,15 @@ def main():
     parser.add_argument("--out", default="curves.svg", help="the picture (default: curves.svg)")
     args = parser.parse_args()
     rows = []
-    names = [Path(folder).resolve().name for folder in args.runs]
-    for folder, name in zip(args.runs, names):
-        run, name = read_run(folder), folder if names.count(name) > 1 else name
+    for folder in args.runs:
+        run = read_run(folder)
         if not run["step"]:
             raise UserError(f"{folder}: the run has no evaluation yet")
-        method = run["config"]["method"]
-        rows.append(run | {"method": method, "variant": "" if name == method else name})
+        rows.append(run | {"method": run["config"]["method"], "variant": folder})
     panels = [
         Panel("tokens", "val_loss", "tokens"),
-        Panel("train_s", "val_loss", "seconds of training", ""),
-        Panel("sync_bytes", "val_loss", "bytes over the slow links, per rank", "", log=True),
+        Panel("train_s", "val_loss", "seconds of training"),
+        Panel("sync_bytes", "val_loss", "bytes over the slow links, per rank", log=True),
     ]
     draw(rows, panels, args.out)
     print(f"picture {args.out}")

@@ -1,5 +1,5 @@
-"""For lab.py: many runs of train.py (start, keep, read), and experiments made of them (table, JSON,
-picture).
+"""For lab.py: its command, many runs of train.py (start, keep, read), and experiments made of them
+(table, JSON, picture).
 
 A run's folder is named after its flags, not after the code: after a change that affects results,
 delete out/lab.
@@ -10,10 +10,8 @@ import json
 import multiprocessing
 import os
 import signal
-import statistics
 import threading
 import time
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing.forkserver import ensure_running
@@ -21,19 +19,24 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from plot import METHODS, draw, in_order
+from plot import draw
 from plumbing.checkpoint import list_checkpoints, lock
-from plumbing.config import UserError
+from plumbing.config import Parser, UserError, check_limits
 from plumbing.log import CURVES, read_run
+from plumbing.rows import CASE, table
 
 HERE = Path(__file__).parent.parent
 RUNS, RESULTS = HERE / "out" / "lab", HERE / "results"
-CASE = (  # what distinguishes the runs of an experiment, the seed apart
-    "method", "variant", "setting", "tau", "slowness", "clock", "disturbance", "link_mbps",
-    "model", "gbit_per_s",
-)  # fmt: skip
 EXPERIMENTS = {}  # by name
 SEQUENCES, CONTEXT = 16, 128  # of all ranks per step, each of so many tokens
+BASE = {  # flags of the runs, where an experiment does not say others
+    "max_steps": 448, "sync_warmup_steps": 128, "eval_interval": 64, "log_interval": 64,
+    "checkpoint_interval": 128,
+}  # fmt: skip
+QUICK = {  # the same with --quick
+    "max_steps": 96, "sync_warmup_steps": 32, "eval_interval": 32, "eval_batches": 4,
+    "checkpoint_interval": 16,
+}  # fmt: skip
 STOP = threading.Event()  # after a signal or a failure
 # Ranks are forked from a process that has torch already: torchrun would take 8 s more per run.
 forkserver = multiprocessing.get_context("forkserver")
@@ -93,10 +96,11 @@ class Run:
         """columns, results, the lists of the evaluations as *_curve, the command lines."""
         record = read_run(self.folder)
         row = self.columns | {name: record[name][-1] for name in ("val_loss", "sync_bytes")}
+        row["warmup_steps"] = self.flags["sync_warmup_steps"]
         tokens, seconds, sent = (record[name] for name in ("tokens", "train_s", "sync_bytes"))
         ranks = self.stages[0][0]
         step_tokens = CONTEXT * ranks * self.flags.get("batch_size", SEQUENCES // ranks)
-        warmup = self.flags["sync_warmup_steps"] * step_tokens
+        warmup = row["warmup_steps"] * step_tokens
         # What the warm-up took is not counted, if there was an evaluation at its end.
         began = {0: (0, 0.0)} | dict(zip(tokens, zip(sent, seconds)))
         warmup = warmup if warmup in began else 0
@@ -147,42 +151,6 @@ class Run:
             raise UserError(f"a run failed, see {output}: {self.command(ranks)}")
 
 
-def cases(rows: list) -> dict:
-    """Rows by what distinguishes them, in the order of METHODS: {values of CASE: one per seed}."""
-    groups = defaultdict(list)
-    for row in in_order(rows):
-        groups[tuple(row.get(name) for name in CASE)].append(row)
-    return dict(groups)
-
-
-FORMATS = {  # column -> heading, format, factor
-    "val_loss": ("validation loss", "{:.4f}", 1),
-    "local_bytes": ("MB sent after the warm-up", "{:,.1f}", 1e-6),
-    "over_minibatch": ("over mini-batch", "{:+.1%}", 1), "step_ms": ("ms a step", "{:,.0f}", 1),
-    "local_s": ("seconds after the warm-up", "{:,.0f}", 1),
-    "tokens_per_s": ("tokens per second", "{:,.0f}", 1),
-    "over_one": ("over 1 replica", "{:+.1%}", 1), "excess": ("over undisturbed", "{:+.1%}", 1),
-}  # fmt: skip
-
-
-def table(rows: list, columns: tuple) -> str:
-    """Markdown: a line per case, the mean over its seeds and in brackets the lowest and highest."""
-    keys = [i for i, name in enumerate(CASE) if len({row.get(name) for row in rows}) > 1]
-    formats = [FORMATS.get(name, (name, "{:.3g}", 1)) for name in columns]
-    lines = [[CASE[i] for i in keys] + [heading for heading, _, _ in formats]]
-    lines.append(["---"] * len(lines[0]))
-    for case, group in cases(rows).items():
-        case = (METHODS.get(case[0], case)[0], *case[1:])
-        cells = [str(case[i] or "") for i in keys]
-        for name, (_, form, factor) in zip(columns, formats):
-            values = [factor * row[name] for row in group]
-            cell = form.format(statistics.mean(values))
-            spread = [form.format(pick(values)) for pick in (min, max)]
-            cells.append(cell if spread[0] == spread[1] else f"{cell} ({' .. '.join(spread)})")
-        lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def execute_all(runs: list, jobs: int):
     """Run what has not finished, `jobs` runs at a time. Ctrl-C and SIGTERM stop them."""
     os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks
@@ -212,7 +180,7 @@ def execute_all(runs: list, jobs: int):
 
 @dataclass
 class Experiment:
-    """Decorator of a function (seeds, quick) -> list of Run, with a question as its docstring."""
+    """Decorator of a function (seed, quick) -> list of Run, with a question as its docstring."""
 
     columns: tuple  # of the table
     panels: tuple = ()  # of the picture
@@ -224,10 +192,16 @@ class Experiment:
         EXPERIMENTS[runs.__name__] = self
         return runs
 
+    def all_runs(self, seeds: list, quick: bool) -> list:
+        runs = []
+        for seed in seeds:  # some runs do not depend on it
+            runs += [run for run in self.runs(seed, quick) if run not in runs]
+        return runs
+
 
 def run_experiment(name: str, seeds: list, quick: bool, jobs: int):
     experiment, folder = EXPERIMENTS[name], RUNS / "quick" if quick else RESULTS
-    runs = experiment.runs(seeds, quick)
+    runs = experiment.all_runs(seeds, quick)
     execute_all(runs, jobs)
     drawn = {column for panel in experiment.panels for column in (panel.x, panel.y)}
     kept = lambda row: {k: v for k, v in row.items() if k in drawn or not isinstance(v, list)}
@@ -241,3 +215,24 @@ def run_experiment(name: str, seeds: list, quick: bool, jobs: int):
     print(f"results {folder / name}.json", flush=True)
     if experiment.panels:
         draw(rows, experiment.panels, folder / f"{name}.svg")
+
+
+def main():
+    parser = Parser(description="Run an experiment; without one, list them.")
+    parser.add_argument("experiment", nargs="?", choices=list(EXPERIMENTS))
+    parser.add_argument("--quick", action="store_true", help="short runs, one seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="(default: 1 2 3)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (distorts times)")
+    args = parser.parse_args()
+    check_limits("jobs", args.jobs, {"low": 1})
+    for seed in args.seeds:
+        check_limits("seeds", seed, {})
+    if args.quick:
+        BASE.update(QUICK)
+        args.seeds = args.seeds[:1]
+    if args.experiment:
+        return run_experiment(args.experiment, args.seeds, args.quick, args.jobs)
+    for name, experiment in EXPERIMENTS.items():
+        runs = {run.folder: run for run in experiment.all_runs(args.seeds, args.quick)}
+        minutes = sum(run.minutes() for run in runs.values())
+        print(f"{name:11} {experiment.runs.__doc__} {minutes:.0f} minutes")

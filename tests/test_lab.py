@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +13,8 @@ import pytest
 import lab
 import plot
 from plumbing.config import UserError
-from plumbing.runs import table
+from plumbing.rows import over, table, times_and_losses
+from plumbing.runs import EXPERIMENTS
 
 HERE = Path(__file__).parent.parent
 RESULTS = sorted((HERE / "results").glob("*.json"))
@@ -30,8 +30,8 @@ SMALL = {"max_steps": 400, "eval_interval": 200, "eval_batches": 1, "checkpoint_
 SMALL |= {"n_layer": 1, "n_embd": 16, "block_size": 8, "log_interval": 2}
 
 
-def seeds_of_minibatch(seeds, quick):
-    return [lab.training("minibatch", seed, stages=((1, None),), **SMALL) for seed in seeds]
+def seeds_of_minibatch(seed, quick):
+    return [lab.training("minibatch", seed, stages=((1, None),), **SMALL)]
 
 
 lab.Experiment(("val_loss",))(seeds_of_minibatch)
@@ -66,6 +66,13 @@ def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path):
     assert "2 runs, 0 to do" in third.stdout
 
 
+def test_runs_that_do_not_depend_on_the_seed_are_made_once():
+    of = lambda name, *seeds: EXPERIMENTS[name].all_runs(seeds, False)
+    assert of("tune", 1, 2, 3) == of("tune", 1) and len(of("tune", 1)) == 27
+    seeds = [run.columns["seed"] for run in of("link", 1, 2)]
+    assert [seeds.count(seed) for seed in (1, 2, None)] == [9, 9, 18]
+
+
 class Axes:
     """Records what a figure would show."""
 
@@ -81,7 +88,7 @@ class Axes:
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_figure_and_table_say_what_the_json_says(path):
-    rows, experiment = json.loads(path.read_text()), lab.EXPERIMENTS[path.stem]
+    rows, experiment = json.loads(path.read_text()), EXPERIMENTS[path.stem]
     printed = table(experiment.summary(rows), experiment.columns)
     assert printed in Path(HERE, "RESULTS.md").read_text()
     panels_lines = [plot.lines_of(rows, panel) for panel in experiment.panels]
@@ -96,12 +103,14 @@ def test_figure_and_table_say_what_the_json_says(path):
         plot.draw_panel(axes, panel, lines, plot.styles_of([lines]))
         shown = [row for row in rows if panel.where.items() <= row.items()]
         in_list = lambda value: value if isinstance(value, list) else [value]
+        inside = lambda x: panel.xlim[0] <= x <= panel.xlim[1]
         for label, xs, ys in axes.lines:
-            assert xs and all(panel.xlim[0] <= x <= panel.xlim[1] for x in xs), label
+            assert xs and all(map(inside, xs)), label
             values = [y for row in shown for y in in_list(row[panel.y])]
             assert min(values) <= min(ys) and max(ys) <= max(values), label
         # A point of one seed is a figure of the JSON itself.
-        for row in shown if len({row.get("seed") for row in shown}) == 1 else []:
+        one_seed = len({row.get("seed") for row in shown}) == 1
+        for row in [row for row in shown if one_seed and inside(row[panel.x])]:
             name = plot.METHODS[row["method"]][0]
             points = [zip(x, y) for label, x, y in axes.lines if name in label.split(" = ")]
             assert (row[panel.x], row[panel.y]) in [point for line in points for point in line]
@@ -128,13 +137,14 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
 
 def test_short_runs_give_the_times_and_full_runs_the_losses():
     full = dict(method="edit", variant="", tau=16, seed=1, val_loss=2.0, command="full")
+    full["warmup_steps"] = 128
     full |= dict(step_curve=[128, 448], tokens_curve=[128 * 2048, 448 * 2048])
     short = full | dict(seed=None, val_loss=9.0, link_mbps=10, command="short")
     short["step_ms_curve"] = [100, 200, 900]
     other = full | {"method": "a_edit"}  # has no short run
     joined = dict(link_mbps=10, step_ms=200, tokens_per_s=10240, seconds_curve=[0, 64], local_s=64)
     expected = [other, full | joined | {"command": "full\nshort"}]
-    assert lab.times_and_losses([full, short, other]) == expected
+    assert times_and_losses([full, short, other]) == expected
 
 
 def test_losses_over_those_of_the_base():
@@ -143,7 +153,7 @@ def test_losses_over_those_of_the_base():
         dict(method=method, seed=seed, val_loss=loss, val_loss_curve=[8.0, loss])
         for (method, seed), loss in losses.items()
     ]
-    rows = lab.over("more", method="diloco")(rows)
+    rows = over("more", method="diloco")(rows)
     assert [row["more"] for row in rows] == [0, 0.5, 0, 0.25]
     assert rows[1]["more_curve"] == [0, 0.5]
 
@@ -166,22 +176,8 @@ def test_plot_draws_records_of_runs(monkeypatch, tmp_path, capsys):
     out = tmp_path / "x.svg"
     monkeypatch.setattr(sys, "argv", ["plot.py", *folders, "--out", str(out)])
     plot.main()
-    assert all(f">{text}<" in out.read_text() for text in ("EDiT", "EDiT, short", "tokens"))
+    labels = [f"EDiT, {folder}" for folder in folders]
+    assert all(f">{text}<" in out.read_text() for text in (*labels, "tokens"))
     (tmp_path / "short" / "metrics.jsonl").write_text(lines[0])
     with pytest.raises(UserError, match="short: the run has no evaluation yet"):
         plot.main()
-
-
-def test_a_smaller_svg_has_the_same_text(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = [
-        {"method": "averaging", "variant": "", "tau": tau, "seed": 1, "x": tau, "val_loss": loss}
-        for tau, loss in [(4, 1.5701), (16, 1.5988)]
-    ]  # a method of the reader's own
-    texts = []
-    for same in (False, True):
-        if same:
-            monkeypatch.setattr(plot.re, "sub", lambda pattern, new, text: text)
-        plot.draw(rows, [plot.Panel("x", "val_loss", "tau 1.25", log=True)], tmp_path / "x.svg")
-        texts.append(re.findall(r">([^<>]*\d[^<>]*)</t", Path(tmp_path, "x.svg").read_text()))
-    assert texts[0] == texts[1] and "1.575" in texts[0] and "tau 1.25" in texts[0]

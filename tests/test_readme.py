@@ -19,6 +19,7 @@ import ranks
 import sample
 import simulate
 from plumbing.config import parse
+from plumbing.runs import EXPERIMENTS
 from ranks import ROOT, Launch, script
 from train import METHODS
 
@@ -118,11 +119,11 @@ def test_commands_for_own_text_run_as_written(tmp_path):
 def test_experiments_have_valid_commands_also_the_one_in_the_readme(monkeypatch):
     printed = re.findall(r"```python\n(.*?)```", TEXT, re.S)[1]
     assert len(printed.splitlines()) <= 13
-    monkeypatch.setitem(lab.EXPERIMENTS, "outer_lr", None)  # to remove it after the test
+    monkeypatch.setitem(EXPERIMENTS, "outer_lr", None)  # to remove it after the test
     exec(printed, dict(vars(lab)))
-    assert lab.EXPERIMENTS["outer_lr"]
-    for name, experiment in lab.EXPERIMENTS.items():
-        runs = experiment.runs([1], quick=True)
+    assert EXPERIMENTS["outer_lr"]
+    for name, experiment in EXPERIMENTS.items():
+        runs = experiment.all_runs([1], quick=True)
         assert runs or name == "scale"
         for run in runs:
             flags = run.command(ranks=4).split("train.py ")[1].split()

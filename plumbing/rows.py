@@ -1,0 +1,86 @@
+"""For lab.py: rows of results. A row is a dict: a run's columns, its results, its command lines."""
+
+import itertools
+import statistics
+from collections import defaultdict
+
+from plot import METHODS, in_order
+
+CASE = (  # what distinguishes the runs of an experiment, the seed apart
+    "method", "variant", "setting", "tau", "slowness", "clock", "disturbance", "link_mbps",
+    "model", "gbit_per_s",
+)  # fmt: skip
+
+
+def times_and_losses(rows):
+    """A slow link changes no loss, and a slow replica none if all replicas take the same steps. So
+    the losses come from full runs (with a seed), and the time of a step from the short run of
+    timing() (without a seed)."""
+    full = [row for row in rows if row["seed"] is not None]
+    timings = [row for row in rows if row["seed"] is None]
+    timed = {timing["method"] for timing in timings}
+    result = [row for row in full if row["method"] not in timed]
+    for row, timing in itertools.product(full, timings):
+        if row["method"] == timing["method"]:
+            case = {name: timing[name] for name in CASE if name in timing}
+            step_s = statistics.median(timing["step_ms_curve"]) / 1e3
+            seconds = [(k - row["warmup_steps"]) * step_s for k in row["step_curve"]]
+            speed = row["tokens_curve"][-1] / row["step_curve"][-1] / step_s
+            row = row | case | {"tokens_per_s": speed, "step_ms": 1e3 * step_s}
+            row |= {"seconds_curve": seconds, "local_s": seconds[-1]}
+            result.append(row | {"command": row["command"] + "\n" + timing["command"]})
+    return result
+
+
+def over(name, same=("seed",), **baseline):
+    """A function that adds to each row how much higher its losses are than those of its base: the
+    row with the columns `baseline` and the same values in `same`."""
+
+    def combine(rows):
+        key = lambda row: [row[column] for column in same]
+        relative = lambda loss, base: loss / base - 1
+        result = []
+        for row in rows:
+            base = next(r for r in rows if baseline.items() <= r.items() and key(r) == key(row))
+            curve = list(map(relative, row["val_loss_curve"], base["val_loss_curve"]))
+            added = {name: relative(row["val_loss"], base["val_loss"]), f"{name}_curve": curve}
+            result.append(row | added)
+        return result
+
+    return combine
+
+
+def cases(rows: list) -> dict:
+    """Rows by what distinguishes them, in the order of METHODS: {values of CASE: one per seed}."""
+    groups = defaultdict(list)
+    for row in in_order(rows):
+        groups[tuple(row.get(name) for name in CASE)].append(row)
+    return dict(groups)
+
+
+FORMATS = {  # column -> heading, format, factor
+    "val_loss": ("validation loss", "{:.4f}", 1),
+    "local_bytes": ("MB sent after the warm-up", "{:,.1f}", 1e-6),
+    "over_minibatch": ("over mini-batch", "{:+.1%}", 1), "step_ms": ("ms a step", "{:,.0f}", 1),
+    "local_s": ("seconds after the warm-up", "{:,.0f}", 1),
+    "tokens_per_s": ("tokens per second", "{:,.0f}", 1),
+    "over_one": ("over 1 replica", "{:+.1%}", 1), "excess": ("over undisturbed", "{:+.1%}", 1),
+}  # fmt: skip
+
+
+def table(rows: list, columns: tuple) -> str:
+    """Markdown: a line per case, the mean over its seeds and in brackets the lowest and highest."""
+    keys = [i for i, name in enumerate(CASE) if len({row.get(name) for row in rows}) > 1]
+    formats = [FORMATS.get(name, (name, "{:.3g}", 1)) for name in columns]
+    lines = [[CASE[i] for i in keys] + [heading for heading, _, _ in formats]]
+    lines.append(["---"] * len(lines[0]))
+    for case, group in cases(rows).items():
+        case = (METHODS.get(case[0], case)[0], *case[1:])
+        cells = [str(case[i] or "") for i in keys]
+        for name, (_, form, factor) in zip(columns, formats):
+            values = [factor * row[name] for row in group]
+            cell = form.format(statistics.mean(values))
+            spread = [form.format(pick(values)) for pick in (min, max)]
+            cells.append(cell if spread[0] == spread[1] else f"{cell} ({' .. '.join(spread)})")
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
