@@ -83,11 +83,10 @@ def tune(seed, quick):
     """Which of three settings is the best one of each method?"""
     return [
         training(method, TUNING_SEED, columns={"setting": setting}, **flags_of(setting))
-        for method, settings in TUNING.items() for setting in settings[: 1 if quick else 3]
+        for method, settings in TUNING.items() for setting in (settings[:1] if quick else settings)
     ]  # fmt: skip
 
 
-BYTES = "bytes over the slow links after the warm-up, per rank"
 MOMENTS = {"columns": {"variant": "moments averaged"}, "average_moments": True}
 FP32 = {"columns": {"variant": "32 bits"}, "quantize": "none"}
 
@@ -95,7 +94,7 @@ FP32 = {"columns": {"variant": "32 bits"}, "quantize": "none"}
 @Experiment(
     ("val_loss", "over_minibatch", "local_bytes"),
     combine=over("over_minibatch", method="minibatch"),
-    panels=[Panel("local_bytes", "val_loss", BYTES, log=True)],
+    panels=[Panel("local_bytes", "val_loss", "bytes per rank on slow links after the warm-up", log=10)],
 )  # fmt: skip
 def quality(seed, quick):
     """What does each method lose against mini-batch, and how much does it send?"""
@@ -117,7 +116,7 @@ def longer(seed, quick):
 
 
 @Experiment(
-    ("val_loss", "local_bytes"), [Panel("tau", "val_loss", "tau, steps per round", log=True)]
+    ("val_loss", "local_bytes"), [Panel("tau", "val_loss", "tau, steps per round", log=2)]
 )
 def tau(seed, quick):
     """How long may a round be?"""
@@ -133,7 +132,7 @@ def tau(seed, quick):
     ("step_ms", "local_s", "val_loss"),
     combine=times_and_losses,
     panels=[
-        Panel("seconds_curve", "val_loss_curve", "seconds after the warm-up", log=True,
+        Panel("seconds_curve", "val_loss_curve", "seconds after the warm-up", log=10,
               title=f"{mbps} Mbit/s", where={"link_mbps": mbps}, xlim=(1, math.inf))
         for mbps in (100, 10)
     ],
@@ -164,24 +163,22 @@ def stragglers(seed, quick):
     runs = [training(method, seed) for method in lockstep]
     for slowness in (1.0, 2.0) if quick else (1.0, 1.5, 2.0, 4.0):
         columns, slow = {"slowness": slowness, "clock": "virtual"}, f"3:{slowness}"
-        flags = {"slow_replica": slow, "virtual_clock": True}
-        runs += [timing(method, columns=columns, **flags) for method in lockstep]
+        for method in lockstep:
+            runs.append(timing(method, columns=columns, slow_replica=slow, virtual_clock=True))
         for weighting in ("none", "times_steps", "norm_per_step"):
             flags = {"slow_replica": slow, "step_weighting": weighting}
-            flags = flags if slowness > 1 else {}  # all weights are equal
-            columns = columns | {"variant": f"weights {weighting}"}
-            runs.append(training("a_edit", seed, columns=columns, **flags))
-    columns, flags = {"slowness": 2.0, "clock": "real"}, {"slow_replica": "3:2.0"}
-    runs.append(timing("edit", columns=columns, **flags))
-    flags |= {"tau_time_s": 1.0, "virtual_clock": False}
-    return [*runs, training("a_edit", seed, columns=columns, **flags)]
+            variant = columns | {"variant": f"weights {weighting}"}
+            # If no replica is slow, all weights are equal.
+            runs.append(training("a_edit", seed, columns=variant, **flags if slowness > 1 else {}))
+    real = {"columns": {"slowness": 2.0, "clock": "real"}, "slow_replica": "3:2.0"}
+    runs.append(timing("edit", **real))
+    return [*runs, training("a_edit", seed, tau_time_s=1.0, virtual_clock=False, **real)]
 
 
 # Replica 3 is sick for one or three rounds, which end at step 256, one round before the end. Before
 # them EDiT has seen at least 11 healthy rounds.
-FAST = "learning rate x 100"
-SICK = {"none": {}, FAST: {"scale_lr": "3:241:256:100"}}
-SICK["random tokens"] = {"random_tokens": "3:209:256"}
+FAST, RANDOM = "learning rate x 100", "random tokens"
+SICK = {"none": {}, FAST: {"scale_lr": "3:241:256:100"}, RANDOM: {"random_tokens": "3:209:256"}}
 PARTS = ("anomaly_elimination", "weighted_averaging", "pseudo_grad_clipping")
 
 
@@ -191,27 +188,26 @@ PARTS = ("anomaly_elimination", "weighted_averaging", "pseudo_grad_clipping")
     panels=[
         Panel("step_curve", "val_loss_curve", "steps", title=title, where=where, xlim=(192, 272))
         for title, where in (
-            ("replica 3: learning rate x 100", {"disturbance": FAST, "variant": ""}),
-            ("replica 3: random tokens", {"disturbance": "random tokens", "variant": ""}),
-            ("EDiT, learning rate x 100", {"disturbance": FAST, "method": "edit"}),
+            (f"replica 3: {FAST}", {"disturbance": FAST, "variant": ""}),
+            (f"replica 3: {RANDOM}", {"disturbance": RANDOM, "variant": ""}),
+            (f"EDiT, {FAST}", {"disturbance": FAST, "method": "edit"}),
         )
     ],
 )  # fmt: skip
 def penalty(seed, quick):
     """What does EDiT's penalty do when a replica is sick?"""
     length = {"sync_warmup_steps": 32, "max_steps": 272, "eval_interval": 16, "eval_batches": 8}
-    cases = []
+    runs = []
     for sick in ("none", FAST) if quick else SICK:
         for method in ("diloco", "streaming_diloco", "edit", "streaming_edit"):
-            cases.append((method, "", sick, {}))
+            columns, flags = {"disturbance": sick}, length | SICK[sick]
+            runs.append(training(method, seed, columns=columns, **flags))
     for part in () if quick else PARTS:
         name, others = part.replace("_", " "), [other for other in PARTS if other != part]
-        cases.append(("edit", f"no {name}", FAST, {part: False}))
-        cases.append(("edit", f"only {name}", FAST, dict.fromkeys(others, False)))
-    runs = []
-    for method, variant, sick, parts in cases:
-        columns, flags = {"variant": variant, "disturbance": sick}, length | parts | SICK[sick]
-        runs.append(training(method, seed, columns=columns, **flags))
+        for variant, off in (f"no {name}", [part]), (f"only {name}", others):
+            columns = {"variant": variant, "disturbance": FAST}
+            flags = length | dict.fromkeys(off, False) | SICK[FAST]
+            runs.append(training("edit", seed, columns=columns, **flags))
     return runs
 
 
@@ -240,7 +236,7 @@ def elastic(seed, quick):
     combine=lambda rows: timeline.rows(), summary=timeline.table_rows,
     panels=[
         Panel("gbit_per_s", "utilization", "Gbit/s between replicas", "compute utilization",
-              f"{model[:-1]} billion parameters", {"model": model}, log=True, xlim=(0.3, 1000))
+              f"{model[:-1]} billion parameters", {"model": model}, log=10, xlim=(0.3, 1000))
         for model in timeline.MODELS
     ],
 )  # fmt: skip

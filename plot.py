@@ -45,7 +45,7 @@ class Panel:
     ylabel: str = "validation loss, nats per token"
     title: str = ""
     where: dict = field(default_factory=dict)  # draw only the rows with these values
-    log: bool = False  # the x axis
+    log: int = 0  # the base, if the x axis is logarithmic; its ticks are the powers
     xlim: tuple = (-math.inf, math.inf)  # draw only these points
 
 
@@ -90,16 +90,15 @@ def styles_of(panels_lines: list) -> dict:
             name = f"{name}, {label[1]}"
         first = equal.setdefault(str([lines.get(label) for lines in panels_lines]), label)
         if first in styles:
-            styles[first]["label"] += f" = {name}"
+            styles[first]["label"] += f" = {name if label[0] != first[0] else label[1] or name}"
             continue
-        face = "none" if label[1] else color
         styles[label] = {"color": color, "marker": marker, "linestyle": line, "label": name}
-        styles[label] |= {"markerfacecolor": face, "linewidth": 1.4, "markersize": 4.5}
+        styles[label] |= {"linewidth": 1.4, "markersize": 4.5}
+        styles[label] |= {"markerfacecolor": "none" if label[1] else color}
     return styles
 
 
 def draw_panel(axes, panel: Panel, lines: dict, styles: dict):
-    xs = {x for points in lines.values() for x, *_ in points}
     for label, style in styles.items():
         x, y, lowest, highest = zip(*lines[label]) if label in lines else [()] * 4
         axes.plot(x, y, markevery=max(1, len(x) // 6), **style)
@@ -107,10 +106,8 @@ def draw_panel(axes, panel: Panel, lines: dict, styles: dict):
             axes.vlines(x, lowest, highest, color=style["color"], linewidth=0.8)
     axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
     if panel.log:
-        axes.set_xscale("log")
+        axes.set_xscale("log", base=panel.log)
         axes.minorticks_off()
-        if len(xs) <= 6:
-            axes.set_xticks(sorted(xs))
     axes.grid(axis="y", alpha=0.3, linewidth=0.5)
 
 
@@ -122,8 +119,12 @@ def draw(rows: list, panels: list, path):
     except ModuleNotFoundError:
         raise UserError("pictures need matplotlib: pip install matplotlib") from None
     panels = [panel for panel in panels if lines_of(rows, panel)]  # --quick leaves some empty
+    if not panels:
+        raise UserError(f"{path}: no row fits a panel of the figure")
     panels_lines = [lines_of(rows, panel) for panel in panels]
     styles = styles_of(panels_lines)
+    scaled = EngFormatter()
+    number = lambda x, _: scaled(x) if x >= 1000 else f"{x:g}"  # 100 M, not 10^8
     settings = {key: GRAY for key in ("text.color", "axes.labelcolor", "axes.edgecolor")}
     settings |= {"xtick.color": GRAY, "ytick.color": GRAY, "font.size": 9, "svg.fonttype": "none"}
     settings |= {"svg.hashsalt": "", "axes.spines.top": False, "axes.spines.right": False}
@@ -134,7 +135,9 @@ def draw(rows: list, panels: list, path):
         all_axes = figure.subplots(1, len(panels), sharey=one_scale, squeeze=False)[0]
         for axes, panel, lines in zip(all_axes, panels, panels_lines):
             draw_panel(axes, panel, lines, styles)
-            axes.xaxis.set_major_formatter(EngFormatter())  # 100 M
+            axes.xaxis.set_major_formatter(number)
+            if one_scale:
+                axes.label_outer()
         handles = axes.get_legend_handles_labels()
         figure.legend(*handles, loc="outside right upper", frameon=False)
         # Without a date the same figures give the same file.
@@ -147,16 +150,18 @@ def main():
     parser.add_argument("runs", nargs="+", metavar="FOLDER", help="a run's out_dir")
     parser.add_argument("--out", default="curves.svg", help="the picture (default: curves.svg)")
     args = parser.parse_args()
+    runs = {folder: read_run(folder) for folder in args.runs}
+    methods = [run["config"]["method"] for run in runs.values()]
     rows = []
-    for folder in args.runs:
-        run = read_run(folder)
+    for (folder, run), method in zip(runs.items(), methods):
         if not run["step"]:
             raise UserError(f"{folder}: the run has no evaluation yet")
-        rows.append(run | {"method": run["config"]["method"], "variant": folder})
+        variant = folder if methods.count(method) > 1 else ""
+        rows.append(run | {"method": method, "variant": variant})
     panels = [
         Panel("tokens", "val_loss", "tokens"),
         Panel("train_s", "val_loss", "seconds of training"),
-        Panel("sync_bytes", "val_loss", "bytes over the slow links, per rank", log=True),
+        Panel("sync_bytes", "val_loss", "bytes over the slow links, per rank"),
     ]
     draw(rows, panels, args.out)
     print(f"picture {args.out}")

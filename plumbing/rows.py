@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from plot import METHODS, in_order
 
-CASE = (  # what distinguishes the runs of an experiment, the seed apart
+CASE = (  # what distinguishes the rows, the seed apart
     "method", "variant", "setting", "tau", "slowness", "clock", "disturbance", "link_mbps",
     "model", "gbit_per_s",
 )  # fmt: skip

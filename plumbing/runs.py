@@ -80,6 +80,10 @@ class Run:
             words.append(switch[value] if isinstance(value, bool) else f"--{name} {value}")
         return " ".join(words)
 
+    def commands(self) -> list:
+        stops = [f"    # until step {stop}" if stop else "" for _, stop in self.stages]
+        return [self.command(ranks) + stop for (ranks, _), stop in zip(self.stages, stops)]
+
     def minutes(self) -> float:
         """Roughly, on 2 cores: 4 s for start and evaluations, and 57 ms per step of 4 sequences per
         rank. A slow link is not counted."""
@@ -109,9 +113,7 @@ class Run:
         row |= {f"{name}_curve": record[name] for name in CURVES}
         # Milliseconds per step between the rows of the record; the first step is slower.
         row["step_ms_curve"] = [step["step_ms"] for step in record["steps"][2:]]
-        stops = [f"    # until step {stop}" if stop else "" for _, stop in self.stages]
-        commands = [self.command(ranks) + stop for (ranks, _), stop in zip(self.stages, stops)]
-        return row | {"command": "\n".join(commands)}
+        return row | {"command": "\n".join(self.commands())}
 
     def execute(self):
         """Train, or go on where an earlier start was interrupted."""
@@ -153,6 +155,10 @@ class Run:
 
 def execute_all(runs: list, jobs: int):
     """Run what has not finished, `jobs` runs at a time. Ctrl-C and SIGTERM stop them."""
+    todo = list({run.folder: run for run in runs if not run.finished()}.values())
+    print(f"{len(runs)} runs, {len(todo)} to do", flush=True)
+    if not todo:
+        return
     os.environ["OMP_NUM_THREADS"] = "1"  # of the ranks
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for lab.py, not for the fork server
     ensure_running()
@@ -160,8 +166,6 @@ def execute_all(runs: list, jobs: int):
         signal.signal(number, lambda *_: STOP.set())
     RUNS.mkdir(parents=True, exist_ok=True)
     lock(RUNS)
-    todo = list({run.folder: run for run in runs if not run.finished()}.values())
-    print(f"{len(runs)} runs, {len(todo)} to do", flush=True)
     began = time.perf_counter()
     pool = ThreadPoolExecutor(jobs)
     futures = {pool.submit(run.execute): run for run in todo}
@@ -187,16 +191,17 @@ class Experiment:
     combine: object = list  # rows of the runs -> rows of the result
     summary: object = list  # rows of the result -> rows of the table
 
-    def __call__(self, runs):
-        self.runs = runs
-        EXPERIMENTS[runs.__name__] = self
-        return runs
+    def __call__(self, function):
+        self.runs_of_seed, self.question = function, function.__doc__
+        EXPERIMENTS[function.__name__] = self
+        return function
 
     def all_runs(self, seeds: list, quick: bool) -> list:
-        runs = []
-        for seed in seeds:  # some runs do not depend on it
-            runs += [run for run in self.runs(seed, quick) if run not in runs]
-        return runs
+        """The runs of all seeds. Some do not depend on the seed: these once."""
+        found = []
+        for seed in seeds:
+            found += [run for run in self.runs_of_seed(seed, quick) if run not in found]
+        return found
 
 
 def run_experiment(name: str, seeds: list, quick: bool, jobs: int):
@@ -235,4 +240,4 @@ def main():
     for name, experiment in EXPERIMENTS.items():
         runs = {run.folder: run for run in experiment.all_runs(args.seeds, args.quick)}
         minutes = sum(run.minutes() for run in runs.values())
-        print(f"{name:11} {experiment.runs.__doc__} {minutes:.0f} minutes")
+        print(f"{name:11} {experiment.question} {minutes:.0f} minutes")

@@ -12,6 +12,7 @@ import pytest
 
 import lab
 import plot
+from plumbing import runs
 from plumbing.config import UserError
 from plumbing.rows import over, table, times_and_losses
 from plumbing.runs import EXPERIMENTS
@@ -61,7 +62,7 @@ def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path):
     assert steps == [1, *range(2, 401, 2)]
     rows = json.loads(Path(tmp_path, "results/seeds_of_minibatch.json").read_text())
     assert [row["seed"] for row in rows] == [1, 2]
-    assert rows[0]["val_loss"] == events(record)[-1]["val_loss"]
+    assert rows[0]["val_loss"] == events(record)[-1]["val_loss"] and rows[0]["warmup_steps"] == 128
     third = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert "2 runs, 0 to do" in third.stdout
 
@@ -71,6 +72,21 @@ def test_runs_that_do_not_depend_on_the_seed_are_made_once():
     assert of("tune", 1, 2, 3) == of("tune", 1) and len(of("tune", 1)) == 27
     seeds = [run.columns["seed"] for run in of("link", 1, 2)]
     assert [seeds.count(seed) for seed in (1, 2, None)] == [9, 9, 18]
+
+
+def test_quick_has_short_runs_of_one_seed(monkeypatch):
+    seen = []
+    monkeypatch.setattr(runs, "run_experiment", lambda *args: seen.append((args, dict(lab.BASE))))
+    monkeypatch.setattr(sys, "argv", "lab.py quality --quick --seeds 4 5".split())
+    full = dict(lab.BASE)
+    try:
+        lab.main()
+    finally:
+        lab.BASE.clear()
+        lab.BASE.update(full)
+    ((name, seeds, quick, jobs), base), = seen
+    assert (name, seeds, quick, jobs) == ("quality", [4], True, 1)
+    assert base == full | runs.QUICK
 
 
 class Axes:
@@ -89,6 +105,9 @@ class Axes:
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_figure_and_table_say_what_the_json_says(path):
     rows, experiment = json.loads(path.read_text()), EXPERIMENTS[path.stem]
+    made_by = {line for row in rows for line in row.get("command", "").splitlines()}
+    commands = [run.commands() for run in experiment.all_runs([1, 2, 3], False)]
+    assert made_by == {line for lines in commands for line in lines}
     printed = table(experiment.summary(rows), experiment.columns)
     assert printed in Path(HERE, "RESULTS.md").read_text()
     panels_lines = [plot.lines_of(rows, panel) for panel in experiment.panels]
@@ -137,8 +156,8 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
 
 def test_short_runs_give_the_times_and_full_runs_the_losses():
     full = dict(method="edit", variant="", tau=16, seed=1, val_loss=2.0, command="full")
-    full["warmup_steps"] = 128
-    full |= dict(step_curve=[128, 448], tokens_curve=[128 * 2048, 448 * 2048])
+    full["warmup_steps"] = 100
+    full |= dict(step_curve=[100, 420], tokens_curve=[100 * 2048, 420 * 2048])
     short = full | dict(seed=None, val_loss=9.0, link_mbps=10, command="short")
     short["step_ms_curve"] = [100, 200, 900]
     other = full | {"method": "a_edit"}  # has no short run
@@ -166,18 +185,18 @@ def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
 
 def test_plot_draws_records_of_runs(monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    for name, first in ("edit", 2.5), ("short", 3.5):
+    for name, method, first in ("a", "edit", 2.5), ("b", "edit", 3.5), ("c", "diloco", 3.0):
         evals = [dict(event="eval", step=step, tokens=9 * step, train_s=step / 2, sync_bytes=step,
                       val_loss=first / step) for step in (1, 2)]  # fmt: skip
         (tmp_path / name).mkdir()
-        lines = [json.dumps(row) for row in [dict(event="config", method="edit"), *evals]]
+        lines = [json.dumps(row) for row in [dict(event="config", method=method), *evals]]
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
-    folders = [str(tmp_path / name) for name in ("edit", "short")]
+    folders = [str(tmp_path / name) for name in "abc"]
     out = tmp_path / "x.svg"
     monkeypatch.setattr(sys, "argv", ["plot.py", *folders, "--out", str(out)])
     plot.main()
-    labels = [f"EDiT, {folder}" for folder in folders]
-    assert all(f">{text}<" in out.read_text() for text in (*labels, "tokens"))
-    (tmp_path / "short" / "metrics.jsonl").write_text(lines[0])
-    with pytest.raises(UserError, match="short: the run has no evaluation yet"):
+    texts = ["DiLoCo", *(f"EDiT, {folder}" for folder in folders[:2]), "tokens"]
+    assert all(f">{text}<" in out.read_text() for text in texts)
+    (tmp_path / "c" / "metrics.jsonl").write_text(lines[0])
+    with pytest.raises(UserError, match="c: the run has no evaluation yet"):
         plot.main()
