@@ -123,8 +123,8 @@ def draw(rows: list, panels: list, path):
         raise UserError(f"{path}: no row fits a panel of the figure")
     panels_lines = [lines_of(rows, panel) for panel in panels]
     styles = styles_of(panels_lines)
-    scaled = EngFormatter()
-    number = lambda x, _: scaled(x) if x >= 1000 else f"{x:g}"  # 100 M, not 10^8
+    scaled = EngFormatter(sep="")
+    number = lambda x, _: scaled(x) if x >= 1000 else f"{x:g}"  # 100M, not 10^8
     settings = {key: GRAY for key in ("text.color", "axes.labelcolor", "axes.edgecolor")}
     settings |= {"xtick.color": GRAY, "ytick.color": GRAY, "font.size": 9, "svg.fonttype": "none"}
     settings |= {"svg.hashsalt": "", "axes.spines.top": False, "axes.spines.right": False}
