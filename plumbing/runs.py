@@ -9,6 +9,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -116,11 +117,13 @@ class Run:
         return row | {"command": "\n".join(self.commands())}
 
     def execute(self):
-        """Train, or go on where an earlier start was interrupted."""
+        """Train, or go on where an earlier start was interrupted. Then keep no checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for ranks, stop in self.stages:
             if not self.reached(stop):
                 self.start(ranks, stop)
+        for path in list_checkpoints(self.folder):  # those of all experiments take 22 GB
+            shutil.rmtree(path)
 
     def reached(self, stop) -> bool:
         steps = [int(path.name.split("-")[1]) for path in list_checkpoints(self.folder)]

@@ -63,6 +63,7 @@ def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path):
     rows = json.loads(Path(tmp_path, "results/seeds_of_minibatch.json").read_text())
     assert [row["seed"] for row in rows] == [1, 2]
     assert rows[0]["val_loss"] == events(record)[-1]["val_loss"] and rows[0]["warmup_steps"] == 128
+    assert list(tmp_path.glob("runs/*/checkpoint-*")) == []
     third = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert "2 runs, 0 to do" in third.stdout
 
