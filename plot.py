@@ -79,8 +79,8 @@ def checksum(panels_lines: list) -> str:
 
 def styles_of(panels_lines: list) -> dict:
     """(method, variant) -> its style. A variant has its method's color, another line and another,
-    open marker. Of lines that are equal in all panels only the first has a style, with the names
-    of all: it would hide the others."""
+    open marker. Lines that are equal in all panels would hide each other: only the first of them
+    has a style, with the names of all."""
     styles, equal = {}, {}
     for label in {label: 0 for lines in panels_lines for label in lines}:
         name, color, marker, line = METHODS.get(label[0], (label[0], "#7570b3", "X", "-"))

@@ -52,7 +52,7 @@ class Config(LocalConfig):  # paper: tau 100
     outer_lr: float = option(0.7, "outer learning rate (paper: 0.4)")
     outer_momentum: float = option(0.8, "outer Nesterov momentum (paper: 0.9)", below=1)
     fragments: int = option(4, "F, parts of the model; divides tau", low=1)
-    fragment_pattern: str = option("strided", "which layers", choices=["strided", "sequential"])
+    fragment_pattern: str = option("strided", "layers of a part", choices=["strided", "sequential"])
     delay: int = option(2, "steps from sending a fragment to its outer step, below tau / F")
     alpha: float = option(0.0, "weight of the local value when a fragment lands, 0 to 1")
     quantize: str = option("e3m0", "what is sent", choices=["none", "int8", "e3m0"])

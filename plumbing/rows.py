@@ -14,8 +14,8 @@ CASE = (  # what distinguishes the rows, the seed apart
 
 def times_and_losses(rows):
     """A slow link changes no loss, and a slow replica none if all replicas take the same steps. So
-    the losses come from full runs (with a seed), and the time of a step from the short run of
-    timing() (without a seed)."""
+    the losses come from full runs (with a seed), and the time of a step from short ones (without a
+    seed: timing() in lab.py)."""
     full = [row for row in rows if row["seed"] is not None]
     timings = [row for row in rows if row["seed"] is None]
     timed = {timing["method"] for timing in timings}
