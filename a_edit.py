@@ -9,10 +9,8 @@ as it can, and then takes part in EDiT's sync. It waits at most for one step of 
         inner steps; at the end of each:
             vote = (now - round_began >= tau_time_s)         # by shard 0's clock alone;
                                                              # it travels with the step's metrics
-            if there was a vote: sync as in edit.py
-        at the end of the sync: round_began = now
-
-    sync k:  progress <- progress + 1/M sum_i steps_i        # steps_i come with the norms
+            if there was a vote: sync as in edit.py          # steps_i come with the norms
+        at the end of the sync: round_began = now;  progress <- progress + 1/M sum_i steps_i
 
 `progress` (tokens / tokens of a global step) replaces the step number wherever replicas must agree:
 the learning rate, when to evaluate, and the end, which is the first sync with progress >=
@@ -22,14 +20,13 @@ sync, so that the training does not overshoot by a round. tau_time_s is the pape
 
 Deviations from the authors' code: (1) A monotonic clock, differences only; an fp32 tensor of
 wall-clock seconds has a resolution of 128 s. (2) The clock restarts at the end of the sync, not
-before it: otherwise a replica's waiting shortens its next round, and the rounds of a fast replica
-shrink to nothing. (3) Learning rate and end follow the tokens of all replicas. (4) With the
-paper's weights a replica that takes more steps has a larger norm, and so a smaller weight. So
---step_weighting norm_per_step, the default, replaces G_i by G_i mean_j(steps_j) / steps_i in the
-weights and in the detection of anomalies (G_i / steps_i alone would grow, like an anomaly, when a
-round ends early). times_steps multiplies w_i by steps_i and normalizes again; none is the paper's
-way; RESULTS.md compares them. The record shows G_i itself. (5) On CUDA the vote is read one step
-late, so that the host can run ahead; and the host waits for the device once per sync.
+before it. Otherwise waiting shortens a fast replica's next round, until nothing is left of it. (3)
+Learning rate and end follow the tokens of all replicas. (4) With the paper's weights a replica that
+takes more steps has a larger norm, and so a smaller weight. So --step_weighting norm_per_step, the
+default, replaces G_i by G_i mean_j(steps_j) / steps_i in the weights and in the detection of
+anomalies. times_steps multiplies w_i by steps_i and normalizes again; none is the paper's way;
+RESULTS.md compares them. The record shows G_i itself. (5) On CUDA the vote is read one step late,
+so that the host can run ahead; and the host waits for the device once per sync.
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.
@@ -46,6 +43,7 @@ from plumbing.config import RoundConfig, option
 
 @dataclass
 class Config(PenaltyConfig, RoundConfig):
+    tau = math.inf  # not a flag: rounds end by votes
     tau_time_s: float = option(2.0, "seconds of training per round (code: 600)", above=0)
     step_weighting: str = option(
         "norm_per_step",
@@ -70,35 +68,33 @@ def norms_per_step(norms, steps):
 
 class AEDiT(EDiT):
     Config = Config
-    counters = (*EDiT.counters, "progress_at_sync", "rate")
-    lockstep = False
+    scalars = (*EDiT.scalars, "progress_at_sync", "rate")
 
     def begin(self):
         super().begin()
-        self.progress_at_sync, self.rate, self.round_began = self.steps, 1.0, self.clock()
+        self.progress_at_sync, self.rate = self.steps, 1.0
+        self.round_began = self.record.clock.train_s()
 
     def vote(self) -> float:
-        if not self.local or self.mesh.shard_index != 0:
+        if self.averages_gradients or self.mesh.shard_index != 0:
             return 0.0
-        time_is_up = self.clock() - self.round_began >= self.config.tau_time_s
+        time_is_up = self.record.clock.train_s() - self.round_began >= self.config.tau_time_s
         after_this_step = self.progress_at_sync + (self.local_steps + 1) * self.rate
-        return float(time_is_up or after_this_step >= self.max_steps)
-
-    def sync_due(self) -> bool:
-        return self.sync_voted()
+        return float(time_is_up or after_this_step >= self.config.max_steps)
 
     def comparable_norms(self):
+        norms = super().comparable_norms()
         per_step = self.config.step_weighting == "norm_per_step"
-        return norms_per_step(self.norms, self.rows[:, 1]) if per_step else self.norms
+        return norms_per_step(norms, self.exchanged.steps) if per_step else norms
 
     def compute_weights(self, G):
         weights = super().compute_weights(G)
         times_steps = self.config.step_weighting == "times_steps"
-        return weight_by_steps(weights, self.rows[:, 1]) if times_steps else weights
+        return weight_by_steps(weights, self.exchanged.steps) if times_steps else weights
 
-    def sync(self, rows):
-        super().sync(rows)
-        steps = self.rows[:, 1].tolist()  # host read, once per sync; the all-reduces have started
+    def sync(self):
+        super().sync()
+        steps = self.exchanged.steps.tolist()  # host read, once per sync; the all-reduces started
         mean = sum(steps) / len(steps)
         self.progress_at_sync += mean
         self.rate = mean / steps[self.mesh.replica]
@@ -107,13 +103,14 @@ class AEDiT(EDiT):
         super().end_sync()
         if self.mesh.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # so far the host has only queued the work
-        self.round_began = self.clock()
+        self.round_began = self.record.clock.train_s()
 
     @property
     def progress(self) -> float:
         """Extrapolated between syncs. Only a sync, which all replicas share, takes it to
         max_steps."""
-        if not self.local:
+        if self.averages_gradients:
             return self.steps
         progress = self.progress_at_sync + self.local_steps * self.rate
-        return min(progress, math.nextafter(self.max_steps, 0)) if self.local_steps else progress
+        below_end = math.nextafter(self.config.max_steps, 0)
+        return min(progress, below_end) if self.local_steps else progress

@@ -5,10 +5,10 @@ A corpus is one flat array of token ids. Its last few percent are the validation
     tokens  [ ........................ train ........................ | . validation . ]
                                                                       ^ train_tokens
 
-On disk it is a folder with `tokens.bin` (uint16, or uint32 for large vocabularies) and `meta.json`.
-The file is memory-mapped, so its size costs no memory. The built-in corpus is the source text
-of the running Python's standard library, about 12 MB, read in less than a second. A stable hash of
-each file's path puts about one file in twenty into the validation part.
+On disk it is a folder with `tokens.bin` (uint16, or uint32 for large vocabularies), which is
+memory-mapped, and `meta.json`. The built-in corpus is the source text of the running Python's
+standard library, about 12 MB. A stable hash of each file's path puts about one file in twenty into
+the validation part.
 
 The windows of a rank are a pure function of (seed, step, micro-step, rank): a counter-based
 generator (Philox) draws the starts of *all* windows of a global step, and each rank takes its rows.

@@ -8,7 +8,7 @@ lets each replica train alone for tau steps and exchanges once: 1/tau of the tra
     repeat:
         tau inner steps: x_i <- AdamW(x_i)                       # no traffic between replicas
         d_i     = anchor - x_i                                   # pseudo-gradient, points uphill
-        d       = 1/M sum_i d_i                    # [sync] all-reduce per layer: method.average()
+        d       = 1/M sum_i d_i                                  # [sync] all-reduce per layer
         anchor <- Nesterov(anchor, d):  b <- mu b + d
                                         anchor <- anchor - lr (d + mu b)
         x_i    <- anchor
@@ -21,10 +21,8 @@ lets each replica train alone for tau steps and exchanges once: 1/tau of the tra
 
 The inner AdamW's moments stay with their replica, across rounds (but see --average_moments). Weight
 decay and gradient clipping belong to the inner step. With --outer_lr 1 --outer_momentum 0 this is
-Post Local SGD: x_i <- mean_j x_j.
-
-Deviation from the paper: the warm-up is mini-batch, as in Post Local SGD and EDiT; the paper starts
-from a model that was pretrained on one worker.
+Post Local SGD: x_i <- mean_j x_j. Deviation: the paper starts from a model that was pretrained on
+one worker, not from a mini-batch warm-up.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 12 (M-1) for losses, steps and norms.
 Run: torchrun --nproc_per_node 4 train.py --method diloco --shards 2
@@ -34,6 +32,7 @@ Source: DiLoCo, arXiv 2311.08105 (algorithm 1); Post Local SGD, arXiv 1808.07217
 from dataclasses import dataclass
 
 import torch
+from torch.optim.sgd import sgd
 
 from method import Method
 from plumbing.config import LocalConfig, option
@@ -46,30 +45,34 @@ class Config(LocalConfig):  # the paper's tau is H = 500
     offload: bool = option(False, "keep anchor and momentum in host memory (on a GPU)")
 
 
+def nesterov(anchor, momentum, d, lr, mu, kept=None):
+    """One step of torch.optim.SGD(nesterov=True), in place. kept: None or a tensor (). If it is 1,
+    the step is taken. If it is 0, d must be 0, and nothing changes, bit for bit."""
+    # b <- mu b + d;  a <- a - lr (d + mu b)
+    if kept is None:
+        options = {"dampening": 0, "weight_decay": 0, "nesterov": mu > 0, "maximize": False}
+        sgd([anchor], [d], [momentum], lr=lr, momentum=mu, fused=True, **options)
+    else:
+        momentum.mul_(mu**kept).add_(d)
+        anchor.addcmul_(d, kept, value=-lr).addcmul_(momentum, kept, value=-lr * mu)
+
+
 class DiLoCo(Method):
     Config = Config
     shared = ("anchor", "momentum")
 
     def begin(self):
         self.anchor.copy_(self.model.master)
-        mu = self.config.outer_momentum
-        self.outer = torch.optim.SGD(
-            [self.anchor], lr=self.config.outer_lr, momentum=mu, nesterov=mu > 0, fused=True
-        )
-        self.outer.state[self.anchor]["momentum_buffer"] = self.momentum  # zero: b <- d at first
 
-    def local_stats(self):
-        """||d_i||, for the log only. d_i = a - x_i takes the place of x_i."""
-        for a, x in zip(self.model.views(self.anchor), self.model.masters):
-            torch.sub(a.to(x.device, non_blocking=True), x, out=x)
-        return self.norm(self.model.master).view(1)
-
-    def sync(self, norms):
-        d = self.model.master
+    def sync(self):
+        x, outer = self.model.master, self.config
+        # d_i = a - x_i, in the storage of x_i
+        for a, x_l in zip(self.model.views(self.anchor), self.model.masters):
+            torch.sub(a.to(x.device, non_blocking=True), x_l, out=x_l)
+        self.exchange(norms=self.model.norm(x))  # for the record
         # d = 1/M sum_i d_i
-        self.average(d)
-        # b <- mu b + d;  a <- a - lr (d + mu b)
-        self.anchor.grad = d.to(self.anchor.device)
-        self.outer.step()
-        self.anchor.grad = None
-        self.model.master.copy_(self.anchor)
+        self.average(x)
+        d = x.to(self.anchor.device)  # on the host with --offload
+        nesterov(self.anchor, self.momentum, d, outer.outer_lr, outer.outer_momentum)
+        # x_i <- a
+        x.copy_(self.anchor)

@@ -6,9 +6,8 @@ just before the forward needs it, so that the traffic of later layers overlaps w
 of earlier ones, and (2) applies a *pseudo-gradient penalty*: eliminate anomalies, weight by norm,
 clip, or roll back.
 
-    sync_warmup_steps steps of mini-batch; anchor = x; then after every tau inner steps, with M
-    replicas, for every layer l:
-
+    sync_warmup_steps steps of mini-batch; anchor = x; then repeat tau inner steps and, for all
+    layers l at the round's end (the result is the same as layer by layer in the forward):
         d_i   = anchor - x_i                                    # in the storage of x_i
         G_i   = ||d_i||                                         # [shard] one all-reduce, all layers
         limit_i = mu_i + threshold sigma_i                      # running statistics of replica i
@@ -16,28 +15,22 @@ clip, or roll back.
         flag i if G_i > limit_i                                 # that is, z_i > threshold
         w_i   = exp(-G_i) / sum_j exp(-G_j) over the unflagged  # on the device, no host read
         start dbar = sum_i w_i d_i for l = 0, 1, ...            # [sync] all-reduce per layer, async
-        in the next forward, when it gets to layer l:
-            wait for dbar
-            dhat    = dbar * min(1, phi / (||dbar|| + 1e-6))    # [shard] all-gather of one scalar
-            b      <- mu b + dhat
-            anchor <- anchor - lr (dhat + mu b)                 # unless all replicas are flagged
-            x_i    <- anchor
-            all-gather, compute (shard.py)
-
-The norms of all layers can be taken at once, with the same result as layer by layer: parameters do
-not change between the end of the round and a layer's turn in the next forward.
+    complete(l), in the next forward, when it gets to layer l:
+        wait for dbar
+        dhat    = dbar * min(1, phi / (||dbar|| + 1e-6))        # [shard] all-gather of one scalar
+        b      <- mu b + dhat
+        anchor <- anchor - lr (dhat + mu b)                     # unless all replicas are flagged
+        x_i    <- anchor
 
     paper          variable              shape        where
     theta_i, d_i   model.masters[l]      (P/N,)       every rank its shard
     theta (anchor) anchor                (sum P/N,)   equal in a sync group
     m (momentum)   momentum              (sum P/N,)   equal in a sync group
-    G_i            norms                 (M, L)       after the all-gather, all ranks
+    G_i            exchanged.norms       (M, L)       all ranks
     w_i            weights               (M, L)       all ranks
     mu_i, sigma_i  statistics            (3, L)       replica i: count, mean, variance
-    tau            tau                   inner steps
-    phi            pseudo_grad_clip      norm
-    delta          anomaly_threshold     standard deviations
-    alpha          anomaly_ema           share of a new sample
+    tau, phi       tau, pseudo_grad_clip              inner steps, norm
+    delta, alpha   anomaly_threshold, anomaly_ema     standard deviations, share of a new sample
 
 Deviations from the paper and its authors' code: (1) One exchange carries the norms and limits of
 all layers, and nothing is read on the host; the code's 2 to 4 host reads per layer prevent overlap.
@@ -50,10 +43,8 @@ nearly equal norms do not flag noise. (6) A non-finite inner gradient is set to 
 that AdamW's moments stay finite and a replica recovers with the sync that left it out. (7) Training
 stops with an error when LOST_ROUNDS rounds in a row were rolled back in all layers.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for norms, limits, losses
-and steps.
-Exposed time per round, on NCCL and gloo: max(first layer's all-reduce, all layers' all-reduce -
-forward). With shm nothing overlaps.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for the exchange. Exposed
+time per round, on NCCL and gloo: max(first layer's all-reduce, all layers' all-reduce - forward).
 Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
 Source: EDiT, arXiv 2412.07210, and its authors' code, atorch local_sgd.
 """
@@ -62,6 +53,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diloco import nesterov
 from method import Method
 from plumbing.config import LocalConfig, UserError, option
 from shard import HostCopy
@@ -139,72 +131,50 @@ def clip_factor(norm, phi):
     return (phi / (norm + 1e-6)).clamp(max=1.0)
 
 
-def outer_nesterov(anchor, momentum, dhat, lr, mu, kept):
-    """One step in place (torch.optim.SGD's form). Where `kept` (0 or 1) is 0, dhat must be 0 and
-    nothing changes, bit for bit: the rollback."""
-    # b <- mu b + dhat;  a <- a - lr (dhat + mu b)
-    momentum.mul_(mu**kept).add_(dhat)
-    anchor.addcmul_(dhat, kept, value=-lr).addcmul_(momentum, kept, value=-lr * mu)
-
-
 # ---- the method ----
 
 
 class EDiT(Method):
     Config = Config
     shared = ("anchor", "momentum")
-    counters = ("statistics",)
+    scalars = ("statistics",)
     repairs_replicas = True  # a flagged replica restarts from the anchor
-
-    def __init__(self, model, mesh, config, max_steps: int, seed: int = 0):
-        super().__init__(model, mesh, config, max_steps, seed)
-        self.anchors, self.momenta = model.views(self.anchor), model.views(self.momentum)
-        self.kept, self.lost_rounds = None, 0  # on the host, see count_lost_rounds()
+    kept, lost_rounds = None, 0  # on the host, see stop_if_lost()
 
     def begin(self):
+        self.anchors, self.momenta = self.model.views(self.anchor), self.model.views(self.momentum)
         self.anchor.copy_(self.model.master)
         self.statistics = self.model.master.new_zeros(3, len(self.anchors))
 
-    def local_stats(self):
-        """G_i and the limits of this replica, (2 L,). d_i takes the place of x_i."""
-        self.count_lost_rounds()
+    def sync(self):
+        """The end of the round: norms, weights, and the start of every layer's all-reduce."""
+        self.stop_if_lost()
         squares = []
         for a, x in zip(self.anchors, self.model.masters):
-            # d_i = a - x_i
+            # d_i = a - x_i, in the storage of x_i
             d = torch.sub(self.to_device(a), x, out=x)
             squares.append(d.norm() ** 2)
         squares = torch.stack(squares)
         # [shard] all-reduce, L scalars, once per round
         self.mesh.all_reduce(squares, self.mesh.shard).wait()
-        return torch.cat([squares.sqrt(), anomaly_limits(self.statistics, self.config)])
+        self.exchange(norms=squares.sqrt(), limits=anomaly_limits(self.statistics, self.config))
 
-    def sync(self, rows):
-        """Every layer's all-reduce starts. The next forward, or drain(), completes them in layer
-        order."""
-        self.norms, limits = rows.chunk(2, dim=1)  # (M, L) each
-        G, i = self.comparable_norms(), self.mesh.replica
-        self.flagged, self.clips, self.handles = is_anomaly(G, limits), [], []
+        G, i = self.comparable_norms(), self.mesh.replica  # (M, L)
+        self.flagged, self.clips, self.handles = is_anomaly(G, self.exchanged.limits), [], []
         self.statistics = update_statistics(self.statistics, G[i], ~self.flagged[i], self.config)
         self.weights = self.compute_weights(G)
-        self.any_kept = (~self.flagged).any(dim=0).to(rows.dtype)  # (L,)
+        self.any_kept = (~self.flagged).any(dim=0).to(G.dtype)  # (L,)
         self.kept = HostCopy(self.any_kept)
         for l, d in enumerate(self.model.masters):
             # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
             d.mul_(self.weights[i, l]).nan_to_num_(0.0, 0.0, 0.0)
             # [sync] all-reduce, P/N fp32, once per round and layer
             self.handles.append(self.mesh.all_reduce(d, self.mesh.sync))
-        self.in_flight, self.model.pre_layer_hook = True, self.complete
-
-    def comparable_norms(self):
-        """The norms (M, L) by which replicas are compared; A-EDiT may correct them."""
-        return self.norms
-
-    def compute_weights(self, G):
-        return replica_weights(G, self.flagged, self.config.weighted_averaging)
+        self.model.pre_layer_hook = self.complete
 
     def complete(self, l: int):
-        """The forward calls it before it gathers layer l: x_l becomes the new anchor."""
-        with self.stall:
+        """The next forward calls it before it gathers layer l: x_l becomes the new anchor."""
+        with self.record.stall():
             self.handles[l].wait()
             dbar = self.model.masters[l]
             clip = torch.ones_like(self.any_kept[l])
@@ -215,29 +185,46 @@ class EDiT(Method):
                 # [shard] all-gather, N scalars, once per round and layer
                 squares = self.mesh.gather_rows(square, self.mesh.shard)
                 clip = clip_factor(squares.sum().sqrt(), self.config.pseudo_grad_clip)
+            self.clips.append(clip)
             anchor, momentum = self.to_device(self.anchors[l]), self.to_device(self.momenta[l])
-            outer_nesterov(
-                anchor, momentum, dbar.mul_(clip),
-                self.config.outer_lr, self.config.outer_momentum, self.any_kept[l],
-            )  # fmt: skip
+            lr, mu = self.config.outer_lr, self.config.outer_momentum
+            nesterov(anchor, momentum, dbar.mul_(clip), lr, mu, self.any_kept[l])
             self.model.masters[l].copy_(anchor)
             self.anchors[l].copy_(anchor, non_blocking=True)  # nothing to do without --offload
             self.momenta[l].copy_(momentum, non_blocking=True)
-            self.clips.append(clip)
         if l == len(self.model.layers) - 1:
-            self.model.pre_layer_hook = None
             self.end_sync()
 
-    def drain(self):
-        if self.in_flight:
-            for l in range(len(self.model.layers)):
-                self.complete(l)
+    def end_sync(self):
+        """All layers are complete: describe the sync for the record."""
+        self.model.pre_layer_hook = None
+        self.record.describe(
+            pseudo_grad_norm=self.exchanged.norms.norm(dim=1), weight=self.weights.mean(dim=1),
+            dropped=self.flagged.sum(dim=1), clip=torch.stack(self.clips).mean(),
+        )  # fmt: skip
+        self.record.done(self)
+
+    def comparable_norms(self):
+        """The norms (M, L) by which replicas are compared; A-EDiT may correct them."""
+        return self.exchanged.norms
+
+    def compute_weights(self, G):
+        return replica_weights(G, self.flagged, self.config.weighted_averaging)
 
     def to_device(self, vector):
         """A layer of an outer vector on the device: itself or, with --offload, a copy."""
         return vector.to(self.mesh.device, non_blocking=True)
 
-    def count_lost_rounds(self):
+    def drain(self):
+        super().drain()
+        for l in range(len(self.model.layers)) if self.model.pre_layer_hook else ():
+            self.complete(l)
+
+    def finish(self):
+        super().finish()
+        self.stop_if_lost()
+
+    def stop_if_lost(self):
         """Raise UserError if no replica was left in any layer for LOST_ROUNDS rounds in a row.
         Reads L numbers of the sync before, which have long arrived on the host."""
         if self.kept:
@@ -248,15 +235,3 @@ class EDiT(Method):
                 f"all replicas were left out of the last {self.lost_rounds} syncs, so training "
                 "makes no progress: lower --lr, or raise --anomaly_threshold"
             )
-
-    def finish(self):
-        super().finish()
-        self.count_lost_rounds()
-
-    def sync_stats(self, rows):
-        return {
-            "pseudo_grad_norm": self.norms.norm(dim=1),
-            "weight": self.weights.mean(dim=1),
-            "dropped": self.flagged.sum(dim=1),
-            "clip": torch.stack(self.clips).mean(),
-        }

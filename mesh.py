@@ -12,16 +12,15 @@ r"""The replicas x shards grid: the process groups, every collective, the byte l
                          communicates once per round
 
 The world group is all ranks; metrics of a step with averaged gradients travel in it. Tensors cross
-ranks only here, so the ledger counts all of them: sent["shard"] and sent["sync"] (with world) count
-the bytes that this rank has sent, as bandwidth-optimal algorithms would: all-gather and
-reduce-scatter and all-to-all (n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload, an
-exchange between two ranks its payload. `grep '# \[s' *.py plumbing/*.py` lists every collective.
+ranks only here: `grep -rn '# \[s' --include=*.py .` lists every collective. The ledger counts in
+sent["shard"] and sent["sync"] (with world) the bytes that this rank has sent, as bandwidth-optimal
+algorithms would: all-gather, reduce-scatter and all-to-all (n-1)/n of the whole vector, all-reduce
+2(n-1)/n of its payload, an exchange between two ranks its payload.
 
-Every collective returns a handle. `wait()` blocks the stream on NCCL and the host on gloo and shm.
-With shm (plumbing/shm.py) the host moves the data itself, in the call and in `wait()`. Ranks of a
-group must issue its operations in the same order. In a group of one rank an operation does nothing
-and is not counted. If a rank has died, or is silent for timeout_s, the others raise RankLostError
-(gloo, shm; with NCCL, its watchdog ends the process).
+Every collective is asynchronous and returns a handle. `wait()` blocks the stream on NCCL and the
+host on gloo and shm (plumbing/shm.py). Ranks of a group must issue its operations in the same
+order. In a group of one rank an operation does nothing and is not counted. If a rank has died, or
+is silent for timeout_s, the others raise RankLostError (with NCCL, its watchdog ends the process).
 """
 
 import time
@@ -56,34 +55,24 @@ def translate_comm_errors():
 class Handle:
     """A collective in flight. waited_s, if given, adds up the seconds that the host waits."""
 
-    def __init__(self, work=None, name="", waited_s=None):
-        self.work, self.name, self.waited_s = work, name, waited_s
+    def __init__(self, works=(), name="", waited_s=None):
+        self.works, self.name, self.waited_s = works, name, waited_s
 
     def wait(self):
-        if self.work is None:
+        if not self.works:
             return
-        began = time.perf_counter()
+        began, link_s = time.perf_counter(), 0.0
         with translate_comm_errors(), record_function(f"wait: {self.name}"):
-            self.work.wait()
+            for work in self.works:
+                work.wait()
+                link_s += getattr(work, "link_s", 0.0)  # waited for a simulated link
         if self.waited_s:
-            link_s = getattr(self.work, "link_s", 0.0)  # waited for a simulated link
             self.waited_s["link"] += link_s
             self.waited_s["others"] += time.perf_counter() - began - link_s
-        self.work = None
+        self.works = ()
 
     def is_completed(self) -> bool:
-        return self.work is None or self.work.is_completed()
-
-
-class Works(list):
-    """Several operations as one."""
-
-    def wait(self):
-        for work in self:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self)
+        return all(work.is_completed() for work in self.works)
 
 
 class Group:
@@ -92,15 +81,15 @@ class Group:
     def __init__(self, name: str, ranks: list, rank: int, process_group):
         self.name, self.ranks, self.process_group = name, ranks, process_group
         self.size, self.index = len(ranks), ranks.index(rank)
-        self.elsewhere = (self.size - 1) / self.size  # share of a vector that other ranks hold
 
 
 class Mesh:
     """The grid as seen by one rank. Raises ValueError if the shards do not divide the ranks.
-    backend(ranks, crosses_replicas) names a group's backend. alone: ignore the other ranks. Rare
-    things and the record use torch.distributed's default group, which must be gloo."""
+    backend(ranks, crosses_replicas) names the backend of a group; link: a simulate.SimulatedLink
+    between replicas; alone: ignore the other ranks. all_gather_object and gather_in_background use
+    torch.distributed's default group, which must be gloo."""
 
-    def __init__(self, shards: int, device, timeout_s=600, backend=None, alone=False):
+    def __init__(self, shards, device, timeout_s=600, backend=None, link=None, alone=False):
         started = dist.is_initialized() and not alone
         self.world_size = dist.get_world_size() if started else 1
         self.rank = dist.get_rank() if started else 0
@@ -108,7 +97,7 @@ class Mesh:
             raise ValueError(f"{self.world_size} ranks do not divide into replicas of {shards}")
         self.device, self.shards, self.replicas = device, shards, self.world_size // shards
         self.replica, self.shard_index = divmod(self.rank, shards)
-        self.timeout, self.backend = timedelta(seconds=timeout_s), backend
+        self.timeout, self.backend, self.link = timedelta(seconds=timeout_s), backend, link
         grid = torch.arange(self.world_size).view(self.replicas, self.shards)
         self.shard = self._group("shard", grid, self.replica)
         self.sync = self._group("sync", grid.T, self.shard_index)
@@ -117,9 +106,8 @@ class Mesh:
             self.world = self._group("world", grid.view(1, -1), 0)
         self.sent = {"shard": 0.0, "sync": 0.0}  # bytes
         self.calls = Counter()
-        self.simulated_link = None  # simulate.SimulatedLink: delays what crosses replicas
         # Seconds that the host has waited for traffic between replicas. others: for other replicas
-        # and a real link; link: for a simulated link. (For NCCL's waits see method.Stall.)
+        # and a real link; link: for a simulated link. (For waits on NCCL see RoundRecord.stall().)
         self.waited_s = {"others": 0.0, "link": 0.0}
 
     def _group(self, name, grid, row):
@@ -145,59 +133,56 @@ class Mesh:
         self.sent.update(sent)
         self.waited_s.update(waited_s)
 
-    def _issue(self, group, operation, start, sent_bytes, hops) -> Handle:
-        """start() an operation of which this rank sends sent_bytes. hops: how many transfers must
-        follow one another."""
+    def _issue(self, group, operation, function, *tensors, passes=1) -> Handle:
+        """Start function(*tensors). passes: an all-reduce is a reduce-scatter and an all-gather."""
         if group.size == 1:
             return Handle()
+        start = lambda: [function(*tensors, group=group.process_group, async_op=True)]
+        elsewhere = (group.size - 1) / group.size  # share of a vector that other ranks hold
+        sent_bytes = passes * max(tensor.nbytes for tensor in tensors) * elsewhere
+        return self._start(group, operation, start, sent_bytes, passes * (self.replicas - 1))
+
+    def _start(self, group, operation, start, sent_bytes, hops) -> Handle:
+        """start() returns a list of torch's works; this rank sends sent_bytes in them. hops: how
+        many transfers must follow one another."""
         name, crosses_replicas = f"{group.name} {operation}", group is not self.shard
         began = time.perf_counter()
         with translate_comm_errors(), record_function(name):
-            work = start()
+            works = start()
         if crosses_replicas:  # shm may wait here for a free slot
             self.waited_s["others"] += time.perf_counter() - began
         self.calls[name] += 1
         self.sent["sync" if crosses_replicas else "shard"] += sent_bytes
-        if crosses_replicas and self.simulated_link:
-            work = self.simulated_link.carry(work, sent_bytes, hops)
-        return Handle(work, name, self.waited_s if crosses_replicas else None)
+        if crosses_replicas and self.link:
+            works = [self.link.carry(works, sent_bytes, hops)]
+        return Handle(works, name, self.waited_s if crosses_replicas else None)
 
     def all_gather(self, whole: torch.Tensor, group: Group) -> Handle:
         """Fill `whole` (flat, group.size equal pieces); this rank's own piece is in place."""
-        own, pg = whole.chunk(group.size)[group.index], group.process_group
-        start = lambda: all_gather_single(whole, own, group=pg, async_op=True)
-        sent_bytes = whole.nbytes * group.elsewhere
-        return self._issue(group, "all-gather", start, sent_bytes, self.replicas - 1)
+        own = whole.chunk(group.size)[group.index]
+        return self._issue(group, "all-gather", all_gather_single, whole, own)
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, group: Group) -> Handle:
         """part <- this rank's piece of the sum of `whole` over the group. In a group of one, part
         and whole must be the same memory. `whole` may be reused after wait()."""
-        pg = group.process_group
-        start = lambda: reduce_scatter_single(part, whole, group=pg, async_op=True)
-        sent_bytes = whole.nbytes * group.elsewhere
-        return self._issue(group, "reduce-scatter", start, sent_bytes, self.replicas - 1)
+        return self._issue(group, "reduce-scatter", reduce_scatter_single, part, whole)
 
     def all_reduce(self, x: torch.Tensor, group: Group) -> Handle:
         """x <- its sum over the group, in place; bit-identical on all its ranks."""
-        start = lambda: dist.all_reduce(x, group=group.process_group, async_op=True)
-        sent_bytes = 2 * x.nbytes * group.elsewhere
-        return self._issue(group, "all-reduce", start, sent_bytes, 2 * (self.replicas - 1))
+        return self._issue(group, "all-reduce", dist.all_reduce, x, passes=2)
 
     def all_to_all(self, received: torch.Tensor, pieces: torch.Tensor, group: Group) -> Handle:
         """received and pieces have one block of rows per rank, in rank order: received's block i
         <- the block of rank i's `pieces` that is for this rank."""
-        pg = group.process_group
-        start = lambda: dist.all_to_all_single(received, pieces, group=pg, async_op=True)
-        sent_bytes = pieces.nbytes * group.elsewhere
-        return self._issue(group, "all-to-all", start, sent_bytes, self.replicas - 1)
+        return self._issue(group, "all-to-all", dist.all_to_all_single, received, pieces)
 
     def exchange(self, received: torch.Tensor, x: torch.Tensor, partner: int, group: Group):
         """received <- the partner's x. partner: its index in the group; it calls this too."""
         peer, pg = group.ranks[partner], group.process_group
         operations = (dist.irecv, received), (dist.isend, x)  # irecv first: isend may wait for it
         operations = [dist.P2POp(function, t, peer, pg) for function, t in operations]
-        start = lambda: Works(dist.batch_isend_irecv(operations))
-        return self._issue(group, "exchange", start, x.nbytes, 1)
+        start = lambda: dist.batch_isend_irecv(operations)
+        return self._start(group, "exchange", start, x.nbytes, 1)
 
     def gather_rows(self, row: torch.Tensor, group: Group) -> torch.Tensor:
         """The rows (n,) of all ranks of the group, (group.size, n); waits for them."""
@@ -215,7 +200,7 @@ class Mesh:
             return rows, Handle()
         with translate_comm_errors():
             work = all_gather_single(rows.view(-1), row, async_op=True)
-        return rows, Handle(work)
+        return rows, Handle([work])
 
     def all_gather_object(self, thing) -> list:
         """What every rank passes, in rank order; on the host, for rare things."""

@@ -6,8 +6,6 @@ Sharded training handles a model one layer at a time, so the model is a list, [e
     x = tokens
     for layer in layers: x = layer(x)          # the last one, the head, returns logits or the loss
 
-`Llama` below runs this loop on ordinary parameters (tests, sampling), shard.py on gathered ones.
-
     B T C    batch, time (positions), channels        activations (B, T, C)
     H D      heads, channels per head (C = H * D)     queries, keys, values (B, H, T, D)
     F        hidden width of the SwiGLU, about 8/3 C  gate and up (B, T, F)

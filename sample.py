@@ -1,15 +1,49 @@
 """Text from a trained model: python sample.py --model out/edit/model.pt --prompt "def "
 
-`model.pt`, written by train.py, is a dictionary of plain values and tensors, loaded without
-executing anything in it: `model` (state dict of model.Llama, fp32), `model_config` (fields of
-ModelConfig), `tokenizer` (its name), `config` (the run's flags).
+`model.pt` is a dictionary of plain values and tensors, loaded without executing anything in it:
+`model` (state dict of model.Llama, fp32), `model_config` (fields of ModelConfig), `tokenizer` (its
+name), `config` (the run's flags). train.py writes it with save_model().
 """
+
+import dataclasses
+import os
 
 import torch
 
 from data import tokenizer
 from model import Llama, ModelConfig
 from plumbing.config import Parser, UserError, check_limits, run_command
+
+
+def whole_model(model) -> dict:
+    """The parameters of a shard.ShardedModel in fp32 on the CPU of rank 0, gathered layer by layer
+    ({} on other ranks). The ranks of replica 0 call it; the names are those of model.Llama."""
+    mesh, state = model.mesh, {}
+    for l, (layout, master) in enumerate(zip(model.layouts, model.masters)):
+        whole = master.new_empty(layout.padded)
+        whole.chunk(mesh.shards)[mesh.shard_index].copy_(master)
+        # [shard] all-gather, P fp32, once per call and layer
+        mesh.all_gather(whole, mesh.shard).wait()
+        for name, value in layout.cut(whole).items() if mesh.rank == 0 else ():
+            state[f"layers.{l}.{name}"] = value.to("cpu", torch.float32, copy=True)
+    return state
+
+
+def save_model(path, model, tokenizer: str, flags: dict):
+    """Write a model.pt, whole or not at all. The ranks of replica 0 call it. Raises UserError on
+    rank 0 if it cannot be written."""
+    weights = whole_model(model)
+    if model.mesh.rank != 0:
+        return
+    saved = {"model": weights, "model_config": dataclasses.asdict(model.config)}
+    saved |= {"tokenizer": tokenizer, "config": flags}
+    unfinished = f"{path}.tmp"
+    try:
+        torch.save(saved, unfinished)
+        os.replace(unfinished, path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a full disk
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise UserError(f"{path} could not be written: {reason}") from None
 
 
 def load_model(path: str):

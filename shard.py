@@ -9,9 +9,7 @@ of them, and a layer is whole only while it computes:
 
 Both passes are loops over a list of layers, without autograd hooks. The forward keeps each layer's
 input and output (the "tape"). The backward walks the tape from its end and asks autograd for one
-layer's gradients at a time.
-
-The flat vector of a layer has P elements, padded to a multiple of N, matrices before norm gains:
+layer's gradients at a time. The flat vector of a layer has P elements, padded to a multiple of N:
 
     [ qkv | out | gate_up | down | norms | pad ]     rank n keeps elements [n P/N, (n+1) P/N)
 
@@ -23,13 +21,12 @@ The flat vector of a layer has P elements, padded to a multiple of N, matrices b
     grad_buffer  (max P,)      fp32                  gradient of one layer, while reduced
 
 Even layers are gathered into one permanent buffer and odd layers into the other: one computes while
-the next arrives. A layer's parameters are views of its buffer, created once. "Free" means that
-layer l + 2 (in the backward l - 2) overwrites the buffer. Autograd saves views of these buffers.
-The backward gathers the layer into the same buffer first, so the views hold the right values again.
-gathered_layer says which layer a buffer holds: the backward starts with the two layers that the
-forward gathered last, and the embedding's backward needs no parameters. So a micro-step gathers at
-most 2 L - 3 layers (L with embedding and head), not 2 L. With N = 1 in fp32 the parameters are
-views of `master`: no buffer, no copy, no collective.
+the next arrives. A layer's parameters are views of its buffer. "Free" means that layer l + 2 (in
+the backward l - 2) overwrites the buffer. Autograd saves these views, and the backward gathers the
+layer into the same buffer first, so they hold the right values again. The backward starts with the
+two layers that the forward gathered last, and the embedding's backward needs no parameters, so a
+micro-step gathers 2 L - 3 layers. With N = 1 in fp32 the parameters are views of `master`: no
+buffer, no copy, no collective.
 
 While a layer computes, the next all-gather is in flight, and in the backward also the
 reduce-scatter of the layer before. If gradients are averaged over replicas too (mini-batch,
@@ -70,7 +67,7 @@ class HostCopy:
     """A few scalars, copied to the host without blocking it."""
 
     def __init__(self, scalars: torch.Tensor):
-        self.event, self.host = None, scalars
+        self.scalars, self.event, self.host = scalars, None, scalars
         if scalars.device.type == "cuda":
             self.host = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
             self.host.copy_(scalars, non_blocking=True)
@@ -88,9 +85,8 @@ class Metrics(HostCopy):
     """Gradient norm, mean loss and number of votes of one step. Equal in a shard group, and in all
     replicas if gradients are averaged."""
 
-    def __init__(self, scalars: torch.Tensor):
-        super().__init__(scalars)
-        self.norm, self.loss, _ = scalars
+    norm = property(lambda self: self.scalars[0])
+    loss = property(lambda self: self.scalars[1])
 
 
 class ShardedModel:
@@ -151,6 +147,13 @@ class ShardedModel:
         if not offload or self.mesh.device.type == "cpu":
             return torch.zeros_like(self.master)
         return torch.zeros(self.master.shape, dtype=self.master.dtype, pin_memory=True)
+
+    def norm(self, vector: torch.Tensor) -> torch.Tensor:
+        """||vector|| over the whole replica, of a vector laid out like `master`; 0-dim. The squares
+        are added in rank order, so replicas with equal vectors get bit-identical norms."""
+        square = vector.norm().square().view(1)
+        # [shard] all-gather, 1 scalar, when a method calls it
+        return self.mesh.gather_rows(square, self.mesh.shard).sum().sqrt()
 
     # ---- gathering ----
 

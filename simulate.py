@@ -66,6 +66,15 @@ class Config:
     def limits_link(self) -> bool:
         return self.link_mbps > 0 or self.link_latency_ms > 0
 
+    def check(self, replicas: int):
+        super().check(replicas)
+        Disturbances(self, replicas)
+        if self.virtual_clock and self.limits_link:
+            raise UserError(
+                "--virtual_clock: a simulated link takes real seconds; leave out --link_mbps and "
+                "--link_latency_ms"
+            )
+
 
 def numbers(flag: str, text: str, **bounds) -> tuple:
     """The numbers in "A:B:...", () in "". bounds: name -> (lowest, highest); ints for a whole
@@ -84,38 +93,25 @@ def numbers(flag: str, text: str, **bounds) -> tuple:
     return found
 
 
-def check(config: Config, methods: dict, name: str, method_config, replicas: int):
-    """Raise UserError if the flags name no replica or do not fit the method `name`."""
-    disturbances = Disturbances(config, replicas, seed=0)
-    averaged, scaled = method_config.sync_warmup_steps, disturbances.scaled
-    for _, first, last, *_ in filter(None, (disturbances.tokens, scaled)):
-        if first > last:
-            raise UserError(f"--random_tokens, --scale_lr: FIRST {first} is after LAST {last}")
-    if scaled and scaled[1] <= averaged:
-        raise UserError(
-            f"--scale_lr {config.scale_lr}: replicas must stay equal while gradients are averaged: "
-            "choose FIRST after --sync_warmup_steps, or a method with local steps"
-        )
-    if config.virtual_clock and methods[name].overlaps:
-        working = ", ".join(each for each, method in methods.items() if not method.overlaps)
-        raise UserError(f"--virtual_clock: {name} overlaps rounds; it works with {working}")
-    if config.virtual_clock and config.limits_link:
-        raise UserError(
-            "--virtual_clock: a simulated link takes real seconds; leave out --link_mbps and "
-            "--link_latency_ms"
-        )
-
-
 class Disturbances:
-    """What happens to this rank's replica. Raises UserError for flags that name no replica."""
+    """What the flags say of each replica's steps. Raises UserError for flags that name no replica,
+    or that do not fit together."""
 
-    def __init__(self, config: Config, replicas: int, seed: int):
-        self.replicas, self.seed, R = replicas, seed, (0, replicas - 1)
+    def __init__(self, config, replicas: int):
+        self.replicas, self.seed, R = replicas, config.seed, (0, replicas - 1)
         place = {"R": R, "FIRST": (1, 2**31), "LAST": (1, 2**31)}
         self.slow = numbers("slow_replica", config.slow_replica, R=R, F=(1.0, 1e6))
         self.lag = numbers("random_lag", config.random_lag, P=(0.0, 1.0), SECONDS=(0.0, 1e6))
         self.tokens = numbers("random_tokens", config.random_tokens, **place)
         self.scaled = numbers("scale_lr", config.scale_lr, **place, FACTOR=(0.0, 1e6))
+        for _, first, last, *_ in filter(None, (self.tokens, self.scaled)):
+            if first > last:
+                raise UserError(f"--random_tokens, --scale_lr: FIRST {first} is after LAST {last}")
+        if self.scaled and self.scaled[1] <= config.sync_warmup_steps:
+            raise UserError(
+                f"--scale_lr {config.scale_lr}: replicas must stay equal while gradients are "
+                "averaged: choose FIRST after --sync_warmup_steps, or a method with local steps"
+            )
 
     def draw(self, kind: int, step: int, index: int = 0) -> np.random.Generator:
         """Kind 0 draws the batches (data.py), kind 2 NoLoCo's pairs."""
@@ -126,18 +122,6 @@ class Disturbances:
         """place: R, FIRST, LAST, ... or (); step: of the replica, counted from 0."""
         return bool(place) and replica == place[0] and place[1] <= step + 1 <= place[2]
 
-    def batch(self, tensors: tuple, vocab_size: int, step: int, micro_step: int, mesh) -> tuple:
-        """The batch (inputs, targets), (B, T) each, or random tokens in its place."""
-        if not self.hits(self.tokens, step, mesh.replica):
-            return tensors
-        generator = self.draw(3, step, micro_step * mesh.shards + mesh.shard_index)
-        return tuple(torch.from_numpy(generator.integers(vocab_size, size=(2, *tensors[0].shape))))
-
-    def scale_lr(self, optimizer, step: int, replica: int):
-        """Change the learning rate that train.py has just set for this step."""
-        for group in optimizer.param_groups if self.hits(self.scaled, step, replica) else []:
-            group["lr"] *= self.scaled[3]
-
     def pause_s(self, step: int, replica: int, busy_s: float) -> float:
         """How long `replica` pauses in `step`, which kept it busy for busy_s seconds."""
         pause = (self.slow[1] - 1) * busy_s if self.slow and replica == self.slow[0] else 0.0
@@ -147,29 +131,18 @@ class Disturbances:
             pause += self.lag[1] if late and unlucky == replica else 0.0
         return pause
 
-    def begin_step(self, mesh):
-        if self.slow or self.lag:
-            self.began, self.waited = time.perf_counter(), sum(mesh.waited_s.values())
-
-    def end_step(self, step: int, mesh):
-        if self.slow or self.lag:
-            if mesh.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
-            # Waiting for other replicas is not work, so it does not get slower.
-            waited = sum(mesh.waited_s.values()) - self.waited
-            time.sleep(self.pause_s(step, mesh.replica, time.perf_counter() - self.began - waited))
-
 
 class VirtualClock(nullcontext):
     """Virtual seconds of training, in place of plumbing.log.Clock."""
 
-    def __init__(self, disturbances: Disturbances, replica: int):
+    def __init__(self, config, mesh):
         super().__init__()
-        self.disturbances, self.replica = disturbances, replica
+        self.disturbances, self.replica = Disturbances(config, mesh.replicas), mesh.replica
         self.now = self.synced_at = 0.0
-        self.steps = [0] * disturbances.replicas  # that each replica had taken at synced_at
+        self.steps = [0] * mesh.replicas  # that each replica had taken at synced_at
 
     def start_at(self, saved: dict):
+        """Continue a checkpoint. saved: its state.json."""
         self.now = self.synced_at = saved["train_s"]
         steps = [replica["steps"] for replica in saved["replicas"]]
         self.steps = [steps[r % len(steps)] for r in range(len(self.steps))]
@@ -193,11 +166,57 @@ class VirtualClock(nullcontext):
         self.now = self.synced_at = max(ends)
 
 
+class Cluster:
+    """The disturbances of this rank's replica during the training: what train.py calls around a
+    step. Does nothing without flags."""
+
+    def __init__(self, config, mesh, clock):
+        self.mesh, self.disturbances = mesh, Disturbances(config, mesh.replicas)
+        self.virtual_clock = clock if config.virtual_clock else None
+        self.pauses = (self.disturbances.slow or self.disturbances.lag) and not self.virtual_clock
+
+    def before_step(self, optimizer, step: int):
+        """Change the learning rate that train.py has just set for this step."""
+        if self.disturbances.hits(self.disturbances.scaled, step, self.mesh.replica):
+            for group in optimizer.param_groups:
+                group["lr"] *= self.disturbances.scaled[3]
+        if self.pauses:
+            self.began, self.waited = time.perf_counter(), sum(self.mesh.waited_s.values())
+
+    def batch(self, tensors: tuple, vocab_size: int, step: int, micro_step: int) -> tuple:
+        """The batch (inputs, targets), (B, T) each, or random tokens in its place."""
+        mesh, disturbances = self.mesh, self.disturbances
+        if not disturbances.hits(disturbances.tokens, step, mesh.replica):
+            return tensors
+        generator = disturbances.draw(3, step, micro_step * mesh.shards + mesh.shard_index)
+        return tuple(torch.from_numpy(generator.integers(vocab_size, size=(2, *tensors[0].shape))))
+
+    def before_metrics(self, step: int):
+        """The step's delay."""
+        if self.virtual_clock:
+            self.virtual_clock.end_step(step)
+        if self.pauses:
+            if self.mesh.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            # Waiting for other replicas is not work, so it does not get slower.
+            waited_s = sum(self.mesh.waited_s.values()) - self.waited
+            busy_s = time.perf_counter() - self.began - waited_s
+            time.sleep(self.disturbances.pause_s(step, self.mesh.replica, busy_s))
+
+    def after_step(self, method):
+        """Each step with averaged gradients is a round."""
+        if self.virtual_clock and method.local_steps == 0:
+            steps = [1] * self.mesh.replicas
+            if not method.averages_gradients:
+                steps = [int(count) for count in method.exchanged.steps.tolist()]
+            self.virtual_clock.end_round(steps)
+
+
 class Transfer:
     """A collective on the link. wait() returns when it has arrived, like torch's Work."""
 
-    def __init__(self, work, seconds, latency_s, on_cuda):
-        self.work, self.seconds, self.latency_s, self.on_cuda = work, seconds, latency_s, on_cuda
+    def __init__(self, works, seconds, latency_s, on_cuda):
+        self.works, self.seconds, self.latency_s, self.on_cuda = works, seconds, latency_s, on_cuda
         self.begun, self.finish, self.error = threading.Event(), None, None
         self.link_s = 0.0  # how long wait() waited for the link, not for other ranks
 
@@ -205,8 +224,8 @@ class Transfer:
         self.begun.wait()
         if self.error:
             raise self.error
-        if self.on_cuda:
-            self.work.wait()  # it has finished, but the caller's stream must be ordered after it
+        for work in self.works if self.on_cuda else []:
+            work.wait()  # it has finished, but the caller's stream must be ordered after it
         self.link_s = max(0.0, self.finish - time.perf_counter())
         time.sleep(min(self.link_s, 1e6))
 
@@ -214,17 +233,17 @@ class Transfer:
 class SimulatedLink:
     """One replica's link to the others; this rank has 1/N of its rate."""
 
-    def __init__(self, config: Config, ranks: int, device: torch.device):
+    def __init__(self, config, ranks: int, device: torch.device):
         rate = config.link_mbps * 1e6 / 8
         self.bytes_per_s = rate / ranks if config.link_mbps else float("inf")
         self.latency_s, self.device = config.link_latency_ms / 1e3, device
         self.transfers = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def carry(self, work, sent_bytes: float, hops: int) -> Transfer:
-        """Queue a collective in flight behind what is on the link already."""
+    def carry(self, works: list, sent_bytes: float, hops: int) -> Transfer:
+        """Queue a collective in flight, torch's works, behind what is on the link already."""
         seconds = sent_bytes * FRAMING / self.bytes_per_s
-        transfer = Transfer(work, seconds, hops * self.latency_s, self.device.type == "cuda")
+        transfer = Transfer(works, seconds, hops * self.latency_s, self.device.type == "cuda")
         self.transfers.put(transfer)
         return transfer
 
@@ -235,7 +254,8 @@ class SimulatedLink:
         while True:
             transfer = self.transfers.get()
             try:
-                self._wait(transfer.work)
+                for work in transfer.works:
+                    self._wait(work)
                 free = max(time.perf_counter(), free) + transfer.seconds
                 transfer.finish = free + transfer.latency_s
             except Exception as error:  # a lost neighbour: transfer.wait() raises it

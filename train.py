@@ -6,66 +6,132 @@ r"""Train a small Llama-style model with one of several synchronization methods.
         train.py --shards 8
 
 A method decides when and how replicas synchronize (method.py). To add one, write its file and name
-it in METHODS. What surrounds the steps (evaluation, checkpoints, the record) is in plumbing/run.py.
+it in METHODS, or in relatives/__init__.py. Evaluations, checkpoints and stops are at round ends.
 """
 
 import math
 import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
 
+import torch
+
+import data
 from a_edit import AEDiT
-from co2 import CO2
 from diloco import DiLoCo
 from edit import EDiT
 from minibatch import MiniBatch
-from noloco import NoLoCo
-from plumbing import launch
-from plumbing.run import Run
-from post_local_sgd import PostLocalSGD
+from plumbing import checkpoint, launch
+from plumbing.config import UserError
+from plumbing.log import Clock, Log
+from relatives import RELATIVES
+from sample import print_sample, save_model
 from shard import ShardedModel
-from slowmo import SlowMo
-from streaming_diloco import StreamingDiLoCo
-from streaming_edit import StreamingEDiT
+from simulate import Cluster, VirtualClock
 
-METHODS = {
-    "minibatch": MiniBatch, "post_local_sgd": PostLocalSGD, "slowmo": SlowMo, "diloco": DiLoCo,
-    "streaming_diloco": StreamingDiLoCo, "co2": CO2, "noloco": NoLoCo, "edit": EDiT,
-    "a_edit": AEDiT, "streaming_edit": StreamingEDiT,
-}  # fmt: skip
+METHODS = {"minibatch": MiniBatch, "diloco": DiLoCo, "edit": EDiT, "a_edit": AEDiT} | RELATIVES
 
 
-def train(setup, mesh, shutdown):
+def train(setup, mesh, stop):
+    """setup: plumbing.launch.Setup; stop: plumbing.launch.StopRequest."""
     config, plan = setup.config, setup.plan
     model = ShardedModel(plan.model_config, mesh, plan.dtype, config.seed, config.recompute)
-    if config.compile:
-        launch.compile_layers(model.layers)
+    for layer in model.layers if config.compile else ():
+        layer.compile()
     optimizer = model.adamw(config.weight_decay, betas=(config.beta1, config.beta2))
-    method = METHODS[config.method](
-        model, mesh, setup.method_config, config.max_steps, config.seed
-    )
-    run = Run(setup, mesh, model, optimizer, method, shutdown)  # continues a checkpoint, if any
+    clock = VirtualClock(config, mesh) if config.virtual_clock else Clock(mesh.device)
+    cluster = Cluster(config, mesh, clock)  # simulates stragglers and sick replicas, if asked to
+    log = Log(setup, mesh, clock)
+    method = METHODS[config.method](model, mesh, config, log.record)
+    if setup.saved:
+        checkpoint.load(setup, model, optimizer, method, clock)
+    log.start(method)
 
     while method.progress < config.max_steps:
         method.before_step()
         lr = set_learning_rate(optimizer, method.progress, config)
+        cluster.before_step(optimizer, method.steps)
         average = method.averages_gradients
         # The gradient is a mean over micro-steps, the N ranks of a replica and, if averaged, the
         # M replicas.
         scale = 1 / (config.accum * (mesh.world_size if average else mesh.shards))
         loss = 0.0
-        run.before_step()
         for micro_step in range(config.accum):
-            inputs, targets = run.load_batch(method.steps, micro_step)  # (B, T) each
+            inputs, targets = load_batch(setup, mesh, cluster, method.steps, micro_step)
             loss += model.forward(inputs, targets) / config.accum
             first, last = micro_step == 0, micro_step == config.accum - 1
             model.backward(scale, first, average_replicas=average and last)
-        # Norm, loss and votes to end the round share one small all-reduce.
-        metrics = model.step_metrics(loss, run.vote(), average)
+        cluster.before_metrics(method.steps)
+        # Norm, loss and votes share one small all-reduce. A vote ends the round or, in the warm-up,
+        # says that this rank has a signal to stop.
+        metrics = model.step_metrics(loss, stop.vote() if average else method.vote(), average)
         model.clip_gradient(metrics.norm, config.grad_clip)
         optimizer.step()
         model.invalidate_gathered()
-        method.after_step(lr)  # a sync starts here
-        run.after_step(lr, metrics)  # log; at a round end: evaluate, save or stop if due
-    run.finish()
+        method.after_step(lr, metrics)  # a sync starts here
+        cluster.after_step(method)
+        log.step(method, lr, metrics)
+        check_finite(model, method)
+        if method.local_steps == 0:
+            at_round_end(setup, model, method, log, stop)
+    finish(setup, model, method, log)
+
+
+def load_batch(setup, mesh, cluster, step: int, micro_step: int) -> list:
+    """This rank's inputs and targets, (batch_size, block_size) int64 each, on its device."""
+    config = setup.config
+    tensors = data.train_batch(
+        setup.corpus, config.seed, step, micro_step, mesh.rank, mesh.world_size,
+        config.batch_size, config.accum, config.block_size,
+    )  # fmt: skip
+    tensors = cluster.batch(tensors, setup.corpus.vocab_size, step, micro_step)
+    if mesh.device.type == "cuda":  # pinned, so that the copy does not block the host
+        tensors = [tensor.contiguous().pin_memory() for tensor in tensors]
+    return [tensor.to(mesh.device, non_blocking=True) for tensor in tensors]
+
+
+def check_finite(model, method):
+    """Stop if the loss or the norm is not finite, unless the next sync repairs the replica."""
+    norm, loss, _ = model.known_metrics()
+    repaired = method.repairs_replicas and not method.averages_gradients
+    if not math.isfinite(norm + loss) and not repaired:
+        raise UserError(
+            f"diverged at step {method.steps - model.metrics_lag}: loss {loss:.4g}, "
+            f"gradient norm {norm:.4g}; lower --lr, or raise --lr_warmup_steps"
+        )
+
+
+def at_round_end(setup, model, method, log, stop):
+    """Evaluate, save and stop, each if it is due."""
+    config, progress = setup.config, method.progress
+    # The training has come to the next multiple of the interval (0: none) after `last`.
+    due = lambda last, interval: interval and progress >= last - last % interval + interval
+    over, stopping = progress >= config.max_steps, stop.agreed(method)
+    if due(log.evaluated_at, config.eval_interval) and not over:
+        log.eval(method, evaluate(setup, model, method, log.clock))
+    interval = config.checkpoint_interval
+    if stopping or due(log.saved_at, interval) or over and interval:
+        began = time.perf_counter()
+        with paused(method, log.clock):
+            path = checkpoint.save(setup, model, method, log.state(method))
+        log.saved(method, path, time.perf_counter() - began)
+        if stopping:
+            raise launch.Stopped(stopping, method.steps, path)
+
+
+def finish(setup, model, method, log):
+    """The last evaluation, model.pt, a sample."""
+    method.finish()
+    val_loss = evaluate(setup, model, method, log.clock, judged=model.master)
+    log.eval(method, val_loss)
+    path = Path(setup.config.out_dir, "model.pt")
+    if model.mesh.replica == 0:
+        save_model(path, model, setup.corpus.tokenizer, setup.describe(model.mesh))
+    log.end(method, val_loss)
+    if model.mesh.rank == 0:
+        print(f"model   {path}")
+        print_sample(path)
 
 
 def set_learning_rate(optimizer, progress: float, config) -> float:
@@ -82,17 +148,53 @@ def set_learning_rate(optimizer, progress: float, config) -> float:
     return lr
 
 
-def main(argv: list):
-    def run(shutdown):
-        setup = launch.start(argv, METHODS, shutdown)
-        if setup.config.dry_run:
-            return setup.plan.show(setup.corpus)
-        launch.keep_freed_memory()
-        mesh = launch.make_mesh(setup, shutdown.store)
-        train(setup, mesh, shutdown)
+@contextmanager
+def paused(method, clock):
+    """In this context nothing is training: the clock stops, and no bytes count."""
+    method.drain()
+    with clock, method.mesh.uncounted():
+        yield
 
-    launch.run_on_this_rank("train.py", run)
+
+def evaluate(setup, model, method, clock, judged=None) -> float:
+    """Mean loss over the validation windows, nats per token; the ranks share the work. judged: the
+    parameters in place of those that the method names."""
+    config, mesh, x, own = setup.config, model.mesh, model.master, None
+    total = torch.zeros(2, dtype=torch.float64)  # sum of losses, rows
+    batches = data.validation_batches(
+        setup.corpus, config.eval_batches, mesh.rank, mesh.world_size,
+        config.batch_size, config.block_size,
+    )  # fmt: skip
+    with paused(method, clock):
+        if judged is None:
+            judged = x if method.averages_gradients else method.evaluation_model()
+        if judged is not x:
+            own = x.clone()
+            x.copy_(judged)
+        model.invalidate_gathered()
+        for inputs, targets, rows in batches:
+            inputs, targets = inputs.to(mesh.device), targets.to(mesh.device)
+            loss = model.forward(inputs, targets, train=False)
+            total += torch.tensor([loss.item() * rows, rows], dtype=torch.float64)
+        total = total.to(mesh.device)
+        # [sync] all-reduce, all ranks, 2 scalars, once per evaluation
+        mesh.all_reduce(total, mesh.world).wait()
+        if own is not None:
+            x.copy_(own)
+        model.invalidate_gathered()
+    return (total[0] / total[1]).item()
+
+
+def main(argv: list):
+    setup, store = launch.start(argv, METHODS)
+    if setup.config.dry_run:
+        return setup.plan.show(setup.corpus)
+    launch.keep_freed_memory()
+    mesh = launch.make_mesh(setup, store)
+    setup.plan.show(setup.corpus)
+    print(flush=True)
+    train(setup, mesh, launch.StopRequest(setup.config.save_on_exit))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    launch.run_on_this_rank("train.py", lambda: main(sys.argv[1:]))

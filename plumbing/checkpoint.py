@@ -1,7 +1,7 @@
 """Checkpoints: what a run needs to continue, on the same ranks or on others.
 
     out/edit/checkpoint-00000400/
-        state.json       progress, flags, mesh, corpus; counters and statistics of each replica
+        state.json       progress, flags, mesh, corpus; counters and scalars of each replica
         rank-00000.pt    the vectors of rank 0: a dict of flat tensors; one file per rank
 
 A checkpoint is taken at a round end. Then the method's `shared` vectors and, in most methods, the
@@ -10,36 +10,28 @@ and `private` vectors are written by every rank. In the warm-up (always, in mini
 equal in everything, so only replica 0 writes. Saving reads vectors and changes nothing.
 
 The folder is written as checkpoint.tmp and gets its name when all ranks have written their files.
-So list_checkpoints() finds only complete ones, whenever a rank is killed. After a power cut the
-last one may be damaged. Checksums show it: torch.save writes a CRC-32 of each tensor, state.json
-has its own.
-
-Loading: every rank reads what it needs; no communication.
+So list_checkpoints() finds only complete ones, whenever a rank is killed.
 
     same mesh        exact: on CPUs the run continues bit for bit (a GPU's attention adds in
                      varying order)
     other shards     exact but for the order of sums: a layer's shards are joined and cut again
-    other replicas   replica i continues saved replica i mod M: its moments and statistics; in
-                     NoLoCo all start from the mean of the saved replicas
+    other replicas   replica i continues saved replica i mod M, M replicas saved
 
 Nothing in a file is executed: JSON, and tensors through torch.load(weights_only=True).
 """
 
 import dataclasses
 import fcntl
-import functools
 import json
 import os
 import re
 import shutil
-import zlib
-from contextlib import contextmanager
 from pathlib import Path
-from zipfile import ZipFile
 
 import torch
 
-from plumbing.config import NOT_RESUMED, UserError
+from method import Method
+from plumbing.config import UserError
 
 NAME = re.compile(r"checkpoint-(\d{8,})")
 
@@ -106,11 +98,11 @@ def vectors(model, method) -> tuple:
     """(those that are equal in all replicas, those of this replica), name -> flat vector."""
     parameters = {"parameters": model.master}
     private = {"exp_avg": model.exp_avg, "exp_avg_sq": model.exp_avg_sq}
-    if not method.local:  # the method's vectors are not in use yet
+    if method.averages_gradients:  # the method's vectors are not in use yet
         return parameters | private, {}
     shared = {name: getattr(method, name) for name in method.shared}
     private |= {name: getattr(method, name) for name in method.private}
-    if method.equal_replicas:
+    if type(method).evaluation_model is Method.evaluation_model:  # replicas are equal
         return parameters | shared, private
     return shared, parameters | private
 
@@ -121,12 +113,13 @@ def files(path, state: dict) -> list:
     return [path / f"rank-{rank:05d}.pt" for rank in range(count)]
 
 
-def save(folder, state: dict, model, method, keep: int) -> Path:
-    """Write folder/checkpoint-STEP, keep the last `keep`. state: what is equal on all ranks. All
+def save(setup, model, method, state: dict) -> Path:
+    """Write a checkpoint into the run's folder and remove the oldest. state: the record's. All
     ranks call it at a round end and return when it is complete. Raises UserError on a rank that
     cannot write its part; earlier checkpoints stay."""
-    mesh, unfinished = model.mesh, Path(folder, "checkpoint.tmp")
-    with explain_errors(f"no checkpoint could be written to {folder}"):
+    folder, mesh = setup.config.out_dir, model.mesh
+    unfinished, flags = Path(folder, "checkpoint.tmp"), setup.describe(mesh)
+    try:
         unfinished.mkdir(exist_ok=True)
         write_vectors(unfinished / f"rank-{mesh.rank:05d}.pt", model, method)
         # [sync] all-gather of objects, all ranks, once per checkpoint
@@ -134,19 +127,17 @@ def save(folder, state: dict, model, method, keep: int) -> Path:
         # A-EDiT's replicas differ in their steps.
         final = Path(folder, f"checkpoint-{replicas[0]['steps']:08d}")
         if mesh.rank == 0:
-            distinct = replicas[:: mesh.shards] if method.local else replicas[:1]
-            complete(unfinished, final, state | {"replicas": distinct}, keep)
+            state |= {
+                "flags": flags, "mesh": flags["mesh"], "corpus_hash": setup.corpus.hash,
+                "model_config": dataclasses.asdict(model.config),
+                "replicas": replicas[:1] if method.averages_gradients else replicas[:: mesh.shards],
+            }  # fmt: skip
+            complete(unfinished, final, state, setup.config.keep)
         # [sync] all-gather of objects, all ranks, once per checkpoint: rank 0 is ready
         mesh.all_gather_object(None)
-    return final
-
-
-@contextmanager
-def explain_errors(what: str):
-    try:
-        yield
     except (OSError, RuntimeError) as error:  # RuntimeError: torch.save on a full disk
-        raise UserError(f"{what}: {one_line(error)}") from None
+        raise UserError(f"no checkpoint could be written to {folder}: {one_line(error)}") from None
+    return final
 
 
 def write_vectors(path, model, method):
@@ -168,7 +159,6 @@ def complete(unfinished, final, state: dict, keep: int):
     for file in files(unfinished, state):
         if not file.is_file():
             raise OSError(f"rank 0 does not see {file}: nodes must share --out_dir")
-    state["crc32"] = checksum(state)
     (unfinished / "state.json").write_text(json.dumps(state, indent=1))
     os.rename(unfinished, final)
     for old in list_checkpoints(final.parent)[:-keep]:
@@ -183,10 +173,6 @@ def clean_up(folder):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def checksum(state: dict) -> int:
-    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
-
-
 def one_line(error) -> str:
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return text.strip().split("\n")[0]
@@ -195,33 +181,34 @@ def one_line(error) -> str:
 # ---- loading ----
 
 
-def damaged(path, what) -> UserError:
+def damaged(path, error) -> UserError:
+    what = f"{type(error).__name__}: {one_line(error)}"
+    if isinstance(error, KeyError):
+        what = f"it has no {error}; perhaps another version of the code wrote it"
     earlier = [other.name for other in list_checkpoints(path.parent) if other.name < path.name]
     hint = f"delete it, and --resume auto continues {earlier[-1]}" if earlier else "delete it"
     return UserError(f"checkpoint {path} is damaged ({what}): {hint}")
 
 
-def read(path) -> dict:
-    """A checkpoint's state.json. Raises UserError if it is damaged."""
+def open_file(file):
+    """Maps the file: tensors are read when they are used."""
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+
+
+def read(path, rank: int = 0, world_size: int = 1) -> dict:
+    """A checkpoint's state.json. Opens this rank's share of the vector files, too. Raises UserError
+    if it is damaged."""
     try:
         state = json.loads((path / "state.json").read_bytes())
-        if state.pop("crc32") != checksum(state):
-            raise ValueError("its checksum is wrong")
+        if "averages_gradients" not in state["replicas"][0]:
+            raise UserError(f"checkpoint {path} is of an earlier edition: start the run anew")
+        for file in files(path, state)[rank::world_size]:
+            open_file(file)["exp_avg"]
         return state
-    except Exception as error:  # many kinds, even RecursionError
-        raise damaged(path, f"state.json: {one_line(error)}") from None
-
-
-def verify(path, state: dict, rank: int = 0, world_size: int = 1):
-    """Check this rank's share of the files. Raises UserError."""
-    for file in files(path, state)[rank::world_size]:
-        try:
-            with ZipFile(file) as archive:
-                damaged_part = archive.testzip()
-        except Exception as error:  # zipfile raises many kinds for damaged and foreign files
-            raise damaged(path, f"{file.name}: {one_line(error)}") from None
-        if damaged_part:
-            raise damaged(path, f"the checksum of {file.name} is wrong")
+    except UserError:
+        raise
+    except Exception as error:  # json and torch.load raise many kinds for damaged, foreign files
+        raise damaged(path, error) from None
 
 
 def check_resume(saved: dict, config, given: dict, corpus, tokens_per_step: int, path):
@@ -229,72 +216,47 @@ def check_resume(saved: dict, config, given: dict, corpus, tokens_per_step: int,
     on the command line."""
     flags, shape = saved["flags"], ("model", "n_layer", "n_head", "n_embd")
     other_shape = [f"--{name}" for name in shape if getattr(config, name) != flags[name]]
-    other_words = saved["model_config"]["vocab_size"] != corpus.vocab_size
-    other_corpus = saved["corpus_hash"] != corpus.hash and "data" not in given
-    other_method = config.method != flags["method"] and saved["replicas"][0]["local"]
+    local = not saved["replicas"][0]["averages_gradients"]
     took, take = saved["tokens_per_step"], tokens_per_step
-    other_batch = take != took and not {"batch_size", "accum"} & given.keys()
-    refusals = [
-        (other_shape, f"has another shape: leave out {' '.join(other_shape)}"),
-        (other_words, "has another vocabulary: give the --data that it was trained on"),
-        (other_corpus, "was trained on another corpus: name a corpus with --data"),
-        (other_method, f"is past the warm-up of {flags['method']}: keep this method"),
-        (
-            other_batch,
+    reason = ""
+    if other_shape:
+        reason = f"has another shape: leave out {' '.join(other_shape)}"
+    elif saved["model_config"]["vocab_size"] != corpus.vocab_size:
+        reason = "has another vocabulary: give the --data that it was trained on"
+    elif saved["corpus_hash"] != corpus.hash and "data" not in given:
+        reason = "was trained on another corpus: name a corpus with --data"
+    elif local and config.method != flags["method"]:
+        reason = f"is past the warm-up of {flags['method']}: keep this method"
+    elif take != took and not {"batch_size", "accum"} & given.keys():
+        reason = (
             f"took {took:,} tokens per step, these ranks take {take:,}: keep the number with "
-            "--batch_size or --accum, or confirm the change by giving one of them",
-        ),
-    ]
-    for refused, reason in refusals:
-        if refused:
-            raise UserError(f"checkpoint {path} {reason}")
+            "--batch_size or --accum, or confirm the change by giving one of them"
+        )
+    if reason:
+        raise UserError(f"checkpoint {path} {reason}")
 
 
-def changed_flags(saved: dict, now: dict, given: dict) -> list:
-    """What the log says of flags that were given and differ from the checkpoint's."""
-    differ = [n for n in given if n not in NOT_RESUMED and saved["flags"].get(n) != now.get(n)]
-    return [f"--{name} {saved['flags'].get(name)} -> {now.get(name)}" for name in differ]
-
-
-def load(path, state: dict, model, method):
-    """Fill the model's and the method's vectors and counters. Raises UserError for files that do
-    not contain what state.json promises."""
-    mesh, shards = model.mesh, state["mesh"]["shards"]
-    saved_replicas = len(state["replicas"])
-    replica = mesh.replica % saved_replicas
-
-    @functools.cache
-    def open_file(file):
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-
-    def shards_of(i, name):
-        """A vector of saved replica i."""
-        own = files(path, state)[i * shards : (i + 1) * shards]
-        return [open_file(file)[name] for file in own]
-
+def load(setup, model, optimizer, method, clock):
+    """Continue setup's checkpoint. Every rank reads what it needs; no communication. Raises
+    UserError for files that do not contain what state.json promises."""
+    path, state, mesh = setup.path, setup.saved, model.mesh
+    shards, replica = state["mesh"]["shards"], mesh.replica % len(state["replicas"])
+    clock.start_at(state)
     try:
-        method.load_state_dict(state["replicas"][replica])
-        shared, private = vectors(model, method)
-        for name, vector in shared.items():
-            fill(vector, shards_of(0, name), model)
-        for name, vector in private.items():
-            fill(vector, shards_of(replica, name), model)
-            mean = method.mean_on_resume and saved_replicas != mesh.replicas
-            if mean and name not in ("exp_avg", "exp_avg_sq"):
-                part, total = torch.zeros_like(vector), torch.zeros_like(vector)
-                for i in range(saved_replicas):
-                    fill(part, shards_of(i, name), model)
-                    total.add_(part)
-                vector.copy_(total.div_(saved_replicas))
+        with clock:  # A-EDiT's round begins here
+            method.load_state_dict(state["replicas"][replica])
+            shared, private = vectors(model, method)
+            for i, own in (0, shared), (replica, private):
+                saved = files(path, state)[i * shards : (i + 1) * shards]
+                for name, vector in own.items():
+                    fill(vector, [open_file(file)[name] for file in saved], model)
     except torch.OutOfMemoryError:
         raise
-    except KeyError as error:
-        raise UserError(
-            f"checkpoint {path} has no {error}: another version of the code wrote it; continue it "
-            "with that version"
-        ) from None
-    except Exception as error:  # torch.load raises many kinds for damaged and foreign files
-        raise damaged(path, f"{type(error).__name__}: {one_line(error)}") from None
+    except Exception as error:
+        raise damaged(path, error) from None
+    for parameter in optimizer.state.values():
+        parameter["step"].fill_(method.steps)
+    mesh.sent.update(state["sent"])
     model.invalidate_gathered()
 
 
@@ -310,34 +272,3 @@ def fill(vector, saved: list, model):
             own = whole[n * layout.shard_size : (n + 1) * layout.shard_size]
             place[: len(own)] = own  # the rest is padding, 0
         first += size
-
-
-# ---- a model for use ----
-
-
-def whole_model(model) -> dict:
-    """The parameters in fp32 on the CPU of rank 0, gathered layer by layer ({} on other ranks). The
-    ranks of replica 0 call it; the names are those of model.Llama."""
-    mesh, state = model.mesh, {}
-    for l, (layout, master) in enumerate(zip(model.layouts, model.masters)):
-        whole = master.new_empty(layout.padded)
-        whole.chunk(mesh.shards)[mesh.shard_index].copy_(master)
-        # [shard] all-gather, P fp32, once per call and layer
-        mesh.all_gather(whole, mesh.shard).wait()
-        for name, value in layout.cut(whole).items() if mesh.rank == 0 else ():
-            state[f"layers.{l}.{name}"] = value.to("cpu", torch.float32, copy=True)
-    return state
-
-
-def export(path, model, tokenizer: str, flags: dict):
-    """Write the whole model and what sample.py needs: whole or not at all. The ranks of replica 0
-    call it. Raises UserError on rank 0 if it cannot be written."""
-    weights = whole_model(model)
-    if model.mesh.rank != 0:
-        return
-    saved = {"model": weights, "model_config": dataclasses.asdict(model.config)}
-    saved |= {"tokenizer": tokenizer, "config": flags}
-    unfinished = Path(f"{path}.tmp")
-    with explain_errors(f"{path} could not be written"):
-        torch.save(saved, unfinished)
-        os.replace(unfinished, path)

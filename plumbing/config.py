@@ -9,8 +9,9 @@ fractions). Booleans become --name and --no-name. Several dataclasses may declar
 each with its own default. Wrong input raises UserError; its text is the one line that the user
 sees.
 
-Flags that are not given come from the checkpoint of a resumed run, then from the --model preset,
-then from the defaults.
+A run has one object `config` with all its flags as attributes. Its class combines Config, the
+simulation's dataclass and that of the method. A flag that is not given has the value of the
+checkpoint that a run resumes from, else of the --model preset, else its default.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def explain(error: Exception) -> tuple:
     a full disk, too little memory, a closed pipe (no line). Raises any other error again."""
     text = str(error).strip().split("\n")[0]
     if isinstance(error, UserError):
-        return 2, f"error: {text}"
+        return 2, f"error: {text}" if text else ""
     if isinstance(error, BrokenPipeError):
         return 141, ""  # as if SIGPIPE had ended the process
     too_large = any(words in text for words in ("out of memory", "allocate", "overflow"))
@@ -62,9 +63,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise UserError(f"{message[:300]} (--help lists the flags)")
-
-    def print_help(self, file=None):
-        print(self.format_help(), end="", flush=True)  # argparse ignores a full disk
 
 
 def option(default, help, **limits):
@@ -149,6 +147,16 @@ class Config:
     beta2: float = option(0.95, "AdamW", below=1)
     grad_clip: float = option(1.0, "largest global gradient norm; 0: no clipping")
 
+    # Not flags. The dataclass of a method may replace them.
+    buffer_vectors = 0.0  # vectors like model.master that a sync needs beside the method's own
+
+    def sent_vectors(self, replicas: int) -> float:
+        """What a rank sends to other replicas per round, in vectors like model.master."""
+        return 2 * (replicas - 1) / replicas
+
+    def check(self, replicas: int):
+        """Raise UserError if the flags do not fit together."""
+
 
 @dataclass
 class RoundConfig:
@@ -176,7 +184,7 @@ GROUPS = {  # first flag of each group of --help -> its title
     "data": "data",
     "lr": "inner optimizer",
     "slow_replica": "simulation of a slow, uneven cluster",
-    "parts": "benchmark",
+    "sync": "benchmark",
     "sync_warmup_steps": "synchronization (methods with local steps)",
 }
 # Flags of this machine or this start: a resumed run does not take them from the checkpoint.
@@ -184,10 +192,9 @@ NOT_RESUMED = {"out_dir", "device", "backend", "replicas", "resume", "profile", 
 
 
 def parse(argv: list, methods: dict, simulation_class, saved: dict | None = None) -> tuple:
-    """Flags -> (Config, the method's Config, the simulation's, the flags given as name -> value).
-    methods: name -> Method class; saved: flags of a checkpoint. Flags of other methods are checked
-    and ignored, so that one command line can compare methods. Raises UserError that names the
-    flag."""
+    """Flags -> (the run's config, the flags given as name -> value). methods: name -> Method class;
+    saved: flags of a checkpoint. Flags of other methods are checked and ignored, so that one
+    command line can compare methods. Raises UserError that names the flag."""
     owners = [(None, Config), (None, simulation_class)]
     owners += [(name, method.Config) for name, method in methods.items()]
     fields, defaults = {}, {}  # flag -> its field; flag -> {method name or None: default}
@@ -198,9 +205,9 @@ def parse(argv: list, methods: dict, simulation_class, saved: dict | None = None
     given = read_flags(argv, fields, defaults, list(methods))
     values = {k: v for k, v in (saved or {}).items() if k not in NOT_RESUMED} | given
     values = PRESETS[values.get("model", "tiny")] | values
-    config = fill(Config, values)
-    method_config = fill(methods[config.method].Config, values)
-    return config, method_config, fill(simulation_class, values), given
+    method = methods[values.get("method", Config.method)]
+    bases = (method.Config, simulation_class, Config)
+    return fill(dataclasses.make_dataclass("RunConfig", [], bases=bases), values), given
 
 
 def read_flags(argv: list, fields: dict, defaults: dict, methods: list) -> dict:

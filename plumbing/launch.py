@@ -1,25 +1,17 @@
-"""How ranks start together and leave together: in bounded time, with one line for the user.
+"""How ranks start together, and how they end.
 
-Starting. Every rank checks the whole command line, the corpus and the checkpoint before any process
-group exists, and exchanges the result through the store of torchrun. So all ranks start, or all
-print one line (rank 0) and exit with code 2.
+Every rank checks the whole command line, the corpus and the checkpoint before any process group
+exists. The ranks exchange the result through the store of torchrun: either all start, or all end.
 
-Leaving.
+    reason of the end       what happens                                            exit code
+    wrong input             all ranks end before training, rank 0 prints a line     2
+    full disk, divergence   the rank that finds it ends, the others lose it         2 (others 1)
+    a rank is lost          gloo, shm: the others end at once or after --timeout_s  1
+    SIGTERM, Ctrl-C         at once; with --save_on_exit at the next round end,     128 + signal
+                            after a checkpoint
 
-    reason                what happens                                              exit code
-    wrong input           all ranks leave before training                           2
-    full disk, divergence the rank that finds it leaves, the others lose it         2 (others 1)
-    a rank is lost        gloo, shm: the others leave at once or after --timeout_s  1
-    SIGTERM, Ctrl-C       at once; with --save_on_exit after a checkpoint           128 + signal
-
-The first rank to leave prints the reason, the others are silent. torchrun stops the remaining ranks
-of its node (SIGTERM, after 30 s SIGKILL) and adds a report of its own.
-
-Stopping with --save_on_exit. The rank that has the signal votes to end the round early (method.py)
-and sets the key `stop` in the store, so that other replicas vote, too. At the round end all ranks
-exchange their signals. So all decide alike: they save and leave together, or none does. Methods
-that overlap (CO2, NoLoCo, Streaming ...) finish their round. With this flag their replicas wait for
-each other at the round ends.
+With --save_on_exit the signal of one rank is enough. At a round end all ranks exchange their
+signals, so replicas wait for each other there, also in a method without a barrier.
 """
 
 import ctypes
@@ -28,7 +20,6 @@ import hashlib
 import os
 import signal
 import sys
-import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -56,47 +47,58 @@ STOPS = {signal.SIGINT, signal.SIGTERM}
 class Setup:
     """What set_up has made of the command line."""
 
-    config: object  # config.Config
-    method_config: object
-    simulation: simulate.Config
+    config: object  # all flags, see config.parse()
     given: dict  # flags on the command line
     corpus: data.Corpus
     plan: Plan
     path: Path | None = None  # the checkpoint to continue
     saved: dict | None = None  # its state.json
 
+    def describe(self, mesh) -> dict:
+        """What the record and the checkpoints say of the run."""
+        return vars(self.config) | {
+            "world_size": mesh.world_size,
+            "mesh": {"replicas": mesh.replicas, "shards": mesh.shards},
+            "n_params": self.plan.n_params,
+            "corpus_hash": self.corpus.hash,
+            "torch": str(torch.__version__),
+            "device_name": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
+        }
+
 
 def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
     """Check everything that wrong input can break. Writes nothing. Raises UserError."""
-    config, *_ = parse(argv, methods, simulate.Config)  # which checkpoint?
+    config, _ = parse(argv, methods, simulate.Config)  # which checkpoint?
     resumed = checkpoint.run_folder(config.resume) if config.resume not in ("", "auto") else ""
     out_dir = config.out_dir or str(resumed) or f"out/{config.method}"
     path = saved = None
     if config.resume or not config.dry_run:
         path = checkpoint.choose(config.resume, out_dir)
     if path:
-        saved = checkpoint.read(path)
+        saved = checkpoint.read(path, rank, world_size)
     # Once more: flags that are not given come from the checkpoint.
-    flags = saved["flags"] if saved else {}
-    config, method_config, simulation, given = parse(argv, methods, simulate.Config, flags)
+    config, given = parse(argv, methods, simulate.Config, saved["flags"] if saved else {})
     config.out_dir = out_dir
     if config.dry_run:
         world_size = config.replicas * config.shards or max(world_size, config.shards)
     check_mesh(config, world_size)
     resolve_device(config)
-    replicas = world_size // config.shards
-    simulate.check(simulation, methods, config.method, method_config, replicas)
+    config.check(world_size // config.shards)
+    method = methods[config.method]
+    if config.virtual_clock and not method.barrier:
+        working = ", ".join(name for name, each in methods.items() if each.barrier)
+        raise UserError(
+            f"--virtual_clock: replicas of {config.method} do not wait for each other; it works "
+            f"with {working}"
+        )
     corpus = data.load(config.data or None)
     data.check_windows(corpus, config.block_size)
-    method = methods[config.method]
-    method.check(config, method_config, replicas)
-    plan = Plan(config, method, method_config, simulation, corpus.vocab_size, world_size)
+    plan = Plan(config, method, corpus.vocab_size, world_size)
     if not config.dry_run:
         plan.check_memory()
     if saved:
         checkpoint.check_resume(saved, config, given, corpus, plan.tokens_per_step, path)
-        checkpoint.verify(path, saved, rank, world_size)
-    return Setup(config, method_config, simulation, given, corpus, plan, path, saved)
+    return Setup(config, given, corpus, plan, path, saved)
 
 
 def check_mesh(config, world_size: int):
@@ -137,24 +139,27 @@ def has_native_bf16(device: str) -> bool:
 
 def environment() -> tuple:
     """(rank, world size) that torchrun has set; (0, 1) without it. Raises UserError."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
-    rank, world_size, address, port, local_rank = values = [os.environ.get(n) for n in names]
-    if rank is world_size is None:
+    variables = {"LOCAL_RANK": "0"} | os.environ
+    if "RANK" not in variables and "WORLD_SIZE" not in variables:
         return 0, 1
-    numbers = [value and value.isdecimal() for value in (rank, world_size, port, local_rank or "0")]
-    if None in values[:4] or not all(numbers) or int(rank) >= int(world_size):
-        raise UserError(
-            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT do not describe a run: use torchrun, or "
-            "unset them to run one process"
-        )
-    return int(rank), int(world_size)
+    try:
+        names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")
+        rank, world_size, *_ = (int(variables[name]) for name in names)
+        if rank < world_size and variables["MASTER_ADDR"]:
+            return rank, world_size
+    except (KeyError, ValueError):
+        pass
+    raise UserError(
+        "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT do not describe a run: use torchrun, or "
+        "unset them to run one process"
+    )
 
 
 def rendezvous(rank: int, world_size: int):
-    """A store for this attempt only. After a restart torchrun's store still has the old keys, and
-    its count of restarts may differ between nodes. So each rank announces a random id, and the
-    prefix of the new keys is a hash of all ids. It is valid when all ranks have computed it: then
-    none has read an old id. Raises RankLostError if a rank is missing after START_S."""
+    """A store without keys of an earlier start. After a restart torchrun's store still has them,
+    and TORCHELASTIC_RESTART_COUNT may differ between nodes. So each rank announces a random id, and
+    the hash of all ids is the prefix of the new keys. When all ranks have computed it, none of them
+    has read an old id. Raises RankLostError if a rank is missing after START_S."""
     if world_size == 1:
         return dist.HashStore()
     valid, deadline = False, time.monotonic() + START_S
@@ -172,7 +177,8 @@ def rendezvous(rank: int, world_size: int):
 
 @contextmanager
 def alike(store, topic: str, rank: int, world_size: int):
-    """If the block raises an error that explain() knows on one rank, raise it on all ranks."""
+    """If the block raises an error that explain() knows on one rank, all ranks raise UserError:
+    rank 0 with its line, the others without one."""
     error = ""
     try:
         yield
@@ -182,19 +188,18 @@ def alike(store, topic: str, rank: int, world_size: int):
         store.set(f"{topic}/{rank}", error.encode(errors="backslashreplace"))
         errors = [store.get(f"{topic}/{r}").decode() for r in range(world_size)]
     if any(errors):
-        raise UserError(next(filter(None, errors)))
+        raise UserError("" if rank else next(filter(None, errors)))
 
 
-def start(argv: list, methods: dict, shutdown) -> Setup:
-    """The Setup, equal on all ranks. The run's folder exists and is locked."""
+def start(argv: list, methods: dict) -> tuple:
+    """(the Setup, equal on all ranks; the store). The run's folder exists and is locked."""
     rank, world_size = environment()
-    store = shutdown.store = rendezvous(rank, world_size)
+    store = rendezvous(rank, world_size)
     with alike(store, "flags", rank, world_size):
         setup = set_up(argv, methods, rank, world_size)
         # Paths may differ between nodes.
         config = dataclasses.replace(setup.config, out_dir="", data="", resume="")
-        read = f"{config} {setup.method_config} {setup.simulation} {setup.corpus.hash}"
-        read += f" {setup.saved}"
+        read = f"{config} {setup.corpus.hash} {setup.saved}"
         if store.compare_set("read", "", read).decode() != read:
             raise UserError("the ranks differ in their flags or corpora: start them all alike")
     with alike(store, "folder", rank, world_size):
@@ -203,15 +208,13 @@ def start(argv: list, methods: dict, shutdown) -> Setup:
             checkpoint.lock(setup.config.out_dir)
             checkpoint.clean_up(setup.config.out_dir)
     store.set_timeout(timedelta(seconds=setup.config.timeout_s))
-    if not setup.config.dry_run:
-        shutdown.out_dir = setup.config.out_dir
-    return setup
+    return setup, store
 
 
-def open_groups(config, simulation, store, overlaps=False) -> tuple:
+def open_groups(config, store, barrier: bool = True) -> tuple:
     """Start torch.distributed. Returns (this rank's device, backend), where backend(ranks,
     crosses_replicas) names the backend of a group, see mesh.Mesh. auto: nccl on GPUs; on CPUs shm
-    for groups within one machine, else gloo. A simulated link, and a method that overlaps (see
+    for groups within one machine, else gloo. A simulated link, and a method without a barrier (see
     method.py), need a transport with a thread of its own, so not shm."""
     (rank, world_size), device = environment(), torch.device(config.device)
     if config.device == "cuda":
@@ -227,7 +230,7 @@ def open_groups(config, simulation, store, overlaps=False) -> tuple:
         if preferred != "shm":
             return preferred
         one_machine = len({machines[r] or r for r in ranks}) == 1
-        background = crosses_replicas and (simulation.limits_link or overlaps)
+        background = crosses_replicas and (config.limits_link or not barrier)
         return "shm" if one_machine and not background else "gloo"
 
     if world_size > 1:
@@ -243,37 +246,38 @@ def open_groups(config, simulation, store, overlaps=False) -> tuple:
 
 def make_mesh(setup: Setup, store) -> Mesh:
     config = setup.config
-    overlaps = setup.plan.method.overlaps
-    device, backend = open_groups(config, setup.simulation, store, overlaps)
+    device, backend = open_groups(config, store, setup.plan.method.barrier)
+    link = simulate.SimulatedLink(config, config.shards, device) if config.limits_link else None
     with translate_comm_errors():
-        return Mesh(config.shards, device, config.timeout_s, backend)
+        return Mesh(config.shards, device, config.timeout_s, backend, link)
 
 
-def compile_layers(layers):
-    """torch.compile keeps the variants of all layers (training, evaluation, recompute) in one
-    cache, which by default has room for 8."""
-    torch._dynamo.config.recompile_limit = 8 * len(layers)
-    for layer in layers:
-        layer.compile()
-
-
-def keep_freed_memory(keep: bool = True):
+def keep_freed_memory():
     """Let glibc keep what a step frees for the next step. By default it returns much of it to the
     system and fetches it again page by page: some 4% of a bf16 step on CPUs."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
-        libc.mallopt(-3, 1 << (25 if keep else 16))  # M_MMAP_THRESHOLD, bytes: 32 MiB at most
-        libc.mallopt(-1, 2**31 - 1 if keep else 1 << 17)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD, bytes: 32 MiB at most
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-# ---- leaving ----
+# ---- ending ----
+
+
+class Stopped(Exception):
+    """A signal ends the run after a step; a checkpoint is saved."""
+
+    def __init__(self, number: int, step: int, path):
+        name = signal.Signals(number).name
+        line = f"stopped by {name} after step {step}; --resume auto continues from {path}"
+        super().__init__(128 + number, "" if os.environ.get("RANK", "0") != "0" else line)
 
 
 class StopRequest:
-    """A signal that ends the run at the next round end, with a checkpoint."""
+    """With --save_on_exit: a signal ends the run at the next round end, with a checkpoint."""
 
-    def __init__(self, store, enabled: bool):
-        self.store, self.enabled, self.signal = store, enabled, 0
+    def __init__(self, enabled: bool):
+        self.enabled, self.signal = enabled, 0
         for number in STOPS if enabled else ():
             signal.signal(number, self._note)
             signal.siginterrupt(number, False)
@@ -285,72 +289,46 @@ class StopRequest:
         for each in STOPS:
             signal.signal(each, signal.SIG_DFL)
 
-    def vote(self, method) -> float:
-        """1.0 if this rank, or a rank of another replica, wants to stop. At each step's end."""
-        if not self.enabled or method.overlaps and method.local:
-            return 0.0
-        if self.signal:
-            self.store.set("stop", "")
-            return 1.0
-        # One rank per replica looks for the others' key.
-        return float(method.mesh.shard_index == 0 and self.store.check(["stop"]))
+    def vote(self) -> float:
+        """1.0 if this rank has a signal. The votes of a step with averaged gradients reach all
+        ranks."""
+        return float(self.signal > 0)
 
     def agreed(self, method) -> int:
         """At a round end: the signal with which all ranks stop here, or 0."""
-        if not self.enabled:
-            return 0
-        if method.averages_gradients and not method.model.known_metrics()[2]:  # no votes
+        if not self.enabled or method.averages_gradients and not method.model.known_metrics()[2]:
             return 0
         # [sync] all-gather of objects, all ranks, once per round, with --save_on_exit
         return max(method.mesh.all_gather_object(self.signal))
 
 
-class Shutdown:
-    """Ends this rank with an exit code and, if it is the first to leave, one line."""
-
-    def __init__(self, program: str):
-        self.program, self.store = program, None
-        self.out_dir = ""  # of the run, when it has begun
-        for number in STOPS:  # also while a rank waits inside gloo, and without a traceback
-            signal.signal(number, signal.SIG_DFL)
-
-    def leave(self, code: int, line: str):
-        """Ends with os._exit, because destructors could wait for lost ranks. Waits at most 5 s for
-        the store."""
-        # At the first exit torchrun sends SIGTERM to the other ranks. They leave by themselves.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        threading.Timer(5, os._exit, [code]).start()
-        try:
-            # Without a store, 2 means that this rank's environment is wrong, 1 that a rank is lost.
-            own, first = os.urandom(8).hex(), code == 2 or os.environ.get("RANK", "0") == "0"
-            if self.store:
-                first = self.store.compare_set("first to leave", "", own).decode() == own
-        except RuntimeError:
-            first = True  # the store is gone
-        if first and line:
-            print(f"{self.program}: {line}", file=sys.stderr, flush=True)
-        with suppress(OSError):
-            print(end="", flush=True)
-        os._exit(code)
-
-    def explain(self, error: Exception):
-        """leave() for an error from outside the program. Raises any other error again."""
-        if not isinstance(error, RankLostError):
-            self.leave(*explain(error))
-        saved = checkpoint.list_checkpoints(self.out_dir) if self.out_dir else []
-        hint = f"; --resume auto continues from {saved[-1]}" if saved else ""
-        self.leave(1, f"error: lost contact with another rank ({error}){hint}")
+def leave(program: str, code: int, line: str):
+    """End this rank. os._exit, because destructors could wait for lost ranks."""
+    if os.environ.get("RANK", "0") != "0" and code == 1:
+        time.sleep(1)  # rank 0 first: when it has ended, torchrun ends this rank
+    if line:
+        print(f"{program}: {line}", file=sys.stderr, flush=True)
+    with suppress(OSError):
+        print(end="", flush=True)
+    os._exit(code)
 
 
 def run_on_this_rank(program: str, main):
-    """Run main(shutdown). Only rank 0 prints; errors that config.explain() knows end all ranks."""
+    """Run main(). Only rank 0 prints to standard output. Stops and errors that config.explain()
+    knows end the rank with a code and one line."""
     if os.environ.get("RANK", "0") != "0":
         sys.stdout = open(os.devnull, "w")
-    shutdown = Shutdown(program)
+    for number in STOPS:  # also while a rank waits inside gloo, and without a traceback
+        signal.signal(number, signal.SIG_DFL)
     try:
-        main(shutdown)
+        main()
         print(end="", flush=True)
+    except Stopped as stopped:
+        leave(program, *stopped.args)
+    except RankLostError as error:
+        hint = "--resume auto continues from the last checkpoint, if there is one"
+        leave(program, 1, f"error: lost contact with another rank ({error}); {hint}")
     except Exception as error:
-        shutdown.explain(error)
+        leave(program, *explain(error))
     if dist.is_initialized():
         dist.destroy_process_group()

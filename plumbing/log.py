@@ -22,21 +22,23 @@ simulated link (simulate.py); the rest is arithmetic.
 
 import json
 import math
+import os
 import resource
 import sys
 import time
-from collections import defaultdict
+from collections import deque
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from plumbing.config import UserError
+from mesh import Handle
+from plumbing.config import NOT_RESUMED, UserError
 from plumbing.plan import size
 
 
 class Clock:
-    """Seconds of training. `with clock:` stops it during what is not training (evaluation,
-    saving)."""
+    """Seconds of training. `with clock:` stops it during evaluation and saving."""
 
     def __init__(self, device: torch.device):
         self.device, self.started, self.stopped_at = device, time.perf_counter(), None
@@ -62,54 +64,138 @@ class Clock:
         return (self.stopped_at or time.perf_counter()) - self.started
 
 
+class RoundRecord:
+    """What the rows `sync` need to know: method.py and the methods write it, Log reads it."""
+
+    def __init__(self, mesh, clock):
+        self.mesh, self.clock, self.gather = mesh, clock, Handle()
+        self.spread = None  # distance between replicas at the last evaluation, if they differ
+        # Rows that the log has not written yet, each with its exchange. Only rank 0 writes. The
+        # other ranks keep the last row, for wait().
+        self.rows = deque(maxlen=None if mesh.rank == 0 else 1)
+        self.start_round()
+
+    def start_round(self):
+        """From here on losses, stalls, waits and bytes count for the next row."""
+        self.loss_sum, self.fields, self.stalls = 0.0, {}, []
+        self.waited_before, self.sent_before = dict(self.mesh.waited_s), self.mesh.sent["sync"]
+
+    @contextmanager
+    def stall(self):
+        """The device's time in this context is a stall of the training."""
+        self.stalls.append(time_mark(self.mesh.device))
+        yield
+        self.stalls.append(time_mark(self.mesh.device))
+
+    def describe(self, **fields):
+        """Fields of the row about replicas, in place of the defaults in done()."""
+        self.fields = fields
+
+    def done(self, method):
+        """A sync of the method is complete. Reads nothing from the device."""
+        all_, M = method.exchanged, self.mesh.replicas
+        row = {"round": method.rounds, "step": method.steps, "tau": all_.steps[self.mesh.replica]}
+        row |= {"steps": all_.steps, "loss": all_.losses}
+        row |= {"pseudo_grad_norm": getattr(all_, "norms", None)}
+        row |= {"weight": [1 / M] * M, "dropped": [0] * M, "clip": 1.0} | self.fields
+        row["stall_ms"] = self.stalls
+        for cause, seconds in self.mesh.waited_s.items():
+            row[f"wait_{cause}_ms"] = 1e3 * (seconds - self.waited_before[cause])
+        row["sync_bytes"] = self.mesh.sent["sync"] - self.sent_before
+        self.rows.append((row, self.gather))
+        self.start_round()
+
+    def take(self) -> dict | None:
+        """The next row whose exchange has arrived, or None. Reads the device."""
+        if not self.rows or not self.rows[0][1].is_completed():
+            return None
+        row, gather = self.rows.popleft()
+        gather.wait()  # raises an error if another rank was lost
+        row = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in row.items()}
+        row |= {"tau": int(row["tau"]), "steps": [int(steps) for steps in row["steps"]]}
+        begins, ends = row["stall_ms"][::2], row["stall_ms"][1::2]
+        return row | {"stall_ms": sum(map(passed_ms, begins, ends))}
+
+    def wait(self):
+        """Wait for the exchanges in flight."""
+        for _, gather in self.rows:
+            gather.wait()
+
+
+def time_mark(device: torch.device):
+    """Now: seconds, or on CUDA, where the host only queues work, an event in the stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def passed_ms(begin, end) -> float:
+    """Between two time marks. Waits for the second one, not for the whole device."""
+    if isinstance(begin, float):
+        return 1e3 * (end - begin)
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+LINES = {  # what is printed of a row
+    "step": "step {step:05d}/{max_steps:05d} | loss {loss:.4f} | lr {lr:.1e} | "
+    "gnorm {grad_norm:.2f} | {step_ms:.0f} ms | {tokens_per_s:,.0f} tok/s | "
+    "{minutes}m{seconds:02d}s left",
+    "sync": "sync {round:04d} | tau {steps} | pseudo-grad {norms} | weights {weights} | "
+    "dropped {dropped} | clip {clip:.2f} | {sent} | stall {stall_ms:.0f} ms "
+    "(others {wait_others_ms:.0f}, link {wait_link_ms:.0f})",
+    "eval": "eval {step:05d} | val loss {val_loss:.4f} nats/token | "
+    "{bits_per_byte:.3f} bits/byte{more}",
+    "end": "done | {step} steps in {train_s:.0f} s | {tokens_per_s:,.0f} tok/s | "
+    "val loss {val_loss:.4f} | peak {peak} on rank 0",
+}
+
+
 class Log:
-    """Rank 0 prints and writes; on other ranks every method does nothing."""
+    """Rank 0 prints and writes; on other ranks it only counts."""
 
-    def __init__(self, path, config, mesh, clock, tokens_per_step: int):
-        self.path, self.config, self.mesh, self.clock = path, config, mesh, clock
-        self.tokens_per_step = tokens_per_step  # of all ranks
-        self.file = None
-        self.tokens, self.first_tokens, self.first_progress = 0, 0, 0.0
-        self.last = {"step": 0, "tokens": 0, "train_s": 0.0}  # of the last step row
+    def __init__(self, setup, mesh, clock):
+        self.setup, self.config, self.mesh, self.clock = setup, setup.config, mesh, clock
+        self.path = Path(self.config.out_dir, "metrics.jsonl")
+        self.record, self.file, self.tracer = RoundRecord(mesh, clock), None, None
+        saved = setup.saved or {"tokens": 0, "progress": 0, "evaluated_at": 0, "train_s": 0.0}
+        self.tokens = self.first_tokens = saved["tokens"]
+        self.saved_at = self.first_progress = saved["progress"]
+        self.evaluated_at = saved["evaluated_at"]  # progress
+        self.last = {"step": 0, "tokens": self.tokens, "train_s": saved["train_s"]}  # step row
 
-    def start(self, description: dict, saved: dict | None, same_file: bool, step: int):
-        """Open the file. description: what the config row says; saved: the state.json that the
-        run resumes from; same_file: its record is the beginning of this file."""
-        if saved:
-            self.tokens = self.first_tokens = saved["tokens"]
-            self.first_progress = saved["progress"]
-            self.last = {"step": step, "tokens": self.tokens, "train_s": saved["train_s"]}
+    def start(self, method):
+        """Open the file. The record of the run that this one continues may be its beginning."""
+        setup, saved, self.last["step"] = self.setup, self.setup.saved, method.steps
+        if self.config.profile:
+            self.tracer = start_tracing(self.config, self.mesh.rank)
         if self.mesh.rank != 0:
             return
+        same_file = bool(saved) and setup.path.parent.resolve() == self.path.parent.resolve()
         self.file = open(self.path, "a" if same_file else "w", buffering=1)  # whole lines
         if same_file and self.file.tell() > saved["metrics_bytes"]:
             self.file.truncate(saved["metrics_bytes"])
+        description = setup.describe(self.mesh)
         if not same_file:
-            self.write("config", **description)
+            self.write("config", description)
         if saved:
-            self.write("resume", step=step, **description)
+            self.write("resume", {"step": method.steps} | description)
+            print(resume_line(setup, method.steps, description), flush=True)
 
-    def write(self, event: str, **row):
-        line = json.dumps({"event": event} | {k: finite(v) for k, v in row.items()})
+    def write(self, event: str, row: dict, **printed):
+        """Write a row and print its line. printed: what the line has beside the row."""
+        finite_row = {name: finite(value) for name, value in row.items()}  # JSON has no NaN
         try:
-            self.file.write(line + "\n")
+            self.file.write(json.dumps({"event": event} | finite_row) + "\n")
         except OSError as error:
             raise UserError(f"{self.path} could not be written: {error.strerror}") from None
+        if event in LINES:
+            print(LINES[event].format(**row | printed), flush=True)
 
-    def report(self, line: str, event: str, **row):
-        """Write a row and print its line."""
-        self.write(event, **row)
-        print(line, flush=True)
-
-    def resumed(self, path, was: dict, changed: list):
-        """was: the checkpoint's mesh; changed: flags that differ from the checkpoint's."""
-        now = {"replicas": self.mesh.replicas, "shards": self.mesh.shards}
-        arrow = f" -> {now['replicas']} x {now['shards']}" if was != now else ""
-        mesh = f"{was['replicas']} replicas x {was['shards']} shards{arrow}"
-        where = f"resume  {path}: step {self.last['step']}, {mesh}"
-        print("; ".join([where, *changed]), flush=True)
-
-    def saved(self, path, seconds: float):
+    def saved(self, method, path, seconds: float):
+        self.saved_at = method.progress
         if self.file:
             count = sum(file.stat().st_size for file in path.iterdir())
             print(f"saved   {path}: {size(count)} in {seconds:.2f} s", flush=True)
@@ -117,94 +203,110 @@ class Log:
     def count_tokens(self, progress: float) -> int:
         """Tokens that all ranks have trained on. A-EDiT extrapolates its progress between syncs;
         the count never falls."""
-        tokens = self.first_tokens + (progress - self.first_progress) * self.tokens_per_step
-        self.tokens = max(self.tokens, round(tokens))
+        passed = (progress - self.first_progress) * self.setup.plan.tokens_per_step
+        self.tokens = max(self.tokens, round(self.first_tokens + passed))
         return self.tokens
 
-    def state(self, progress: float) -> dict:
+    def now(self, method) -> dict:
+        tokens = self.count_tokens(method.progress)
+        return {"step": method.steps, "tokens": tokens, "train_s": self.clock.train_s()}
+
+    def state(self, method) -> dict:
         """What a checkpoint must know to continue this record."""
-        return {
-            "progress": progress,
-            "tokens": self.count_tokens(progress),
-            "tokens_per_step": self.tokens_per_step,
-            "train_s": self.clock.train_s(),
-            "sent": dict(self.mesh.sent),
+        self.write_syncs()
+        return self.now(method) | {
+            "progress": method.progress, "evaluated_at": self.evaluated_at,
+            "tokens_per_step": self.setup.plan.tokens_per_step, "sent": dict(self.mesh.sent),
             "metrics_bytes": self.path.stat().st_size if self.file else 0,
-        }
+        }  # fmt: skip
 
     def step(self, method, lr: float, metrics):
         """metrics: shard.Metrics. Reading them waits for the step."""
-        step, config = method.steps, self.config
-        due = step % config.log_interval == 0 or step in (1, config.max_steps)
+        self.write_syncs()
+        if self.tracer:
+            self.tracer.step()
+        step, max_steps = method.steps, self.config.max_steps
+        due = step % self.config.log_interval == 0 or step in (1, max_steps)
         if not due or not self.file:
             return
         grad_norm, loss, _ = metrics.read()
-        now = {"step": step, "tokens": self.count_tokens(method.progress)}
-        now["train_s"] = self.clock.train_s()
+        now = self.now(method)
         passed = {name: now[name] - self.last[name] for name in now}
         self.last, seconds = now, max(passed["train_s"], 1e-9)
-        step_ms, speed = 1e3 * seconds / max(passed["step"], 1), passed["tokens"] / seconds
-        sent = {f"{group}_bytes": round(count) for group, count in self.mesh.sent.items()}
-        left = (config.max_steps - method.progress) * self.tokens_per_step
-        left_s = round(left / speed) if speed else 0
-        self.report(
-            f"step {step:05d}/{config.max_steps:05d} | loss {loss:.4f} | lr {lr:.1e} | "
-            f"gnorm {grad_norm:.2f} | {step_ms:.0f} ms | {speed:,.0f} tok/s | "
-            f"{left_s // 60}m{left_s % 60:02d}s left",
-            "step", step=step, tokens=now["tokens"], loss=loss, lr=lr, grad_norm=grad_norm,
-            step_ms=step_ms, train_s=now["train_s"], tokens_per_s=speed, **sent,
-        )  # fmt: skip
+        row = now | {"loss": loss, "lr": lr, "grad_norm": grad_norm}
+        row["step_ms"] = 1e3 * seconds / max(passed["step"], 1)
+        row["tokens_per_s"] = speed = passed["tokens"] / seconds
+        row |= {f"{group}_bytes": round(count) for group, count in self.mesh.sent.items()}
+        left = (max_steps - method.progress) * self.setup.plan.tokens_per_step
+        minutes, seconds = divmod(round(left / speed) if speed else 0, 60)
+        self.write("step", row, max_steps=max_steps, minutes=minutes, seconds=seconds)
 
-    def sync(self, method):
-        """The syncs that have been completed since the last call."""
-        while self.file and (row := method.stats()):
-            self.sync_row(row)
+    def write_syncs(self):
+        """The rows of the syncs that have been completed since the last call."""
+        while self.file and (row := self.record.take()):
+            norms, weights, steps = row["pseudo_grad_norm"], row["weight"], row["steps"]
+            taus = steps[:1] if len(set(steps)) == 1 else steps
+            bounds = lambda x, digits: f"[{min(x):.{digits}f} .. {max(x):.{digits}f}]"
+            spread = f"{sum(norms) / len(norms):.3f} {bounds(norms, 3)}" if norms else "-"
+            printed = {"steps": "/".join(map(str, taus)), "norms": spread}
+            printed |= {"weights": bounds(weights, 2), "dropped": sum(row["dropped"])}
+            self.write("sync", row, **printed, sent=size(row["sync_bytes"]))
+            for i, layers in enumerate(row["dropped"]):
+                if layers:
+                    line = f"left out replica {i} in {layers} layers: norm {norms[i]:.3g}"
+                    print(line, flush=True)
 
-    def sync_row(self, row: dict):
-        norms, weights, steps = row["pseudo_grad_norm"], row["weight"], row["steps"]
-        tau = str(steps[0]) if len(set(steps)) == 1 else "/".join(map(str, steps))
-        spread = "-"
-        if norms:
-            spread = f"{sum(norms) / len(norms):.3f} [{min(norms):.3f} .. {max(norms):.3f}]"
-        self.report(
-            f"sync {row['round']:04d} | tau {tau} | pseudo-grad {spread} | "
-            f"weights [{min(weights):.2f} .. {max(weights):.2f}] | dropped {sum(row['dropped'])} | "
-            f"clip {row['clip']:.2f} | {size(row['sync_bytes'])} | stall {row['stall_ms']:.0f} ms "
-            f"(others {row['wait_others_ms']:.0f}, link {row['wait_link_ms']:.0f})",
-            "sync", **row,
-        )  # fmt: skip
-        for i, layers in enumerate(row["dropped"]):
-            if layers:
-                print(f"left out replica {i} in {layers} layers: norm {norms[i]:.3g}", flush=True)
-
-    def eval(self, method, val_loss: float, bytes_per_token: float):
-        if not self.file:
-            return
-        bits = val_loss / math.log(2) / bytes_per_token
-        more = {} if method.spread is None else {"spread": method.spread}
-        line = f"eval {method.steps:05d} | val loss {val_loss:.4f} nats/token | "
-        self.report(
-            line + f"{bits:.3f} bits/byte" + "".join(f" | {k} {v:.3g}" for k, v in more.items()),
-            "eval", step=method.steps, tokens=self.count_tokens(method.progress),
-            train_s=self.clock.train_s(), val_loss=val_loss, bits_per_byte=bits,
-            sync_bytes=round(self.mesh.sent["sync"]), **more,
-        )  # fmt: skip
+    def eval(self, method, val_loss: float):
+        self.evaluated_at, spread = method.progress, self.record.spread
+        self.write_syncs()
+        if self.file:
+            bits = val_loss / math.log(2) / self.setup.corpus.bytes_per_token
+            row = self.now(method) | {"val_loss": val_loss, "bits_per_byte": bits}
+            row |= {"sync_bytes": round(self.mesh.sent["sync"])}
+            row |= {} if spread is None else {"spread": spread}
+            self.write("eval", row, more="" if spread is None else f" | spread {spread:.3g}")
 
     def end(self, method, val_loss: float):
-        if not self.file:
-            return
-        train_s, peak = self.clock.train_s(), peak_memory_bytes(self.mesh.device)
-        speed = self.count_tokens(method.progress) / max(train_s, 1e-9)
-        self.report(
-            f"done | {method.steps} steps in {train_s:.0f} s | {speed:,.0f} tok/s | "
-            f"val loss {val_loss:.4f} | peak {size(peak)} on rank 0",
-            "end", step=method.steps, val_loss=val_loss, train_s=train_s, tokens_per_s=speed,
-            peak_memory_bytes=peak, exit="done",
-        )  # fmt: skip
+        if self.tracer:
+            self.tracer.stop()
+        if self.file:
+            now, peak = self.now(method), peak_memory_bytes(self.mesh.device)
+            row = {"step": method.steps, "val_loss": val_loss, "train_s": now["train_s"]}
+            row |= {"tokens_per_s": now["tokens"] / max(now["train_s"], 1e-9)}
+            row |= {"peak_memory_bytes": peak, "exit": "done"}
+            self.write("end", row, peak=size(peak))
+
+
+def resume_line(setup, step: int, now: dict) -> str:
+    """now: what the record says of this run. Names the flags that were given and differ."""
+    was, differ = setup.saved["flags"], []
+    for name in setup.given:
+        if name not in NOT_RESUMED and was.get(name) != now.get(name):
+            differ.append(f"--{name} {was.get(name)} -> {now.get(name)}")
+    mesh = "{replicas} replicas x {shards} shards".format(**setup.saved["mesh"])
+    if setup.saved["mesh"] != now["mesh"]:
+        mesh += " -> {replicas} x {shards}".format(**now["mesh"])
+    return "; ".join([f"resume  {setup.path}: step {step}, {mesh}", *differ])
+
+
+def start_tracing(config, rank: int):
+    """torch's profiler: three steps go to a file, after the first ones, which also allocate."""
+    first = min(4, max(0, config.max_steps - 4))
+    steps = torch.profiler.schedule(wait=first, warmup=1, active=3, repeat=1)
+    path = Path(config.out_dir, f"trace-{rank}.json")
+
+    def write(tracer):
+        tracer.export_chrome_trace(str(path))
+        print(f"profile {path}: open it in chrome://tracing or ui.perfetto.dev", flush=True)
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would report its own starts and stops
+    tracer = torch.profiler.profile(schedule=steps, on_trace_ready=write)
+    tracer.start()
+    return tracer
 
 
 def finite(value):
-    """JSON has no NaN and no infinity: null."""
+    """null in place of what is not finite."""
     if isinstance(value, list):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -215,23 +317,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated()
     scale = 1 if sys.platform == "darwin" else 1024  # Linux counts KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-
-
-CURVES = ("step", "tokens", "train_s", "sync_bytes", "val_loss")  # columns of the eval rows
-
-
-def read_run(folder) -> dict:
-    """A run's record: its rows `config` and `end` (None: it has not ended), a list per column of
-    its evaluations, and `steps`, the list of its step rows. Raises UserError for a file that is not
-    a record."""
-    path, rows = Path(folder, "metrics.jsonl"), defaultdict(list)
-    try:
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            rows[row["event"]].append(row)
-        curves = {name: [row[name] for row in rows["eval"]] for name in CURVES}
-        config, end = rows["config"][0], rows["end"][0] if rows["end"] else None
-        config["method"]  # a record without it is refused
-        return {"config": config, "end": end, "steps": rows["step"]} | curves
-    except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path} is not the record of a run ({error})") from None

@@ -4,21 +4,18 @@
 
 Every run prints this first. With --dry_run it is all that happens, for any mesh, on any machine.
 
-P: elements of a layer's flat vector. `memory` is exact for ranks on one machine, `activations` is
-an estimate. Not counted: the program itself (some 300 MB on CPUs), NCCL's buffers, what the
-allocator does not give back, and what --offload's pinned memory is rounded up by (to a power of 2).
+P: elements of a layer's flat vector. Not counted: the program itself (some 300 MB on CPUs), NCCL's
+buffers, what the allocator does not give back.
 """
 
 import os
-from dataclasses import dataclass
 
 import torch
 
 import model
-from method import Method
 from model import ModelConfig
 from plumbing.config import UserError
-from plumbing.shm import SLOTS, machine_id, slot_size
+from plumbing.shm import SLOTS, machine_id
 from shard import Layout
 from simulate import FRAMING
 
@@ -27,27 +24,20 @@ KEPT = 24
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-@dataclass
 class Plan:
-    """The figures of one run."""
+    """The figures of one run. config: all its flags; method: a Method subclass."""
 
-    config: object  # config.Config
-    method: type  # Method subclass
-    method_config: object
-    simulation: object  # simulate.Config
-    vocab_size: int
-    world_size: int
-
-    def __post_init__(self):
-        config = self.config
+    def __init__(self, config, method, vocab_size: int, world_size: int):
+        self.config, self.method = config, method
+        self.vocab_size, self.world_size = vocab_size, world_size
         if config.n_embd % (2 * config.n_head):
             raise UserError(
                 f"--n_embd {config.n_embd} --n_head {config.n_head}: "
                 "channels per head must be a whole, even number"
             )
-        self.shards, self.replicas = config.shards, self.world_size // config.shards
+        self.shards, self.replicas = config.shards, world_size // config.shards
         shape = (config.n_layer, config.n_head, config.n_embd, config.block_size)
-        self.model_config = ModelConfig(*shape, self.vocab_size)
+        self.model_config = ModelConfig(*shape, vocab_size)
         with torch.device("meta"):  # shapes without memory
             layers = [model.make_layer(self.model_config, l) for l in (0, 1, -1)]
         embedding, block, head = (Layout(layer, self.shards) for layer in layers)
@@ -56,48 +46,38 @@ class Plan:
         self.dtype = DTYPES[config.dtype]
         self.master = torch.promote_types(self.dtype, torch.float32)
         self.shard_bytes = sum(each.shard_size for each in self.layouts) * self.master.itemsize
-        self.largest = max(layout.padded for layout in self.layouts)  # max P
         self.on_cpu = config.device == "cpu"
         self.tokens_per_micro_step = config.batch_size * config.block_size
-        self.tokens_per_step = self.world_size * config.accum * self.tokens_per_micro_step
+        self.tokens_per_step = world_size * config.accum * self.tokens_per_micro_step
 
     def memory(self) -> dict:
         """Bytes that one rank holds for good, by kind."""
         vectors, alone = self.method.shared + self.method.private, self.shards == 1
         outer = " and ".join(vectors)
-        if not self.on_cpu and getattr(self.method_config, "offload", False):
+        if not self.on_cpu and getattr(self.config, "offload", False):
             outer += " on the host"
-        buffers = self.method.held_vectors(self.method_config) - len(vectors)
         aliased = alone and self.dtype == self.master  # a layer is a view of the parameters
+        largest = max(layout.padded for layout in self.layouts)  # max P
         kinds = {
             "parameters": self.shard_bytes,  # 4 sum P/N
             "gradient": self.shard_bytes,
             "AdamW": 2 * self.shard_bytes,  # two moments
             outer: len(vectors) * self.shard_bytes,
-            "sync buffers": round(buffers * self.shard_bytes),  # of methods that overlap
-            "two whole layers": 0 if aliased else 2 * self.largest * self.dtype.itemsize,
-            "a layer's gradient": 0 if alone else self.largest * self.master.itemsize,
-            "shm slots": sum(self.slots()),
+            "sync buffers": round(self.config.buffer_vectors * self.shard_bytes),
+            "two whole layers": 0 if aliased else 2 * largest * self.dtype.itemsize,
+            "a layer's gradient": 0 if alone else largest * self.master.itemsize,
+            "shared memory": self.shared_bytes(largest),
         }
         return {kind: count for kind, count in kinds.items() if count}
 
-    def slots(self) -> tuple:
-        """Bytes of this rank's shm slots for gathers, sums (both in the shard group) and syncs, if
-        its groups use shm."""
-        backend, N = self.config.backend, self.shards
-        if backend != "shm" and not (backend == "auto" and self.on_cpu and machine_id()):
-            return 0, 0, 0
-        largest, gathers, sums, syncs = self.largest * self.master.itemsize, 0, 0, 0
-        if N > 1:
-            gathers, sums = self.largest * self.dtype.itemsize // N, largest
-        if self.replicas > 1 and not (self.simulation.limits_link or self.method.overlaps):
-            syncs = largest // N
-        return tuple(SLOTS * slot_size(payload) for payload in (gathers, sums, syncs))
-
-    def seen(self) -> int:
-        """Bytes of other ranks' slots that this rank reads: the system counts them as its own."""
-        (gathers, sums, syncs), N = self.slots(), self.shards
-        return (N - 1) * (gathers + sums // N) + (self.replicas - 1) * syncs
+    def shared_bytes(self, largest: int) -> int:
+        """Slots of shm that a rank reads or writes, its own and its neighbours'. largest: max P."""
+        config, M, N = self.config, self.replicas, self.shards
+        if config.backend not in ("auto", "shm") or not self.on_cpu or not machine_id():
+            return 0
+        layers = self.dtype.itemsize + 2 * self.master.itemsize if N > 1 else 0
+        syncs = self.master.itemsize * M / N if M > 1 and self.method.barrier else 0
+        return round(SLOTS * largest * (layers + syncs))
 
     def activations(self) -> int:
         """About how many bytes the activations of one micro-step take at their peak."""
@@ -126,53 +106,45 @@ class Plan:
 
     def sync_bytes(self) -> float:
         """What one rank sends over the slow links at a sync, without the row of scalars."""
-        vectors = self.method.sent_vectors(self.method_config, self.replicas)
-        if getattr(self.method_config, "average_moments", False):  # two all-reduces
-            vectors += 2 * Method.sent_vectors(self.method_config, self.replicas)
+        vectors = self.config.sent_vectors(self.replicas)
+        if getattr(self.config, "average_moments", False):  # two all-reduces
+            vectors += 2 * 2 * (self.replicas - 1) / self.replicas
         return vectors * self.shard_bytes
 
     def show(self, corpus):
-        config = self.config
-        print(
-            f"{config.method} on {self.world_size} ranks = "
-            f"{self.replicas} replicas x {self.shards} shards "
-            f"({config.device}, {str(self.dtype).removeprefix('torch.')})"
-        )
-        for line in picture(self.replicas, self.shards):
-            print("    " + line)
-        print(
+        config, M, N = self.config, self.replicas, self.shards
+        kinds = ", ".join(f"{kind} {size(count)}" for kind, count in self.memory().items())
+        lines = [
+            f"{config.method} on {self.world_size} ranks = {M} replicas x {N} shards "
+            f"({config.device}, {str(self.dtype).removeprefix('torch.')})",
+            *("    " + line for line in picture(M, N)),
             f"model   {self.n_params:,} parameters: {config.n_layer} blocks, "
             f"{config.n_head} heads, {config.n_embd} channels, context {config.block_size}, "
-            f"vocabulary {self.vocab_size}"
-        )
-        print(
+            f"vocabulary {self.vocab_size}",
             f"data    {config.data or 'standard library'}: {len(corpus.tokens):,} tokens, "
-            f"{corpus.tokenizer} ({corpus.hash})"
-        )
-        kinds = ", ".join(f"{kind} {size(count)}" for kind, count in self.memory().items())
-        print(f"memory  per rank: {kinds}; activations about {size(self.activations())}")
-        print(
+            f"{corpus.tokenizer} ({corpus.hash})",
+            f"memory  per rank: {kinds}; activations about {size(self.activations())}",
             f"step    {self.world_size} ranks x {config.accum} micro-steps "
             f"x {config.batch_size} sequences x {config.block_size} tokens "
-            f"= {self.tokens_per_step:,} tokens"
-        )
-        if self.replicas > 1:
-            self.show_round()
+            f"= {self.tokens_per_step:,} tokens",
+        ]
+        print("\n".join(lines + (self.round_lines() if M > 1 else [])))
 
-    def show_round(self):
-        tau, tokens = getattr(self.method_config, "tau", None), self.tokens_per_step
+    def round_lines(self) -> list:
+        config, tokens = self.config, self.tokens_per_step
         sent = f"{size(self.sync_bytes())} per rank over the slow links"
-        if tau:
-            steps = f"{tau} steps x {tokens:,} tokens = {tau * tokens:,} tokens"
-            print(f"round   {steps}: {sent} (mini-batch: x {tau})")
-        elif hasattr(self.method_config, "tau_time_s"):
-            print(f"round   {self.method_config.tau_time_s:g} s of training: {sent}")
+        if hasattr(config, "tau_time_s"):
+            lines = [f"round   {config.tau_time_s:g} s of training: {sent}"]
+        elif hasattr(config, "tau"):
+            steps = f"{config.tau} steps x {tokens:,} tokens = {config.tau * tokens:,} tokens"
+            lines = [f"round   {steps}: {sent} (mini-batch: x {config.tau})"]
         else:
-            print(f"round   every step: {sent}")
-        mbps = self.simulation.link_mbps
-        if mbps:
-            wire_s = self.shards * self.sync_bytes() * 8 * FRAMING / (mbps * 1e6)
-            print(f"link    at {mbps:,.0f} Mbit/s per replica a sync takes {wire_s:.3g} s")
+            lines = [f"round   every step: {sent}"]
+        if config.link_mbps:
+            wire_s = self.shards * self.sync_bytes() * 8 * FRAMING / (config.link_mbps * 1e6)
+            rate = f"{config.link_mbps:,.0f} Mbit/s per replica"
+            lines.append(f"link    at {rate} a sync takes {wire_s:.3g} s")
+        return lines
 
 
 def size(count: float) -> str:

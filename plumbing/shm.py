@@ -1,24 +1,23 @@
 """`shm`, a torch.distributed backend: the ranks of one machine read each other's memory.
 
-gloo sends a tensor to the next process through a TCP socket: four copies, two of them in the
-kernel, and a thread on each side that must wake up while all cores compute. Here every rank of a
-group has slots of memory that the other ranks can read, and a collective is
+gloo sends a tensor through a TCP socket: four copies, two of them in the kernel, and a thread on
+each side that must wake up while all cores compute. Here every rank of a group has slots of memory
+that the other ranks can read, and a collective is
 
     write(n):    wait until all ranks have released what was in slot n mod SLOTS
                  copy the tensor into it;                  written[me, n mod SLOTS] <- n
     read(n):     for each rank: wait until written[rank, n mod SLOTS] = n; use its data
     release(n):  released[me, n mod SLOTS] <- n
 
-No lock, no thread and, if no rank waits, no system call: each word of `written` and `released`
-has one writer, and an x86 processor shows stores to others in the order in which they were made (on
-other processors use gloo). A rank that waits sleeps for some microseconds at a time.
+There is no lock and no thread: each word of `written` and `released` has one writer, and an x86
+processor shows stores to others in the order in which they were made (on other processors use
+gloo). A rank that waits sleeps for some microseconds at a time.
 
 A call copies this rank's tensor into its slot. `work.wait()` copies or sums the data of the others.
-Both run on the caller's thread, so nothing overlaps with computation; on one machine the copies use
-the same cores anyway. Before a rank uses a slot again it completes its own oldest operation on that
-slot. All ranks of a group issue the same operations with the same sizes in the same order, so they
-also agree when slots must grow. Gathers and sums have slots of their own: a rank can then be one
-layer ahead of its neighbours in both.
+Both run on the caller's thread, so nothing overlaps with computation. Before a rank uses a slot
+again it completes its own oldest operation on that slot. All ranks of a group issue the same
+operations with the same sizes in the same order, so they also agree when slots must grow. Gathers
+and sums have slots of their own: a rank can then be one layer ahead of its neighbours in both.
 
 The memory has no name in any file system (memfd_create), so it disappears with the last process
 that maps it, however that process ends. A dead neighbour is noticed through its pidfd, a silent one

@@ -13,18 +13,27 @@ import sys
 import tempfile
 import time
 import traceback
-import types
 import zlib
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
+import simulate
+import train
+from mesh import Mesh
+from method import Method
+from model import ModelConfig
+from plumbing import launch
+from plumbing.config import parse
+from plumbing.log import Clock, RoundRecord
+from shard import ShardedModel
+
+ROOT, CPU = Path(__file__).resolve().parent.parent, torch.device("cpu")
 context = multiprocessing.get_context("forkserver")
 # Imported once instead of in every rank: besides train what tests import, and torch._dynamo, which
 # the first optimizer step imports.
-context.set_forkserver_preload(["train", "bench", "pytest", "torch._dynamo"])
+context.set_forkserver_preload(["train", "lab.bench", "pytest", "torch._dynamo"])
 
 
 def _rank_main(rank, world_size, folder, function, args):
@@ -65,22 +74,19 @@ def run_ranks(world_size, function, *args, timeout_s=120):
 
 def _command(argv, rank, world_size, port, folder):
     """What `python train.py argv` does under a launcher, in a process that has its imports."""
-    import train
-
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it is there already, and stays
     _write_to(folder, rank)
     torch.set_num_threads(1)
-    train.main(argv)
+    launch.run_on_this_rank("train.py", lambda: train.main(argv))
 
 
 def run_bench(argv, rank, *more):
-    """In place of _command: bench.py."""
-    import bench
-    import train
+    """In place of _command: lab/bench.py."""
+    import lab.bench
 
-    train.main = bench.main
+    train.main = lab.bench.main
     _command(argv, rank, *more)
 
 
@@ -110,14 +116,13 @@ class Launch:
 
     def __init__(self, world_size, folder, *argv, special={}, store=None):
         """special: rank -> (function, *more), called like _command and with more in its place."""
-        self.store = store or agent_store()
-        port = self.store.port
-        self.folder = Path(folder)
+        self.store, self.folder = store or agent_store(), Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         [old.unlink() for name in ("out", "err") for old in self.folder.glob(f"{name}-*")]
         self.ranks = [
             context.Process(
-                target=target, args=(list(argv), rank, world_size, port, str(folder), *more)
+                target=target,
+                args=(list(argv), rank, world_size, self.store.port, str(folder), *more),
             )
             for rank in range(world_size)
             for target, *more in [special.get(rank, (_command,))]
@@ -164,24 +169,42 @@ def flags(**options) -> list:
     ]
 
 
-def watch_syncs(method, model):
+def run_config(**options):
+    """All flags of a run as attributes."""
+    return parse(flags(**options), train.METHODS, simulate.Config)[0]
+
+
+def method_alone(mesh=None, **options):
+    """A method at the end of its first round of two steps, without a training around it."""
+    config, mesh = run_config(**dict(sync_warmup_steps=0) | options), mesh or Mesh(1, CPU)
+    shape = ModelConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, 20)
+    model = ShardedModel(shape, mesh, torch.float64)
+    record = RoundRecord(mesh, Clock(mesh.device))
+    method = train.METHODS[config.method](model, mesh, config, record)
+    method.before_step()
+    method.local_steps, record.loss_sum = 2, model.master.new_zeros(())
+    return method
+
+
+def watch_syncs(method):
     """Record a checksum of this rank's parameters and of the vectors that replicas share, whenever
     a sync has completed or a fragment has landed."""
-    seen = []
+    seen, shared = [], [name for name in method.shared if name != "mean"]  # CO2's is in flight
+    equal = type(method).evaluation_model is Method.evaluation_model
 
-    def and_look(function):
-        function()
-        vectors = [getattr(method, name) for name in method.shared if name != "mean"]
-        vectors += [model.master] if method.equal_replicas else []  # CO2's mean is in flight
+    def and_look(function, *args):
+        function(*args)
+        vectors = [getattr(method, name) for name in shared] + [method.model.master] * equal
         seen.append([zlib.crc32(vector.numpy()) for vector in vectors])
 
-    for name in {"end_sync", "land"} & set(dir(method)):
-        setattr(method, name, functools.partial(and_look, getattr(method, name)))
+    for owner, name in (method.record, "done"), (method, "land"):
+        if hasattr(owner, name):
+            setattr(owner, name, functools.partial(and_look, getattr(owner, name)))
     return seen
 
 
 def end_with_what_is_loaded(method, model, mesh):
-    """Returns the parameters, too: run_training() expects equal ones at the end."""
+    """Returns the parameters, too: Run expects equal ones at the end."""
     parameters = []
 
     def finish():
@@ -192,38 +215,34 @@ def end_with_what_is_loaded(method, model, mesh):
     return parameters
 
 
-def _train(argv, corpus_folder, tamper, out_dir, transport):
-    import plumbing.run
-    import train
-    from mesh import Mesh
-    from plumbing import launch
-
-    plumbing.run.print_sample = lambda path: None  # 200 tokens take as long as ten steps
-    # no leave(): nothing stops these trainings early
-    shutdown = types.SimpleNamespace(store=dist.distributed_c10d._get_default_store())
+def _train(corpus_folder, transport, tamper, out_dir, options):
+    train.print_sample = lambda path: None  # 200 tokens take as long as ten steps
     with tempfile.TemporaryDirectory() as out:
         out = Path(out_dir or out)
         out.mkdir(parents=True, exist_ok=True)
-        argv = [*argv, "--data", corpus_folder, "--out_dir", str(out)]
+        argv = [*flags(**options), "--data", corpus_folder, "--out_dir", str(out)]
         setup = launch.set_up(argv, train.METHODS, dist.get_rank(), dist.get_world_size())
         config, made = setup.config, []
-        mesh = Mesh(config.shards, torch.device("cpu"), 60, lambda ranks, crosses: transport)
+        link = simulate.SimulatedLink(config, config.shards, CPU) if config.limits_link else None
+        mesh = Mesh(config.shards, CPU, 60, lambda ranks, crosses: transport, link)
         method_class = train.METHODS[config.method]
 
         def make(model, mesh, *rest):
-            method = method_class(model, mesh, *rest)
-            seen = watch_syncs(method, model)
-            made.extend((method, seen, tamper(method, model, mesh) if tamper else None))
-            return method
+            made.append(method_class(model, mesh, *rest))
+            made.append(watch_syncs(made[0]))
+            made.append(tamper(made[0], model, mesh) if tamper else None)
+            return made[0]
 
         train.METHODS[config.method] = make
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            train.train(setup, mesh, shutdown)
+            train.train(setup, mesh, launch.StopRequest(False))
+        train.METHODS[config.method] = method_class
         rows = saved = None
         if mesh.rank == 0:
             rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
             saved = torch.load(out / "model.pt", weights_only=True)["model"]
     method, seen, watched = made
+    vectors = {name: getattr(method, name).clone() for name in method.shared + method.private}
     return {
         "rows": rows,
         "printed": printed.getvalue(),
@@ -232,9 +251,7 @@ def _train(argv, corpus_folder, tamper, out_dir, transport):
         "watched": watched() if callable(watched) else watched,
         "master": method.model.master.clone(),
         "exp_avg": method.model.exp_avg.clone(),
-        "vectors": {
-            name: getattr(method, name).clone() for name in method.shared + method.private
-        },
+        "vectors": vectors,
         "method_state": method.state_dict(),
         "calls": dict(mesh.calls),
         "sent": dict(mesh.sent),
@@ -260,27 +277,21 @@ class Run:
             assert torch.equal(rank["master"], twin["master"])
 
 
-def run_training(
-    world_size, corpus_folder, tamper=None, out_dir=None, transport="gloo", **options
-) -> Run:
-    """Train on `world_size` ranks. tamper(method, model, mesh), on every rank, may change the
-    method first; what it returns (if callable: returns when called) ends in rank["watched"]."""
-    args = str(corpus_folder), tamper, str(out_dir) if out_dir else None, transport
-    return Run(run_ranks(world_size, _train, flags(**options), *args))
-
-
 def _train_cases(corpus_folder, transport, cases):
-    import train
-
-    methods, results = dict(train.METHODS), []
-    for tamper, out_dir, options in cases:
-        train.METHODS.update(methods)  # without the last case's tamper
-        results.append(_train(flags(**options), corpus_folder, tamper, out_dir, transport))
-    return results
+    return [_train(corpus_folder, transport, *case) for case in cases]
 
 
 def train_all(world_size, corpus_folder, *cases, transport="gloo"):
-    """A Run of each case (tamper, out_dir, flags), one after the other in one spawn. With shm no
-    traffic overlaps."""
+    """A Run of each case (tamper, out_dir, flags), one after the other in one spawn.
+    tamper(method, model, mesh), on every rank, may change the method first; what it returns (if
+    callable: returns when called) ends in rank["watched"]. With shm no traffic overlaps."""
     ranks = run_ranks(world_size, _train_cases, str(corpus_folder), transport, cases)
     return [Run(list(results)) for results in zip(*ranks)]
+
+
+def run_training(
+    world_size, corpus_folder, tamper=None, out_dir=None, transport="gloo", **options
+) -> Run:
+    """One case of train_all()."""
+    case = tamper, str(out_dir) if out_dir else None, options
+    return train_all(world_size, corpus_folder, case, transport=transport)[0]

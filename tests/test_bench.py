@@ -1,5 +1,5 @@
-"""The benchmark runs from end to end, and its figures follow from its times. No test depends on
-real times; wrong flags are in test_cli.py."""
+"""The benchmark runs from end to end, its figures follow from its times, and it refuses flags that
+have no effect. No test depends on real times."""
 
 import json
 from types import SimpleNamespace
@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import bench
+from lab import bench
 from mesh import Mesh
+from plumbing.config import UserError
+from plumbing.plan import Plan
 from ranks import Launch, run_bench
 
 SMALL = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 8 --batch_size 1 --dtype fp32".split()
@@ -23,40 +25,55 @@ def test_ratios_follow_from_the_times():
     assert row == {"ours_ms": 20, "fsdp2_ms": 30, "bound_ms": 16}
 
 
-def test_candidates_take_turns():
+def test_candidates_take_turns(monkeypatch):
     calls, mesh = [], SimpleNamespace(device=torch.device("cpu"))
+    monkeypatch.setattr(bench, "now_ms", lambda mesh: 10.0 * len(calls))
     steps = {name: lambda name=name: calls.append(name) for name in "abc"}
-    times = bench.alternate(mesh, steps, SimpleNamespace(repeats=2, steps=1))
-    # two steps each to warm up; then one untimed and one timed per turn
-    assert "".join(calls) == "abcabc" + "aabbcc" + "bbccaa"
-    assert {name: len(values) for name, values in times.items()} == {"a": 2, "b": 2, "c": 2}
+    times = bench.alternate(mesh, steps, SimpleNamespace(repeats=2, steps=2))
+    # two steps each to warm up; then one untimed and two timed per turn
+    assert "".join(calls) == "abcabc" + "aaabbbccc" + "bbbcccaaa"
+    assert times == {"a": [10.0] * 2, "b": [10.0] * 2, "c": [10.0] * 2}
 
 
 def test_one_rank_is_compared_with_a_plain_loop(monkeypatch):
-    parts, dtypes, *configs = bench.read_arguments(SMALL, 1)
-    assert (parts, dtypes) == (["step", "memory"], ["fp32"])
-    case = bench.Case(*configs, Mesh(1, torch.device("cpu")))
-    assert case.describe()["mesh"] == "1x1"
-    assert all(len(list(bench.PARTS[part](case))) == 1 for part in parts)
+    (config,) = bench.read_configs(SMALL, 1)
+    plan = Plan(config, bench.METHODS["minibatch"], config.vocab_size, 1)
+    batch = torch.zeros(2, 1, 8, dtype=torch.int64)
+    compare = lambda: bench.compare_steps([plan], Mesh(1, torch.device("cpu")), batch)
+    assert compare()[0].keys() >= {"ours_ms", "plain_ms"}
     monkeypatch.setattr(bench, "alternate", lambda *_: {"ours": [4.0], "plain": [6.0]})
-    (row,) = bench.compare_steps(case)
+    (row,) = compare()
     assert (row["over_plain"], row["tokens_per_s"]) == (1.5, 8 / 0.004)
 
 
-def test_parts_run_on_two_ranks_and_write_what_they_print(tmp_path):
-    file = tmp_path / "new" / "bench.json"
-    more = f"--parts step,sync,memory --shards 2 --link_mbps 500 --json {file}"
-    argv = [*SMALL, *more.split()]
+@pytest.mark.parametrize("more", ["--shards 2", "--sync --link_mbps 50"])
+def test_two_ranks_print_what_they_write(more, tmp_path):
+    file = tmp_path / "a" / "new" / "folder.json"
+    argv = [*SMALL, *more.split(), "--json", str(file)]
     run = Launch(2, tmp_path, *argv, special={rank: (run_bench,) for rank in (0, 1)})
     assert (run.wait(), run.lines("err")) == ([0, 0], [])
-    printed = "\n".join(run.lines("out"))
-    parts = json.loads(file.read_text())["parts"]
-    assert set(parts) == {"step", "sync", "memory"} and all(parts.values())
-    for part, rows in parts.items():
-        assert all(name in printed for name in [part, *rows[0]])
-    assert {"over_fsdp2", "of_bound", "overhead_ms_per_layer"} <= parts["step"][0].keys()
-    assert [row["method"] for row in parts["sync"]] == ["edit", "diloco"]
-    # N = 1 and M = 2: each rank sends 2 (M-1)/M of 4 bytes per parameter through its 500 Mbit/s
-    sent_bits = 8 * 4 * parts["sync"][0]["n_params"]
-    for row in parts["sync"]:
-        assert row["wire_ms"] > sent_bits / 500e6 * 1e3 * 0.99
+    written, (title, head, *lines, _) = json.loads(file.read_text()), run.lines("out")
+    rows, n_params = written["rows"], written["n_params"]
+    assert f"{n_params:,} parameters" in title and written["config"]["n_embd"] == 16
+    assert head.split() == list(rows[0]) and len(lines) == len(rows)
+    if "--sync" not in more:
+        assert {"over_fsdp2", "of_bound_range", "tokens_per_s"} <= rows[0].keys()
+        return
+    assert [row["method"] for row in rows] == ["edit", "diloco"]
+    assert all(row["stall_in_steps"] == row["stall_ms"] / row["step_ms"] for row in rows)
+    # M = 2: each rank sends 2 (M-1)/M of 4 bytes per parameter through its 50 Mbit/s
+    wire_ms = 8 * 4 * n_params / 50e6 * 1e3
+    assert min(rows[1]["wire_ms"], rows[1]["stall_ms"]) > wire_ms * 0.99
+
+
+def test_flags_without_effect_are_refused():
+    for flags, message in (
+        ("--method edit", "--method: it has no effect on the benchmark"),
+        ("--accum 2", "--accum"), ("--sync --slow_replica 1:2", "--slow_replica"),
+        ("--link_mbps 10", "--link_mbps: it has no effect on the benchmark without --sync"),
+        ("--sync --shards 2", "--sync: it needs two replicas"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            bench.read_configs([*SMALL, *flags.split()], 2)
+    edit, diloco = bench.read_configs([*SMALL, "--sync", "--link_mbps", "10"], 2)
+    assert (edit.method, diloco.method, edit.tau) == ("edit", "diloco", 1)

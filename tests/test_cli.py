@@ -1,6 +1,5 @@
 """Wrong input: one clear line, exit code 2 on every rank, no traceback, no hang, nothing left."""
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -12,7 +11,6 @@ import sys
 import pytest
 import torch
 
-import bench
 import data
 import ranks
 import sample
@@ -22,108 +20,82 @@ from plumbing import launch
 from plumbing.config import Config, parse, run_command
 from ranks import ROOT, Launch, flags
 
-TRAIN = """
---learning_rate 1                  | --learning_rate
---lr fast                          | --lr
---method adam                      | --method
-edit                               | edit
---tau 0                            | --tau 0: must be at least 1
---lr nan                           | --lr nan
---outer_lr=-1                      | --outer_lr -1
---pseudo_grad_clip 0               | --pseudo_grad_clip 0.0: must be above 0
---max_steps DIGITS                 | --max_steps 999
---timeout_s 1e14                   | --timeout_s 1000
---batch_size 1e10                  | --batch_size
---batch_size 2000000000            | a rank needs about
---n_embd 20000 --n_head 100 --n_layer 500 | a rank needs about
---block_size 1000000000            | lower --block_size
---shards 3                         | --shards 3: 1 ranks do not form
---replicas 2                       | --replicas 2 --shards 1
---n_head 2 --n_embd 6              | --n_embd 6
---slow_replica 1:2                 | --slow_replica 1:2
---random_lag fast                  | --random_lag fast
---random_tokens 1:2:3              | --random_tokens 1:2:3: must be R:FIRST:LAST, 0 <= R <= 0
---random_tokens 0:0:3              | 1 <= FIRST
---random_tokens 0:3:2              | FIRST 3 is after LAST 2
---scale_lr 0:1:2                   | must be R:FIRST:LAST:FACTOR
---scale_lr 0:200:201:100           | gradients are averaged
---scale_lr 0:3:4:9 --method minibatch | gradients are averaged
---virtual_clock --method noloco    | it works with minibatch, post_local_sgd, slowmo, diloco, edit
---virtual_clock --link_mbps 10     | leave out --link_mbps
---step_weighting norm              | --step_weighting
---resume nowhere                   | --resume nowhere: there is no checkpoint
---out_dir NAME                     | File name too long
---out_dir a\x07b                    | --out_dir 'a\\x07b': must be printable
---out_dir /dev/null/run            | error: /dev/null/run: Not a directory
---backend nccl                     | --backend nccl
---device cuda                      | use --device cpu
---data nowhere                     | --data nowhere: No such file
---data \udcff                      | --data
---resume IN/locked/run             | run: Permission denied
---resume IN/locked/checkpoint-00000001 | locked: Permission denied
---out_dir IN/locked/run            | run: Permission denied
---out_dir IN/read-only/run         | run: Permission denied
---data IN/locked/corpus            | corpus: Permission denied
---method streaming_diloco --tau 8 --fragments 3 | --fragments 3: must divide --tau 8
---method streaming_diloco --tau 8 --fragments 2 --delay 4 | must be below tau / fragments = 4
---method streaming_diloco --tau 8 --fragments 8 --delay 0 | more than the model's layers
---method streaming_diloco --alpha 1.5 | --alpha 1.5: must be at most 1
---method streaming_diloco --alpha=-0.5 | --alpha
---method streaming_diloco --quantize fp8 | --quantize
---method noloco                    | --method noloco: it needs at least two replicas
---method co2 --outer_momentum 1    | --outer_momentum
-RANK=1                             | do not describe a run
-RANK=0 WORLD_SIZE=2                | do not describe a run
-RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=1 LOCAL_RANK=x | do not describe a run
-RANK=2 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1 | do not describe a run
+WRONG = """
+train --learning_rate 1                 | --learning_rate
+train --lr fast                         | --lr
+train --method adam                     | --method
+train edit                              | edit
+train --tau 0                           | --tau 0: must be at least 1
+train --lr nan                          | --lr nan
+train --outer_lr=-1                     | --outer_lr -1
+train --pseudo_grad_clip 0              | --pseudo_grad_clip 0.0: must be above 0
+train --max_steps DIGITS                | --max_steps 999
+train --timeout_s 1e14                  | --timeout_s 1000
+train --batch_size 2000000000           | a rank needs about
+train --block_size 1000000000           | lower --block_size
+train --shards 3                        | --shards 3: 1 ranks do not form
+train --replicas 2                      | --replicas 2 --shards 1
+train --n_head 2 --n_embd 6             | --n_embd 6
+train --slow_replica 1:2                | --slow_replica 1:2: must be R:F, 0 <= R <= 0, 1 <= F
+train --slow_replica 0:0.5              | --slow_replica 0:0.5
+train --random_lag fast                 | --random_lag fast
+train --random_tokens 1:2:3             | --random_tokens 1:2:3: must be R:FIRST:LAST, 0 <= R <= 0
+train --random_tokens 0:3:2             | FIRST 3 is after LAST 2
+train --scale_lr 0:1:2                  | must be R:FIRST:LAST:FACTOR
+train --scale_lr 0:200:201:100          | gradients are averaged
+train --virtual_clock --method co2      | it works with minibatch, diloco, edit, a_edit, post_local_sgd
+train --virtual_clock --link_mbps 10    | leave out --link_mbps
+train --resume nowhere                  | --resume nowhere: there is no checkpoint
+train --out_dir NAME                    | File name too long
+train --out_dir a\x07b                  | --out_dir 'a\\x07b': must be printable
+train --out_dir /dev/null/run           | error: /dev/null/run: Not a directory
+train --backend nccl                    | --backend nccl
+train --device cuda                     | use --device cpu
+train --data nowhere                    | --data nowhere: No such file
+train --data \udcff                     | --data
+train --data IN/loop/corpus             | corpus: Too many levels of symbolic links
+train --resume IN/loop/run              | run: Too many levels of symbolic links
+train --out_dir IN/loop/run             | run: Too many levels of symbolic links
+train --method streaming_diloco --tau 8 --fragments 3 | --fragments 3: must divide --tau 8
+train --method streaming_diloco --tau 8 --fragments 2 --delay 4 | below tau / fragments = 4
+train --method streaming_diloco --tau 8 --fragments 8 --delay 0 | at most one per layer
+train --method streaming_diloco --alpha 1.5 | --alpha 1.5: must be at most 1
+train --method noloco                   | --method noloco: it needs at least two replicas
+train RANK=1                            | do not describe a run
+train RANK=2 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1 | do not describe a run
+train RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=1 LOCAL_RANK=x | do not describe
+data                                    | --out
+data --input IN/nowhere --out new       | No such file
+data --input IN --out new               | Is a directory
+data --input IN/latin.txt --out new     | not UTF-8
+data --input IN/empty.txt --out new     | no text
+data --input IN/bad.jsonl --out new     | line 2 is not a JSON object
+data --input IN/deep.jsonl --out new    | line 2 is not a JSON object
+data --input IN/half-pair.jsonl --out new | line 2 is not a JSON object
+data --input IN/text.txt --out IN       | exists already
+data --input IN/text.txt --out NAME     | File name too long
+data --input IN/text.txt --out IN/loop/new | Too many levels of symbolic links
+data --input IN/text.txt --dataset fineweb-edu --out new | not allowed with
+sample                                  | --model
+sample --model IN/nowhere               | No such file
+sample --model IN                       | Is a directory
+sample --model IN/text.txt              | not a model.pt
+sample --model IN/half.pt               | not a model.pt
+sample --model IN/foreign.pt            | not a model.pt
+sample --model IN/pickle.pt             | not a model.pt
+sample --model x --seed DIGITS          | --seed
 """
-DATA = """
-                                   | --out
---input IN/nowhere --out new       | No such file
---input IN --out new               | Is a directory
---input IN/latin.txt --out new     | not UTF-8
---input IN/empty.txt --out new     | no text
---input IN/bad.jsonl --out new     | line 2 is not a JSON object
---input IN/deep.jsonl --out new    | line 2 is not a JSON object
---input IN/half-pair.jsonl --out new | line 2 is not a JSON object
---input IN/text.txt --out IN       | exists already
---input IN/text.txt --out NAME     | File name too long
---input IN/text.txt --out new --max_tokens nan | --max_tokens
---input IN/locked/text.txt --out new | Permission denied
---input IN/text.txt --out IN/locked/new | Permission denied
---input IN/text.txt --out IN/read-only/new | Permission denied
---input IN/text.txt --dataset fineweb-edu --out new | not allowed with
-"""
-SAMPLE = """
-                                   | --model
---model IN/nowhere                 | No such file
---model IN                         | Is a directory
---model IN/text.txt                | not a model.pt
---model IN/half.pt                 | not a model.pt
---model IN/foreign.pt              | not a model.pt
---model IN/pickle.pt               | not a model.pt
---model IN/locked/model.pt         | model.pt: Permission denied
---model x --seed DIGITS            | --seed
-"""
-BENCH = """
---parts sync                       | --parts sync
---parts speed                      | --parts speed
---repeats 0                        | --repeats 0
---method edit                      | --method
---json /dev/null/rows.json         | /dev/null
---json IN/locked/rows.json         | rows.json: Permission denied
-"""
-TABLE = [
-    (program, *(part.strip() for part in line.split("|")))
-    for program, lines in [(train, TRAIN), (data, DATA), (sample, SAMPLE), (bench, BENCH)]
-    for line in lines.strip("\n").splitlines()
-]
-assert len(TABLE) >= 60
+TABLE = [[part.strip() for part in line.split("|")] for line in WRONG.strip().splitlines()]
+PROGRAMS = {
+    "train": lambda argv: launch.run_on_this_rank("train.py", lambda: train.main(argv)),
+    "data": lambda argv: run_command("data.py", data.main),
+    "sample": lambda argv: run_command("sample.py", sample.main),
+}
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A folder of wrong input: texts, models."""
+    """A folder of wrong input: texts, models, a link to itself."""
     folder = tmp_path_factory.mktemp("inputs")
     torch.save({"model": {}}, folder / "foreign.pt")
     half = (folder / "foreign.pt").read_bytes()[:500]
@@ -133,71 +105,46 @@ def inputs(tmp_path_factory):
     files |= {f"{name}.jsonl": b'{"text": "good"}\n' + line for name, line in lines.items()}
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    rights = {"locked": 0, "read-only": 0o500}
-    for name, mode in rights.items():
-        (folder / name).mkdir(mode)
-    yield folder
-    [(folder / name).chmod(0o700) for name in rights]  # pytest removes them
+    (folder / "loop").symlink_to("loop")
+    return folder
 
 
 @pytest.fixture
-def ordinary_user():
-    """Takes away this thread's capabilities 1 and 2 (capabilities(7)): without them root, too, is
-    refused what the modes of files and folders forbid."""
-    libc, header = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0)
-    rights = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; again for 32 and up
-    assert libc.capget(header, rights) == 0
-    effective = rights[0]
-    rights[0] &= ~0b110
-    assert libc.capset(header, rights) == 0
-    yield
-    rights[0] = effective
-    assert libc.capset(header, rights) == 0
-
-
-def run_here(program, argv, monkeypatch):
-    """The program's main() in this process: its exit code."""
-
-    def leave(shutdown, code, line):
-        print(f"{shutdown.program}: {line}", file=sys.stderr)
-        sys.exit(code)
-
-    monkeypatch.setattr(launch.Shutdown, "leave", leave)
-    monkeypatch.setattr(launch, "STOPS", set())
-    monkeypatch.setattr(os, "dup2", lambda *descriptors: None)
-    monkeypatch.setattr(sys, "stdout", sys.stdout)  # ranks above 0 replace it
-    monkeypatch.setattr(sys, "argv", [program.__name__, *argv])
-    try:
-        if program in (train, bench):
-            return program.main(argv)
-        return run_command(f"{program.__name__}.py", program.main)
-    except SystemExit as left:
-        return left.code
-
-
-@pytest.mark.parametrize(
-    "program, line, message", TABLE, ids=[f"{p.__name__} {line}"[:60] for p, line, _ in TABLE]
-)
-def test_wrong_input_is_refused_in_one_line(
-    program, line, message, inputs, ordinary_user, corpus_folder, tmp_path, monkeypatch, capsys
-):
-    """A word NAME=value sets a variable of the environment. This machine has no GPU."""
-    monkeypatch.chdir(tmp_path)
+def run_here(monkeypatch):
+    """run_here(program, argv): its exit code, in this process. This machine has no GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(launch, "has_native_bf16", lambda device: False)
-    monkeypatch.setattr(launch.shm, "machine_id", lambda: "")
+    monkeypatch.setattr(launch, "STOPS", set())
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(os, "dup2", lambda *descriptors: None)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # ranks above 0 replace it
+
+    def run(program, argv):
+        monkeypatch.setattr(sys, "argv", [f"{program}.py", *argv])
+        try:
+            PROGRAMS[program](argv)
+        except SystemExit as left:
+            return left.code
+
+    return run
+
+
+@pytest.mark.parametrize("line, message", TABLE, ids=[line[:60] for line, _ in TABLE])
+def test_wrong_input_is_refused_in_one_line(
+    line, message, inputs, run_here, corpus_folder, tmp_path, monkeypatch, capsys
+):
+    """A word NAME=value sets a variable of the environment."""
+    monkeypatch.chdir(tmp_path)
     line = line.replace("DIGITS", "9" * 400).replace("NAME", "n" * 300)
-    argv = [re.sub("^IN", str(inputs), word) for word in line.split()]
+    program, *argv = [re.sub("^IN", str(inputs), word) for word in line.split()]
     while argv and argv[0][0].isupper():
         monkeypatch.setenv(*argv.pop(0).split("="))
-    if program is train:  # would end soon if it was not refused
+    if program == "train":  # would end soon if it was not refused
         argv = [*flags(max_steps=1, data=corpus_folder), *argv]
-    if program is bench:
-        argv = [*"--device cpu --parts step --repeats 1 --n_layer 1".split(), *argv]
-    assert run_here(program, argv, monkeypatch) == 2
+    assert run_here(program, argv) == 2
     written = capsys.readouterr()
     (error,) = written.err.splitlines()
-    assert error.startswith(f"{program.__name__}.py: error: ") and message in error
+    assert error.startswith(f"{program}.py: error: ") and message in error
     assert len(error) < 600 and written.out == "" and not list(tmp_path.iterdir())
 
 
@@ -208,11 +155,9 @@ def differ_in_lr(argv, rank, *more):
 @pytest.mark.parametrize(
     "function, argv, message",
     [
-        (ranks._command, ["--shards", "3"], "--shards 3"),
         (ranks._command, ["--out_dir", "/dev/null/run"], "/dev/null/run"),  # only rank 0 notices it
         (ranks._command, ["--data", "\udcff"], "--data"),
         (differ_in_lr, [], "the ranks differ"),
-        (ranks.run_bench, ["--json", "/dev/null/rows.json"], "/dev/null"),
     ],
 )
 def test_every_rank_exits_with_2_after_one_line(function, argv, message, tmp_path, corpus_folder):
@@ -224,37 +169,24 @@ def test_every_rank_exits_with_2_after_one_line(function, argv, message, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_programs_end_with_the_right_code_and_one_line_or_none(corpus_folder, inputs, tmp_path):
-    """Real processes, side by side: standard output that is full, closed, or a closed pipe (a quiet
-    end, as with `| head -1`), and wrong input under torchrun."""
-    run = ["train.py", *flags(data=corpus_folder, max_steps=10**6)]
-    torchrun = "-m torch.distributed.run --standalone --nproc_per_node 1".split()
-    commands = [  # standard output, or the launcher; command; exit code; the line
-        ("full", [*run, "--out_dir", tmp_path / "full"], 2, "No space left"),
-        ("pipe", [*run, "--out_dir", tmp_path / "pipe"], 141, ""),
-        ("pipe", ["data.py", "--input", inputs / "text.txt", "--out", tmp_path / "new"], 141, ""),
-        ("closed", [*run, "--out_dir", tmp_path / "closed", "--max_steps", "2"], 0, ""),
-        ("torchrun", [*torchrun, "bench.py", "--parts", "no"], 1, "bench.py: error: --parts no"),
+def test_full_and_closed_output_and_torchrun_give_one_line_or_none(corpus_folder, tmp_path):
+    train = f"{sys.executable} train.py --dry_run --device cpu --data {corpus_folder}"
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2"
+    cases = [  # shell line; exit code; the line of error
+        (f"{train} > /dev/full", 2, "No space left"),
+        (f"{train} | true", 141, ""),  # a quiet end, as with `| head -1`
+        (f"{sys.executable} data.py --input README.md --out {tmp_path}/new | true", 141, ""),
+        (f"{train} >&-", 0, ""),
+        (f"{torchrun} train.py --method adam", 1, "--method"),  # and torchrun's report
     ]
-    reader, pipe = os.pipe()
-    os.close(reader)
-    shell = {"closed": '"$@" >&-'}
-    outputs = {"full": os.open("/dev/full", os.O_WRONLY), "pipe": pipe}
-    started = [
-        subprocess.Popen(
-            ["bash", "-c", shell.get(kind, '"$@"'), "-", sys.executable, *command],
-            cwd=ROOT, stdout=outputs.get(kind), stderr=subprocess.PIPE, text=True,
-        )
-        for kind, command, *_ in commands
-    ]  # fmt: skip
-    for process, (kind, command, code, message) in zip(started, commands):
-        _, errors = process.communicate(timeout=90)
-        assert process.returncode == code, (kind, command, process.returncode, errors)
-        lines = errors.splitlines()
-        if kind == "torchrun":  # its report, too
-            assert "exitcode  : 2" in errors and 'bench.py", line' not in errors
-            lines = [line for line in lines if "bench.py: error" in line]
-        assert len(lines) == bool(message) and message in errors, (command, errors)
+    shell, options = ["bash", "-o", "pipefail", "-c"], dict(stderr=subprocess.PIPE, text=True)
+    started = [subprocess.Popen([*shell, line], cwd=ROOT, **options) for line, *_ in cases]
+    for process, (line, code, message) in zip(started, cases):
+        errors = process.communicate(timeout=90)[1]
+        lines = [error for error in errors.splitlines() if ".py: error: " in error]
+        assert process.returncode == code and len(lines) == bool(message), (line, errors)
+        assert message in "".join(lines) and 'train.py", line' not in errors
+        assert message or not errors
 
 
 def test_help_lists_every_flag_with_its_default(capsys):
@@ -266,10 +198,17 @@ def test_help_lists_every_flag_with_its_default(capsys):
     for f in (f for config in configs for f in dataclasses.fields(config)):
         assert f"--{f.name}" in text, f.name
         assert isinstance(f.default, (bool, str)) or f"{f.default}" in text, f.name
-    assert "slowmo: 0.5, diloco: 0.8, " in text  # methods differ
+    assert "diloco: 0.8, edit: 0.8, " in text and "slowmo: 0.5, " in text  # methods differ
 
 
-def test_run_leaves_a_record_and_a_model(tmp_path, corpus_folder, monkeypatch, capsys):
+def test_presets_set_what_is_not_given():
+    argv = "--model 124m --n_layer 3 --lr 0.5 --tau 9".split()
+    config, given = parse(argv, train.METHODS, simulate.Config)
+    assert (config.n_layer, config.n_embd, config.lr, config.tau) == (3, 768, 0.5, 9)
+    assert given == dict(model="124m", n_layer=3, lr=0.5, tau=9)
+
+
+def test_run_leaves_a_record_and_a_model(tmp_path, corpus_folder, run_here, capsys):
     argv = flags(data=corpus_folder, out_dir=tmp_path / "run", max_steps=7, tau=2)
     argv += "--sync_warmup_steps 1 --log_interval 3 --eval_interval 3 --method edit".split()
     run = Launch(1, tmp_path, *argv)
@@ -294,5 +233,5 @@ def test_run_leaves_a_record_and_a_model(tmp_path, corpus_folder, monkeypatch, c
     printed = "\n".join(run.lines("out"))
     assert "sync 0003 | tau 2 |" in printed and "sample  def " in printed
     argv = ["--model", str(tmp_path / "run" / "model.pt"), "--tokens", "3", "--prompt", "abc"]
-    assert run_here(sample, argv, monkeypatch) is None
+    assert run_here("sample", argv) is None
     assert capsys.readouterr().out.startswith("abc")

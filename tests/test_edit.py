@@ -1,21 +1,23 @@
-"""The penalty: its equations, sick replicas, rollback; what a sync sends, reads and allocates."""
+"""The penalty: its equations, rollback; what a sync sends, reads and allocates, and in which order.
+Sick replicas are in test_methods.py."""
 
+import functools
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from edit import EDiT, PenaltyConfig, anomaly_limits, clip_factor, is_anomaly
-from edit import outer_nesterov, replica_weights, update_statistics
-from mesh import Handle, Mesh
-from model import ModelConfig
-from ranks import run_training
-from reference import all_flags, assert_matches, simulate
-from shard import ShardedModel
+from edit import PenaltyConfig, anomaly_limits, clip_factor, is_anomaly
+from edit import replica_weights, update_statistics
+from mesh import Mesh
+from ranks import method_alone, run_training
+from reference import Sick
 
 ROUNDS = dict(method="edit", tau=3, sync_warmup_steps=2, max_steps=14)  # four rounds
+FRAGMENTS = dict(method="streaming_edit", tau=8, sync_warmup_steps=3, fragments=2, delay=3)
 L = 4  # layers of the tiny model: embedding, 2 blocks, head
 
 
@@ -30,22 +32,6 @@ def test_weights_and_clip_factor_worked_out_by_hand():
     assert replica_weights(norms, norms != 0).tolist() == [[0.0]] * 4
     assert clip_factor(torch.tensor(5.0), 10.0) == 1
     assert clip_factor(torch.tensor(20.0), 10.0) * 20 == pytest.approx(10)
-
-
-def test_outer_nesterov_equals_torch_sgd_and_changes_no_bit_without_a_replica_left():
-    torch.manual_seed(0)
-    anchor, momentum = torch.randn(7).double(), torch.zeros(7).double()
-    theirs = torch.nn.Parameter(anchor.clone())
-    sgd = torch.optim.SGD([theirs], lr=0.8, momentum=0.85, nesterov=True)
-    one, zero = torch.ones(()).double(), torch.zeros(()).double()
-    for _ in range(4):
-        theirs.grad = torch.randn(7).double()
-        outer_nesterov(anchor, momentum, theirs.grad.clone(), 0.8, 0.85, one)
-        sgd.step()
-    torch.testing.assert_close(anchor, theirs.detach(), rtol=1e-14, atol=1e-14)
-    before = anchor.clone(), momentum.clone()
-    outer_nesterov(anchor, momentum, torch.zeros(7).double(), 0.8, 0.85, zero)
-    assert torch.equal(anchor, before[0]) and torch.equal(momentum, before[1])
 
 
 def feed(norms, statistics=None, **flags):
@@ -83,79 +69,14 @@ def test_warmup_flags_only_non_finite_norms_and_takes_at_least_two():
     assert feed([1.0, 5.0, 100.0], anomaly_warmup_rounds=0)[0] == [False, False, True]
 
 
-class Sick:
-    """After each inner step in `steps` (counted from 0), spoil the parameters of `replicas`, in a
-    training (as its tamper) or in the reference. what: "nan" or "inf" in one element of the last
-    layer, "all nan", "all inf", or "spike": 100 times the distance to the anchor."""
-
-    def __init__(self, what, replicas, *steps):
-        self.what, self.replicas, self.steps = what, replicas, steps
-
-    def value(self, x, anchor):
-        return anchor + 100 * (x - anchor) if self.what == "spike" else x + float(self.what[4:])
-
-    def __call__(self, method, model, mesh):
-        after_step = method.after_step
-
-        def spoil_and_end_step(lr):
-            if method.steps in self.steps and mesh.replica in self.replicas:
-                if self.what in ("nan", "inf"):
-                    if mesh.shard_index == 0:
-                        model.masters[-1][0] = float(self.what)
-                else:
-                    model.master.copy_(self.value(model.master, method.anchor))
-            after_step(lr)
-
-        method.after_step = spoil_and_end_step
-
-    def spoil(self, step, replicas, anchor):
-        for i in self.replicas if step in self.steps else []:
-            x = replicas[i].x
-            if self.what in ("nan", "inf"):
-                x[replicas[i].layers[-1].start] = float(self.what)
-            else:
-                x.copy_(self.value(x, anchor))
-
-
-SICK = {  # replicas, shards, what happens after which step, flags, layers dropped at each sync
-    "nan": (2, 2, Sick("nan", [1], 10), {}, [[0, 0], [0, 0], [0, 1], [0, 0]]),
-    "inf": (2, 1, Sick("inf", [0], 10), {}, [[0, 0], [0, 0], [1, 0], [0, 0]]),
-    "spike": (2, 2, Sick("spike", [1], 10), {}, [[0, 0], [0, 0], [0, L], [0, 0]]),
-    # the replica's own gradients are NaN in one step, and AdamW's moments must stay finite
-    "mid round": (2, 2, Sick("nan", [0], 6), {}, [[0, 0], [1, 0], [0, 0], [0, 0]]),
-    # Training goes on while a layer of a replica is left, or if fewer than three rounds in a row
-    # are rolled back.
-    "one of three": (3, 1, Sick("all nan", [1], 4, 7, 10), {}, [[0, L, 0]] * 3 + [[0, 0, 0]]),
-    "rollback": (2, 2, Sick("all nan", [0, 1], 4, 7, 13), {}, [[L, L], [L, L], [0, 0], [L, L]]),
-    "one layer": (2, 1, Sick("nan", [0, 1], 4, 7, 10), {}, [[1, 1]] * 3 + [[0, 0]]),
-    "off": (2, 1, Sick("nan", [1], 4, 10), {"anomaly_elimination": False}, [[0, 1], [0, 0]] * 2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", SICK)
-def test_sick_replica_is_left_out_and_the_others_equal_the_reference(case, corpus, corpus_folder):
-    replicas, shards, sick, more, dropped = SICK[case]
-    options = ROUNDS | dict(shards=shards, anomaly_warmup_rounds=2, anomaly_threshold=15.0) | more
-    run = run_training(replicas * shards, corpus_folder, tamper=sick, **options)
-    expected = simulate(all_flags(**options), replicas, shards, corpus, tamper=sick.spoil)
-    assert_matches(run, expected)
-    assert [row["dropped"] for row in run.rows("sync")] == dropped
-    for i in range(replicas):
-        left_out = any(row[i] for row in dropped)
-        assert (f"left out replica {i} in " in run.printed) == left_out
-    assert all(value.isfinite().all() for value in run.model.values())
-    assert all(rank["exp_avg"].isfinite().all() for rank in run.ranks)
-    # one sick step; a sick sync does not reach the next step's loss
-    sick_steps = [step for step, loss in enumerate(run.losses) if loss is None]
-    assert sick_steps == ([7] if case == "mid round" else [])
-
-
-@pytest.mark.parametrize("max_steps", [20, 11])
-def test_three_rounds_rolled_back_in_a_row_end_the_training(max_steps, corpus_folder):
-    """At the end of the next round or, if there is none, at the end of the training."""
-    lost = Sick("all nan", [0, 1], 4, 7, 10)
+@pytest.mark.parametrize("options", [
+    # at the end of the next round or, if there is none, at the end of the training
+    ROUNDS | dict(max_steps=20), ROUNDS | dict(max_steps=11), FRAGMENTS | dict(max_steps=60),
+])  # fmt: skip
+def test_three_rounds_rolled_back_in_a_row_end_the_training(options, corpus_folder):
+    steps = [4, 7, 10] if options["method"] == "edit" else range(3, 60)
     with pytest.raises(AssertionError, match="UserError: all replicas were left out of the last 3"):
-        run_training(2, corpus_folder, tamper=lost, **ROUNDS | dict(max_steps=max_steps))
+        run_training(2, corpus_folder, Sick(math.nan, [0, 1], *steps), **options)
 
 
 class LargestNew(TorchDispatchMode):
@@ -172,79 +93,80 @@ class LargestNew(TorchDispatchMode):
         return out
 
 
-def edit_before_a_sync(device, **flags):
-    """EDiT on one rank at the end of a round of two steps."""
-    model = ShardedModel(ModelConfig(2, 1, 6, 8, 20), Mesh(1, torch.device(device)))
-    method = EDiT(model, model.mesh, EDiT.Config(sync_warmup_steps=0, **flags), max_steps=10)
-    method.before_step()
-    method.local_steps, method.loss_sum = 2, torch.zeros((), device=device)
-    return method
+def on_meta(replicas=1, **options):
+    """A method on the meta device, which has no data, so every way to read it on the host raises an
+    error; one of so many replicas. Returns it and [what it sends or waits for, ...]."""
+    mesh, events = Mesh(1, torch.device("meta")), []
+    mesh.replicas = mesh.sync.size = replicas
+
+    def issue(group, operation, *_, **__):
+        name = f"{group.name} {operation}"
+        events.append(f"{name} {sum(event.startswith(name) for event in events)}")
+        return SimpleNamespace(wait=functools.partial(events.append, f"wait: {events[-1]}"))
+
+    mesh._issue = issue
+    return method_alone(mesh, **options), events
 
 
 @pytest.mark.parametrize("elimination", [True, False])
 def test_sync_reads_nothing_on_the_host_and_allocates_only_scalars(elimination):
-    """On the meta device there is no data, so every way to read it on the host raises an error. The
-    collectives are those that edit.py promises."""
-    method, calls = edit_before_a_sync("meta", anomaly_elimination=elimination), Counter()
-    note = lambda group, operation, *_: calls.update([f"{group.name} {operation}"]) or Handle()
-    method.mesh._issue = note
+    """The collectives are those that edit.py promises."""
+    method, events = on_meta(method="edit", anomaly_elimination=elimination)
     with LargestNew(method.model.master, method.anchor, method.momentum) as largest:
-        method.end_round()
-        assert method.in_flight
+        method._end_round()
+        assert method.model.pre_layer_hook
         method.drain()
-    assert method.rounds == 1 and not method.in_flight and len(method.clips) == L
+    assert method.rounds == 1 and not method.model.pre_layer_hook and len(method.clips) == L
     assert 0 < largest.elements <= 3 * L  # d_i lives in the storage of x_i
     # pseudo-gradients, and rows with norms and limits; norms, and norms for the clip
     expected = {"sync all-reduce": L, "sync all-gather": 1}
-    assert calls == expected | {"shard all-reduce": 1, "shard all-gather": L}
+    expected |= {"shard all-reduce": 1, "shard all-gather": L}
+    assert Counter(event[:-2] for event in events if "wait" not in event) == expected
     # L numbers are read later, of a sync that has long finished; the test would notice more.
     method.local_steps, x = 2, torch.zeros(2, device="meta")
+    method.record.loss_sum = x[0]
     for read in (
-        method.end_round, x[0].item, lambda: bool(x[0]), x.tolist, x.numpy,
+        method._end_round, x[0].item, lambda: bool(x[0]), x.tolist, x.numpy,
         lambda: x.to("cpu"), lambda: torch.zeros(2).copy_(x),
     ):  # fmt: skip
         with pytest.raises((RuntimeError, NotImplementedError, TypeError), match="meta"):
             read()
 
 
+@pytest.mark.parametrize("elimination, quantize", [(True, "e3m0"), (False, "none")])
+def test_fragment_reads_nothing_on_the_host(elimination, quantize):
+    flags = dict(anomaly_elimination=elimination, quantize=quantize, tau=4, fragments=2)
+    method, _ = on_meta(4, method="streaming_edit", **flags)
+    for p in range(2):
+        method.send(p)
+        method.mean.halfway()
+        method.land()
+    assert len(method.landings) == 2
+
+
 def test_sync_of_offloaded_vectors_writes_their_new_values_back(monkeypatch):
     """On a GPU, to() copies what --offload keeps on the host."""
     results = []
     for _ in range(2):
-        method = edit_before_a_sync("cpu")
+        method = method_alone(method="edit")
         vectors = method.model.master, method.anchor, method.momentum
         vectors[0].mul_(0.9)
-        method.end_round()
+        method._end_round()
         method.drain()
         results.append([vector.clone() for vector in vectors])
         monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **more: x.clone())
     assert results[0][2].norm() > 0 and all(map(torch.equal, *results))
 
 
-def test_all_layers_are_sent_before_the_first_wait_and_arrive_in_the_forward(corpus_folder):
+def test_all_layers_are_sent_before_the_first_wait_and_arrive_in_the_forward():
     """Each layer is waited for only when the forward has computed the layers before it."""
-    run = run_training(2, corpus_folder, tamper=watch_order, **ROUNDS | {"max_steps": 6})
-    for rank in run.ranks:
-        expected = [f"send {l}" for l in range(L)]
-        for l in range(L):
-            expected += [f"wait {l}", f"compute {l}"]
-        assert rank["watched"][: len(expected)] == expected
-
-
-def watch_order(method, model, mesh):
-    all_reduce, events = mesh.all_reduce, []
-
-    def watched_all_reduce(x, group):
-        handle = all_reduce(x, group)
-        layers = [l for l, master in enumerate(model.masters) if x is master]
-        if group is mesh.sync and layers:
-            events.append(f"send {layers[0]}")
-            wait = handle.wait
-            handle.wait = lambda: (events.append(f"wait {layers[0]}"), wait())
-        return handle
-
-    for l, layer in enumerate(model.layers):
-        note = lambda *_, l=l: events.append(f"compute {l}") if events else None
-        layer.register_forward_pre_hook(note)
-    mesh.all_reduce = watched_all_reduce
-    return events
+    method, events = on_meta(method="edit")
+    for l, layer in enumerate(method.model.layers):
+        layer.register_forward_pre_hook(lambda *_, l=l: events.append(f"compute {l}"))
+    method._end_round()
+    tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    method.model.forward(tokens, tokens)
+    expected = [f"sync all-reduce {l}" for l in range(L)]
+    for l in range(L):
+        expected += [f"wait: sync all-reduce {l}", f"compute {l}"]
+    assert [each for each in events if "sync all-reduce" in each or "compute" in each] == expected

@@ -1,155 +1,140 @@
-"""lab.py and plot.py: interrupted experiments; figures and tables say what the JSON says."""
+"""The laboratory: interrupted experiments; figures and tables say what the JSON says."""
 
+import fcntl
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-import lab
-import plot
-from plumbing import runs
-from plumbing.config import UserError
-from plumbing.rows import over, table, times_and_losses
-from plumbing.runs import EXPERIMENTS
+import lab.__main__ as lab
+from lab import plot, rows, runs
+from plumbing.checkpoint import list_checkpoints
+from plumbing.config import UserError, run_command
+from ranks import ROOT, context
 
-HERE = Path(__file__).parent.parent
-RESULTS = sorted((HERE / "results").glob("*.json"))
-SMALL = """
-import sys
-from pathlib import Path
-import lab
-import plumbing.runs
-
-plumbing.runs.RUNS = Path(sys.argv[1], "runs")
-plumbing.runs.RESULTS = lab.RESULTS = Path(sys.argv[1], "results")
-SMALL = {"max_steps": 400, "eval_interval": 200, "eval_batches": 1, "checkpoint_interval": 2}
-SMALL |= {"n_layer": 1, "n_embd": 16, "block_size": 8, "log_interval": 2}
+RESULTS = sorted(ROOT.glob("lab/results/*.json"))
+SHORT = dict(max_steps=300, sync_warmup_steps=150, eval_interval=75, checkpoint_interval=4)
+SHORT |= dict(eval_batches=1, n_layer=1, n_embd=16, block_size=8, log_interval=2)
 
 
-def seeds_of_minibatch(seed, quick):
-    return [lab.training("minibatch", seed, stages=((1, None),), **SMALL)]
+@runs.Experiment(("val_loss",))
+def small(seed, quick):
+    return [lab.training("minibatch", seed, stages=((1, 40), (2, None)), **SHORT)]
 
 
-lab.Experiment(("val_loss",))(seeds_of_minibatch)
-sys.argv[1:] = ["seeds_of_minibatch", "--seeds", "1", "2"]
-lab.main()
-"""
-
-
-def events(path) -> list:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path):
-    command, environment = [sys.executable, "-c", SMALL, str(tmp_path)], os.environ
-    first = subprocess.Popen(command, cwd=HERE, env=environment, start_new_session=True)
-    deadline = time.time() + 60
-    while not list(tmp_path.glob("runs/*/checkpoint-*")) and time.time() < deadline:
+def started(folder, found, torchrun=runs.TORCHRUN):
+    """A process with `python -m lab small --seeds 1` that has got as far as these files."""
+    process = context.Process(target=_command, args=(folder, torchrun))
+    process.start()
+    while not list(folder.glob(found)):
+        assert process.exitcode is None
         time.sleep(0.02)
-    os.killpg(first.pid, signal.SIGKILL)  # the ranks, too
-    first.wait()
-    (record,) = tmp_path.glob("runs/*/metrics.jsonl")
-    assert events(record)[-1]["event"] != "end"
-    again = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
-    assert again.returncode == 0 and "2 runs, 2 to do" in again.stdout, again.stderr
-    assert [row["event"] for row in events(record)].count("resume") == 1
-    steps = [row["step"] for row in events(record) if row["event"] == "step"]
-    assert steps == [1, *range(2, 401, 2)]
-    rows = json.loads(Path(tmp_path, "results/seeds_of_minibatch.json").read_text())
-    assert [row["seed"] for row in rows] == [1, 2]
-    assert rows[0]["val_loss"] == events(record)[-1]["val_loss"] and rows[0]["warmup_steps"] == 128
-    assert list(tmp_path.glob("runs/*/checkpoint-*")) == []
-    third = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
-    assert "2 runs, 0 to do" in third.stdout
+    return process
+
+
+def _command(folder, torchrun):
+    sys.stderr, sys.argv = open(folder / "err", "w"), "lab small --seeds 1".split()
+    runs.RUNS, runs.TORCHRUN = folder, torchrun
+    run_command("lab", runs.main)
+
+
+def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path, monkeypatch, capsys):
+    started(tmp_path, "*/checkpoint-*").kill()
+    monkeypatch.setattr(runs, "RUNS", tmp_path)
+    monkeypatch.setattr(runs, "RESULTS", tmp_path)
+    (run,) = runs.EXPERIMENTS["small"].all_runs([1], False)
+    folder = os.open(run.folder, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)  # until the ranks have ended, too
+    os.close(folder)
+    assert not run.finished()
+    runs.run_experiment("small", [1], False)
+    events = [json.loads(line) for line in open(run.folder / "metrics.jsonl")]
+    # The kill, and the stop of one rank at step 40. Two ranks go on.
+    resumed = [row for row in events if row["event"] == "resume"]
+    assert [row["world_size"] for row in resumed] == [1, 2] and 40 <= resumed[1]["step"] < 150
+    assert [row["step"] for row in events if row["event"] == "step"] == [1, *range(2, 301, 2)]
+    assert list_checkpoints(run.folder) == []
+    (row,) = json.loads((tmp_path / "small.json").read_text())
+    assert row["seed"] == 1 and row["val_loss"] == events[-1]["val_loss"]
+    assert [line.split("#")[1:] for line in row["command"].splitlines()] == [[" until step 40"], []]
+    _, warm, _, end = [row for row in events if row["event"] == "eval"]
+    seconds, tokens = end["train_s"] - warm["train_s"], end["tokens"] - warm["tokens"]
+    assert row["tokens_per_s"] == tokens / seconds
+    assert row["local_bytes"] == end["sync_bytes"] - warm["sync_bytes"] < row["sync_bytes"]
+    runs.run_experiment("small", [1], False)
+    counts = [line for line in capsys.readouterr().out.splitlines() if "to do" in line]
+    assert counts == ["1 runs, 1 to do", "1 runs, 0 to do"]
+
+
+def test_stopped_or_failed_run_ends_the_experiment_with_one_line(tmp_path):
+    sleep = "import sys, time; open(sys.argv[-1] + '/began', 'w'); time.sleep(60)"
+    stopped = started(tmp_path, "*/began", [sys.executable, "-c", sleep])
+    stopped.terminate()
+    stopped.join(20)
+    error = "lab: error: interrupted; the same command goes on from here\n"
+    assert (stopped.exitcode, (tmp_path / "err").read_text()) == (2, error)
+    failed = started(tmp_path, "err", ["false"])
+    failed.join(20)
+    assert failed.exitcode == 2
+    assert "lab: error: a run failed, see" in (tmp_path / "err").read_text()
 
 
 def test_runs_that_do_not_depend_on_the_seed_are_made_once():
-    of = lambda name, *seeds: EXPERIMENTS[name].all_runs(seeds, False)
+    of = lambda name, *seeds: runs.EXPERIMENTS[name].all_runs(seeds, False)
     assert of("tune", 1, 2, 3) == of("tune", 1) and len(of("tune", 1)) == 27
     seeds = [run.columns["seed"] for run in of("link", 1, 2)]
     assert [seeds.count(seed) for seed in (1, 2, None)] == [9, 9, 18]
 
 
 def test_quick_has_short_runs_of_one_seed(monkeypatch):
-    seen = []
-    monkeypatch.setattr(runs, "run_experiment", lambda *args: seen.append((args, dict(lab.BASE))))
-    monkeypatch.setattr(sys, "argv", "lab.py quality --quick --seeds 4 5".split())
-    full = dict(lab.BASE)
-    try:
-        lab.main()
-    finally:
-        lab.BASE.clear()
-        lab.BASE.update(full)
-    ((name, seeds, quick, jobs), base), = seen
-    assert (name, seeds, quick, jobs) == ("quality", [4], True, 1)
-    assert base == full | runs.QUICK
-
-
-class Axes:
-    """Records what a figure would show."""
-
-    def __init__(self):
-        self.lines = []
-
-    def plot(self, x, y, **style):
-        self.lines.append((style["label"], list(x), list(y)))
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
+    seen, full = [], dict(runs.BASE)
+    monkeypatch.setattr(runs, "BASE", dict(full))
+    monkeypatch.setattr(runs, "run_experiment", lambda *args: seen.append(args))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", "lab quality --quick --seeds 4 5".split())
+    runs.main()
+    assert seen == [("quality", [4], True)] and runs.BASE == full | runs.QUICK
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_figure_and_table_say_what_the_json_says(path):
-    rows, experiment = json.loads(path.read_text()), EXPERIMENTS[path.stem]
-    made_by = {line for row in rows for line in row.get("command", "").splitlines()}
-    commands = [run.commands() for run in experiment.all_runs([1, 2, 3], False)]
-    assert made_by == {line for lines in commands for line in lines}
-    printed = table(experiment.summary(rows), experiment.columns)
-    assert printed in Path(HERE, "RESULTS.md").read_text()
-    panels_lines = [plot.lines_of(rows, panel) for panel in experiment.panels]
+    found, experiment = json.loads(path.read_text()), runs.EXPERIMENTS[path.stem]
+    made_by = {line for row in found for line in row.get("command", "").splitlines()}
+    made = experiment.all_runs([1, 2, 3], False)
+    assert made_by == {run.command(*stage) for run in made for stage in run.stages}
+    printed = rows.table(experiment.summary(found), experiment.columns)
+    assert printed in (ROOT / "RESULTS.md").read_text()
+    panels_lines = [plot.lines_of(found, panel) for panel in experiment.panels]
     if panels_lines:  # the committed picture
         svg = path.with_suffix(".svg").read_text()
-        assert plot.checksum(panels_lines) in svg
         labels = [style["label"] for style in plot.styles_of(panels_lines).values()]
-        assert [label for label in labels if f">{label}<" not in svg] == []
-    for panel in experiment.panels:
-        axes = Axes()
-        lines = plot.lines_of(rows, panel)
-        plot.draw_panel(axes, panel, lines, plot.styles_of([lines]))
-        shown = [row for row in rows if panel.where.items() <= row.items()]
-        in_list = lambda value: value if isinstance(value, list) else [value]
-        inside = lambda x: panel.xlim[0] <= x <= panel.xlim[1]
-        for label, xs, ys in axes.lines:
-            assert xs and all(map(inside, xs)), label
-            values = [y for row in shown for y in in_list(row[panel.y])]
-            assert min(values) <= min(ys) and max(ys) <= max(values), label
-        # A point of one seed is a figure of the JSON itself.
-        one_seed = len({row.get("seed") for row in shown}) == 1
-        for row in [row for row in shown if one_seed and inside(row[panel.x])]:
-            name = plot.METHODS[row["method"]][0]
-            points = [zip(x, y) for label, x, y in axes.lines if name in label.split(" = ")]
-            assert (row[panel.x], row[panel.y]) in [point for line in points for point in line]
+        assert plot.checksum(panels_lines) in svg and all(f">{label}<" in svg for label in labels)
 
 
 def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
-    rows = [
+    found = [
         {"method": "edit", "variant": "", "tau": tau, "seed": seed, "x": tau, "val_loss": loss}
         for tau, seed, loss in [(16, 1, 2.0), (4, 1, 1.0), (16, 2, 4.0), (4, 2, 1.5)]
     ]
-    lines = plot.lines_of(rows, plot.Panel("x", "val_loss", ""))
+    panel, shown = plot.Panel("x", "val_loss", ""), []
+    lines = plot.lines_of(found, panel)
     assert lines == {("edit", ""): [(4.0, 1.25, 1.0, 1.5), (16.0, 3.0, 2.0, 4.0)]}
-    assert plot.lines_of(rows, plot.Panel("x", "val_loss", "", xlim=(5, 9))) == {}
-    curve = lambda row: {"x": [1, 2], "val_loss": [row["seed"], 2.0]}
-    curves = [row | curve(row) for row in rows if row["tau"] == 4]
-    lines = plot.lines_of(curves, plot.Panel("x", "val_loss", ""))
-    assert lines == {("edit", ""): [(1.0, 1.5, 1, 2), (2.0, 2.0, 2.0, 2.0)]}
-    rows += [row | {"method": "averaging"} for row in rows[:1]]  # a method of the reader's own
-    assert table(rows, ("val_loss",)).splitlines()[2:] == [
+    show = lambda *args, **style: shown.append((style.get("label"), *args))
+    axes = SimpleNamespace(plot=show, vlines=show, set=lambda **_: 0, grid=lambda **_: 0)
+    plot.draw_panel(axes, panel, lines, plot.styles_of([lines]))
+    assert shown == [
+        ("EDiT", (4.0, 16.0), (1.25, 3.0)), (None, (4.0, 16.0), (1.0, 2.0), (1.5, 4.0)),
+    ]  # fmt: skip
+    assert plot.lines_of(found, plot.Panel("x", "val_loss", "", xlim=(5, 9))) == {}
+    assert plot.lines_of(found, plot.Panel("x", "val_loss", "", where={"tau": 5})) == {}
+    curves = [row | {"x": [1, 2], "val_loss": [row["seed"], 2.0]} for row in found[1::2]]
+    assert plot.lines_of(curves, panel) == {("edit", ""): [(1, 1.5, 1, 2), (2, 2.0, 2.0, 2.0)]}
+    found += [row | {"method": "averaging"} for row in found[:1]]  # a method of the reader's own
+    assert rows.table(found, ("val_loss",)).splitlines()[2:] == [
         "| EDiT | 16 | 3.0000 (2.0000 .. 4.0000) |", "| EDiT | 4 | 1.2500 (1.0000 .. 1.5000) |",
         "| averaging | 16 | 2.0000 |",
     ]  # fmt: skip
@@ -157,25 +142,24 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
 
 def test_short_runs_give_the_times_and_full_runs_the_losses():
     full = dict(method="edit", variant="", tau=16, seed=1, val_loss=2.0, command="full")
-    full["warmup_steps"] = 100
-    full |= dict(step_curve=[100, 420], tokens_curve=[100 * 2048, 420 * 2048])
+    full |= dict(warmup_steps=100, step_curve=[100, 420], tokens_curve=[100 * 2048, 420 * 2048])
     short = full | dict(seed=None, val_loss=9.0, link_mbps=10, command="short")
     short["step_ms_curve"] = [100, 200, 900]
     other = full | {"method": "a_edit"}  # has no short run
     joined = dict(link_mbps=10, step_ms=200, tokens_per_s=10240, seconds_curve=[0, 64], local_s=64)
     expected = [other, full | joined | {"command": "full\nshort"}]
-    assert times_and_losses([full, short, other]) == expected
+    assert rows.times_and_losses([full, short, other]) == expected
 
 
 def test_losses_over_those_of_the_base():
     losses = {("diloco", 1): 2.0, ("edit", 1): 3.0, ("diloco", 2): 4.0, ("edit", 2): 5.0}
-    rows = [
+    found = [
         dict(method=method, seed=seed, val_loss=loss, val_loss_curve=[8.0, loss])
         for (method, seed), loss in losses.items()
     ]
-    rows = over("more", method="diloco")(rows)
-    assert [row["more"] for row in rows] == [0, 0.5, 0, 0.25]
-    assert rows[1]["more_curve"] == [0, 0.5]
+    found = rows.over("more", method="diloco")(found)
+    assert [row["more_curve"] for row in found] == [[0, 0], [0, 0.5], [0, 0], [0, 0.25]]
+    assert [row["more"] for row in found] == [0, 0.5, 0, 0.25]
 
 
 def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
@@ -184,20 +168,21 @@ def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
         plot.draw([], [], tmp_path / "x.svg")
 
 
-def test_plot_draws_records_of_runs(monkeypatch, tmp_path, capsys):
+def test_plot_draws_records_of_runs(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
-    for name, method, first in ("a", "edit", 2.5), ("b", "edit", 3.5), ("c", "diloco", 3.0):
-        evals = [dict(event="eval", step=step, tokens=9 * step, train_s=step / 2, sync_bytes=step,
-                      val_loss=first / step) for step in (1, 2)]  # fmt: skip
+    for k, (name, method) in enumerate((("a", "edit"), ("b", "edit"), ("c", "diloco"))):
+        config = json.dumps({"event": "config", "method": method})
         (tmp_path / name).mkdir()
-        lines = [json.dumps(row) for row in [dict(event="config", method=method), *evals]]
-        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
-    folders = [str(tmp_path / name) for name in "abc"]
-    out = tmp_path / "x.svg"
+        (tmp_path / name / "metrics.jsonl").write_text(
+            config + "\n" + json.dumps({"event": "eval"} | dict.fromkeys(rows.CURVES, k))
+        )
+    folders, out = [str(tmp_path / name) for name in "abc"], tmp_path / "x.svg"
     monkeypatch.setattr(sys, "argv", ["plot.py", *folders, "--out", str(out)])
     plot.main()
     texts = ["DiLoCo", *(f"EDiT, {folder}" for folder in folders[:2]), "tokens"]
     assert all(f">{text}<" in out.read_text() for text in texts)
-    (tmp_path / "c" / "metrics.jsonl").write_text(lines[0])
-    with pytest.raises(UserError, match="c: the run has no evaluation yet"):
-        plot.main()
+    wrong = {config: "c: the run has no evaluation yet", '{"event": "config"}': "not the record"}
+    for record, message in wrong.items():
+        (tmp_path / "c" / "metrics.jsonl").write_text(record)
+        with pytest.raises(UserError, match=message):
+            plot.main()

@@ -1,80 +1,100 @@
-"""Degeneracy: where two methods, or two meshes, must be the same, they are."""
+"""Degeneracy: where two methods must be the same, they are."""
 
 import pytest
 import torch
 
-from ranks import run_training, train_all
+from ranks import train_all
+from test_methods import FP32, RTOL
+from train import METHODS
 
-PLAIN = dict(anomaly_elimination=False, weighted_averaging=False, pseudo_grad_clipping=False)
-
-
-def test_minibatch_is_the_same_on_every_mesh_in_fp32(corpus_folder):
-    options = dict(method="minibatch", dtype="fp32", max_steps=15, lr=3e-3)
-    alone = run_training(1, corpus_folder, accum=4, **options)
-    cases = [(None, None, options | dict(shards=shards)) for shards in (1, 2, 4)]
-    for run in train_all(4, corpus_folder, *cases):
-        assert run.losses == pytest.approx(alone.losses, abs=1e-4)
-        ours, theirs = (each.rows("eval")[-1]["val_loss"] for each in (run, alone))
-        assert ours == pytest.approx(theirs, abs=1e-4)
-
-
-def test_edit_without_penalty_equals_diloco(corpus_folder):
-    options = dict(outer_lr=0.7, outer_momentum=0.9, shards=2, dtype="fp32")
-    options |= dict(tau=3, sync_warmup_steps=2, max_steps=13)  # four rounds
-    cases = dict(method="edit") | PLAIN, dict(method="diloco")
-    edit, diloco = train_all(4, corpus_folder, *((None, None, options | case) for case in cases))
-    assert edit.losses == pytest.approx(diloco.losses, abs=1e-5)
+LOCAL = dict(tau=3, sync_warmup_steps=2, max_steps=13, n_layer=1)  # four rounds
+OFF = dict(anomaly_elimination=False, weighted_averaging=False, pseudo_grad_clipping=False)
+PLAIN = dict(outer_lr=1.0, outer_momentum=0.0)
+BALL = dict(outer_lr=0.8, outer_momentum=0.6)
+CONSTANT = BALL | dict(min_lr_ratio=1.0)  # the inner rate, from the third step on
+FRAGMENTS = dict(tau=8, fragments=2, delay=3, alpha=0.5, max_steps=20)
+WHOLE = dict(fragments=1, delay=0, quantize="none")
+SGD = dict(sync_warmup_steps=0, tau=1, max_steps=6, grad_clip=0)
+CLOCKS = dict(tau_time_s=4.0, virtual_clock=True)
 
 
-def test_sgd_tau_1_and_plain_averaging_equal_minibatch(corpus_folder):
-    """x_i - lr g_i, averaged, is x - lr mean(g): with SGD inside, without clipping. SlowMo's outer
-    momentum is then SGD's, while the learning rate changes."""
-    options = dict(max_steps=6, grad_clip=0, n_layer=1)
-    local = options | dict(sync_warmup_steps=0, tau=1, outer_lr=1.0, outer_momentum=0.0)
-    plain, with_momentum, *averaged, slowmo = train_all(
-        2, corpus_folder,
-        (inner_sgd, None, options | dict(method="minibatch")),
-        (momentum_sgd, None, options | dict(method="minibatch")),
-        (inner_sgd, None, local | dict(method="diloco")),
-        (inner_sgd, None, local | dict(method="edit") | PLAIN),
-        (inner_sgd, None, local | dict(method="post_local_sgd")),
-        (inner_sgd, None, local | dict(method="slowmo", outer_momentum=0.6)),
-    )  # fmt: skip
-    for run, minibatch in (*((run, plain) for run in averaged), (slowmo, with_momentum)):
-        # The logged loss of a local step is replica 0's, that of the sync is all replicas'.
-        losses = [sum(row["loss"]) / 2 for row in run.rows("sync")]
-        assert losses == pytest.approx(minibatch.losses, rel=1e-10)
-        for name, value in minibatch.model.items():
-            torch.testing.assert_close(run.model[name], value, rtol=1e-8, atol=1e-10)
+def wait_at_once(method, model, mesh):
+    """CO2 with staleness 0."""
+    sync = method.sync
+    method.sync = lambda: sync() or method.finish()
 
 
-def inner_sgd(method, model, mesh):
-    """Replace AdamW's update by x <- x - lr g."""
-
-    def step(optimizer):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.data.add_(parameter.grad, alpha=-group["lr"])
-
-    torch.optim.AdamW.step = step  # in this rank's process only
-
-
-def momentum_sgd(method, model, mesh):
-    """Replace AdamW's update by that of torch.optim.SGD(momentum=0.6)."""
+def inner_sgd(method, model, mesh, momentum=0.0):
+    """Replace AdamW's update by torch.optim.SGD's."""
     buffer = torch.zeros_like(model.master)
 
     def step(optimizer):
-        buffer.mul_(0.6).add_(model.grad)
+        buffer.mul_(momentum).add_(model.grad)
         model.master.sub_(buffer, alpha=optimizer.param_groups[0]["lr"])
 
     torch.optim.AdamW.step = step  # in this rank's process only
 
 
-def test_warmup_is_bitwise_minibatch(corpus_folder):
-    options = dict(dtype="fp32", shards=2, max_steps=4, sync_warmup_steps=4, n_layer=1)
-    methods = "minibatch", "edit", "diloco", "a_edit"
-    cases = [(None, None, options | dict(method=method)) for method in methods]
-    minibatch, *others = train_all(4, corpus_folder, *cases)
-    for run in others:
-        assert run.losses == minibatch.losses and run.rows("sync") == []
-        assert all(torch.equal(run.model[name], value) for name, value in minibatch.model.items())
+def momentum_sgd(*args):
+    inner_sgd(*args, momentum=0.6)
+
+
+CLOSE = {  # claim: ranks, flags of all, [(method, its flags, perhaps a tamper), ...]
+    "edit without its penalty is diloco": (4, dict(shards=2, n_layer=2), [
+        ("edit", BALL | OFF), ("diloco", BALL),
+    ]),
+    "slowmo and diloco without an outer optimizer are post_local_sgd": (2, {}, [
+        ("post_local_sgd", {}), ("slowmo", PLAIN), ("diloco", PLAIN),
+    ]),
+    # NoLoCo's two replicas are a pair in every round.
+    "with heavy-ball momentum noloco and a co2 that waits are slowmo": (2, CONSTANT, [
+        ("slowmo", {}), ("noloco", dict(pull=0.8)),
+        ("co2", dict(staleness_penalty=False), wait_at_once),
+    ]),
+    # With three replicas: 1/3 is not exact.
+    "streaming methods in one piece are diloco": (3, BALL | WHOLE, [
+        ("diloco", {}), ("streaming_diloco", {}), ("streaming_edit", OFF),
+    ]),
+    "streaming_edit in one piece is edit": (3, WHOLE, [("edit", {}), ("streaming_edit", {})]),
+    # x_i - lr g_i, averaged, is x - lr mean(g): with SGD inside, without clipping.
+    "sgd, tau 1 and plain averaging are minibatch": (2, SGD | PLAIN, [
+        (method, OFF, inner_sgd)
+        for method in ("minibatch", "diloco", "edit", "post_local_sgd", "slowmo")
+    ]),
+    # also while the learning rate changes
+    "slowmo's momentum, with sgd and tau 1, is that of sgd": (2, SGD | PLAIN, [
+        ("minibatch", {}, momentum_sgd), ("slowmo", dict(outer_momentum=0.6), inner_sgd),
+    ]),
+}  # fmt: skip
+BITWISE = {
+    # with a last round that is shorter, and accumulation
+    "a_edit with equal clocks is edit": (4, dict(shards=2, max_steps=21, accum=2), [
+        ("edit", dict(tau=4)), ("a_edit", CLOCKS),
+    ]),
+    "streaming_edit without its penalty is streaming_diloco": (3, FRAGMENTS, [
+        ("streaming_diloco", {}), ("streaming_edit", OFF),
+    ]),
+    "the warm-up is minibatch": (4, FRAGMENTS | dict(max_steps=4, sync_warmup_steps=4, shards=2), [
+        (method, {}) for method in METHODS
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("claim", [*CLOSE, *BITWISE])
+def test_methods_equal_each_other(claim, corpus_folder):
+    """The losses of a local step are replica 0's, so the evaluations are compared."""
+    ranks, common, methods = (CLOSE | BITWISE)[claim]
+    common, cases = LOCAL | dict(eval_interval=1) | common, []
+    for method, own, *tamper in methods:
+        cases.append((tamper[0] if tamper else None, None, common | own | dict(method=method)))
+    first, *others = train_all(ranks, corpus_folder, *cases)
+    rtol, model = (0.0, dict(rtol=0, atol=0)) if claim in BITWISE else (RTOL, FP32)
+    judged = {row["step"]: row["val_loss"] for row in first.rows("eval")}
+    for other in others:
+        found = {row["step"]: row["val_loss"] for row in other.rows("eval")}
+        assert len(found) >= 4 and found == pytest.approx(judged, rel=rtol, abs=0)
+        for name, value in first.model.items():
+            torch.testing.assert_close(other.model[name], value, **model)
+    if "a_edit" in claim:  # the votes travel with the step's metrics
+        for ours, theirs in zip(other.ranks, first.ranks):
+            assert ours["calls"] == theirs["calls"] and ours["sent"] == theirs["sent"]

@@ -1,6 +1,7 @@
-"""Real processes, really killed and stopped: they leave in bounded time with one line, and a
+"""Real processes, really killed and stopped: they leave in bounded time with one line each, and a
 resumed run continues as if nothing had happened."""
 
+import functools
 import json
 import os
 import random
@@ -9,19 +10,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 
 import pytest
 import torch
 
 import ranks
 import shard
+import train
 from plumbing import checkpoint, launch
-from plumbing.run import Run
 from ranks import ROOT, TINY, Launch, agent_store
 
 # More kills make a soak of it: KILLS=20 python -m pytest tests/test_launch.py -k kills
 KILLS = int(os.environ.get("KILLS", 2))
 RUN = [*TINY, *"--dtype fp32 --method edit --shards 2 --tau 4 --sync_warmup_steps 3".split()]
+LOST = "error: lost contact with another rank ("
 
 
 def command(folder, corpus_folder, more="", steps=20):
@@ -48,6 +51,15 @@ def finish(run):
     assert (run.wait(300), run.lines("err")) == ([0] * len(run.ranks), [])
 
 
+def errors(run) -> list:
+    """One line of each rank, "" if it has printed none. Torch's warnings begin with a bracket."""
+    paths = [run.folder / f"err-{rank}" for rank in range(len(run.ranks))]
+    texts = [path.read_text() if path.exists() else "" for path in paths]
+    lines = [[line for line in text.splitlines() if line[0] != "["] for text in texts]
+    assert max(map(len, lines)) <= 1, lines
+    return ["".join(each) for each in lines]
+
+
 @pytest.fixture
 def start(tmp_path, corpus_folder):
     """start(flags, ...): a training on real ranks. Its folder is out."""
@@ -61,9 +73,15 @@ def start(tmp_path, corpus_folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, corpus_folder):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    finish(Launch(4, folder / "log", *command(folder / "run", corpus_folder)))
-    return folder / "run"
+    """undisturbed(more): the folder of a run that nothing disturbs."""
+
+    @functools.cache
+    def train_whole(more):
+        folder = tmp_path_factory.mktemp("undisturbed")
+        finish(Launch(4, folder / "log", *command(folder / "run", corpus_folder, more)))
+        return folder / "run"
+
+    return train_whole
 
 
 def run_patched(argv, rank, world_size, port, folder, patch, *more):
@@ -76,100 +94,58 @@ def patched(patch, *more, of=range(4)):
     return {rank: (run_patched, patch, *more) for rank in of}
 
 
+# ---- signals ----
+
+
 def wait_for_signal(rank, step, lag, *waiting):
-    """These ranks take no step after this one until they have got a signal. lag: the host reads
-    metrics so many steps late (on CUDA 1)."""
-    make, vote = shard.ShardedModel.__init__, Run.vote
+    """These ranks wait for a signal before this step. lag: the host reads metrics so many steps
+    late (on CUDA 1)."""
+    make, enable, load_batch = shard.ShardedModel.__init__, launch.StopRequest, train.load_batch
+    stops = []
 
     def make_late(self, *args, **options):
         make(self, *args, **options)
-        self.metrics_lag = lag
-        self.metrics = type(self.metrics)(maxlen=1 + lag)
+        self.metrics_lag, self.metrics = lag, deque(maxlen=1 + lag)
 
-    def wait_and_vote(self):
-        while rank in waiting and self.method.steps == step and not self.stop.signal:
+    def wait_and_load(setup, mesh, cluster, at, micro_step):
+        while rank in waiting and at == step and not stops[0].signal:
             time.sleep(0.001)
-        return vote(self)
+        return load_batch(setup, mesh, cluster, at, micro_step)
 
-    shard.ShardedModel.__init__, Run.vote = make_late, wait_and_vote
+    shard.ShardedModel.__init__, train.load_batch = make_late, wait_and_load
+    launch.StopRequest = lambda *args: stops.append(enable(*args)) or stops[0]
+
+
+VIRTUAL = "--tau_time_s 4 --virtual_clock --slow_replica 1:2"  # rounds of 4 and 2 steps
 
 
 @pytest.mark.parametrize(
-    "method, number, to, lag",
+    "method, number, to, lag, at",
     [
-        ("minibatch", signal.SIGINT, [2], 1),
-        ("edit", signal.SIGTERM, [0, 1, 2, 3], 1),
-        ("noloco", signal.SIGTERM, [1], 0),
+        ("minibatch", signal.SIGINT, [2], 1, 14),  # the vote of step 13 is known one step late
+        ("noloco", signal.SIGTERM, [0, 1, 2, 3], 0, 15),
+        (f"a_edit {VIRTUAL}", signal.SIGTERM, [1], 0, 15),
     ],
 )
-def test_signal_stops_all_ranks_at_one_round_end(method, number, to, lag, start, tmp_path):
-    """One signalled rank is enough. In mini-batch every step is a round end: nothing is lost. An
-    overlapping method ends its round, here of 4 steps."""
-    tau = 4 if method == "noloco" else 1000
-    more = f"--method {method} --tau {tau} --save_on_exit --resume auto"
-    # Step 12 is in the middle of a round: a signal about a round end could stop the run there.
+def test_signal_stops_all_ranks_at_the_next_round_end(
+    method, number, to, lag, at, start, tmp_path, undisturbed
+):
+    """One signalled rank is enough. In mini-batch every step is a round end. Nothing is lost."""
+    more = f"--method {method} --save_on_exit --resume auto"
     run = start(more, special=patched(wait_for_signal, 12, lag, *to))
     run.wait_for("step 00012/")
     run.signal(number, *to)
     assert run.wait() == [128 + number] * 4, run.lines("err")
-    (line,) = run.lines("err")
     (path,) = checkpoint.list_checkpoints(tmp_path / "run")
-    at = 15 if method == "noloco" else 13 + lag
-    assert f"stopped by {number.name} after step {at}; --resume auto continues from {path}" in line
+    line = f"stopped by {number.name} after step {at}; --resume auto continues from {path}"
+    first, *others = errors(run)
+    assert first == f"train.py: {line}" and not any("error" in other for other in others)
     assert path.name == f"checkpoint-{at:08d}" and not (tmp_path / "run" / "model.pt").exists()
     finish(start(more))
-    if method != "edit":
-        finish(start(more, out="whole"))
-        assert_same(tmp_path / "run", tmp_path / "whole")
+    assert_same(tmp_path / "run", undisturbed(f"--method {method}"))
 
 
-@pytest.mark.parametrize("method", ["edit", "a_edit"])
-def test_signal_to_a_slow_replica_stops_the_fast_one(method, start, tmp_path):
-    """Replicas take different numbers of steps in the last round. An evaluation that is due for one
-    of them alone must not separate them."""
-    more = f"--tau 5000 --save_on_exit --method {method} --tau_time_s 1000 --eval_interval 20"
-    run = start(more, steps=5000, special=patched(wait_for_signal, 9, 0, 3))
-    run.wait_for("step 00030/")
-    run.signal(signal.SIGTERM, 3)
-    assert run.wait(20) == [143] * 4, run.lines("err")
-    (path,) = checkpoint.list_checkpoints(tmp_path / "run")
-    state = checkpoint.read(path)
-    (sync,) = [row for row in record(tmp_path / "run") if row["event"] == "sync"]
-    fast, slow = sync["steps"]
-    assert slow <= 10 - 3 and fast >= 30 - 3
-    counted = [replica["steps"] for replica in state["replicas"]]
-    assert counted == [3 + fast, 3 + (fast if method == "edit" else slow)]
-    assert state["progress"] == 3 + (fast if method == "edit" else (fast + slow) / 2)
-    finish(start(f"{more} --resume auto", steps=int(state["progress"]) + 5))
-
-
-def wait_in_final_evaluation(rank):
-    """Print a line when the training is over, and wait for a signal."""
-    finish = Run.finish
-
-    def wait_and_finish(self):
-        print("training is over", flush=True)
-        while rank == 0 and not self.stop.signal:
-            time.sleep(0.001)
-        finish(self)
-
-    Run.finish = wait_and_finish
-
-
-def test_signal_after_the_training_leaves_the_model(start, tmp_path):
-    run = start("--save_on_exit", steps=8, ranks=2, special=patched(wait_in_final_evaluation))
-    run.wait_for("training is over")
-    run.signal(signal.SIGTERM)
-    assert (run.wait(), run.lines("err")) == ([0] * 2, [])
-    assert (tmp_path / "run" / "model.pt").exists()
-    assert record(tmp_path / "run")[-1]["event"] == "end"
-
-
-def test_first_signal_kills_without_save_on_exit_and_the_second_one_with_it(start):
-    run = start(steps=10**5, ranks=2)
-    run.wait_for("step 00003/")
-    run.signal(signal.SIGINT)
-    assert run.wait(10) == [-signal.SIGINT] * 2 and run.lines("err") == []
+def test_second_signal_kills(start):
     run = start("--save_on_exit --timeout_s 60", steps=10**5, ranks=2)
     run.wait_for("step 00003/")
     run.signal(signal.SIGSTOP, 1)  # so rank 0 waits in a collective before the round end
@@ -183,35 +159,30 @@ def test_first_signal_kills_without_save_on_exit_and_the_second_one_with_it(star
     assert run.wait() == [-signal.SIGINT, -9]
 
 
+# ---- lost ranks, full disks, divergence ----
+
+
 def die_or_wait(rank):
-    launch.START_S = 2
+    launch.START_S = 1
     if rank == 3:
         os._exit(9)
 
 
-@pytest.mark.parametrize(
-    "victim, number, more, hint",
-    [
-        (0, signal.SIGKILL, "--backend shm --checkpoint_interval 3", "--resume auto continues"),
-        (3, signal.SIGKILL, "--backend gloo --checkpoint_interval 3", "--resume auto continues"),
-        # a machine that hangs, not a process that is gone
-        (3, signal.SIGSTOP, "--timeout_s 2", "is silent for 2 s"),
-        (3, None, "", "hello/3"),  # the key that it has not set
-    ],
-)
-def test_lost_rank_ends_the_others_with_a_line(victim, number, more, hint, start):
-    """A killed rank at once, a silent one after --timeout_s, a missing one after START_S."""
-    run = start(more, steps=10**5, special={} if number else patched(die_or_wait))
-    if number:
+@pytest.mark.parametrize("silent", [True, False])
+def test_silent_or_missing_rank_ends_the_others_with_a_line(silent, start):
+    """A silent one after --timeout_s (a machine that hangs, not a process that is gone), a missing
+    one after START_S. hello/3 is the key that it has not set."""
+    run = start("--timeout_s 1", steps=10**5, special={} if silent else patched(die_or_wait))
+    if silent:
         run.wait_for("step 00013/")
-        run.signal(number, victim)
-    for process in (run.ranks[rank] for rank in range(4) if rank != victim):
+        run.signal(signal.SIGSTOP, 3)
+    for process in run.ranks[:3]:
         process.join(20)
-    run.signal(signal.SIGKILL, victim)
-    lost = -9 if number else 9
-    assert run.wait(1) == [lost if rank == victim else 1 for rank in range(4)]
-    (line,) = [line for line in run.lines("err") if not line.startswith("[")]  # torch's warnings
-    assert "lost contact with another rank" in line and hint in line
+    run.signal(signal.SIGKILL, 3)
+    assert run.wait(1) == [1, 1, 1, -9 if silent else 9]
+    *lines, last = errors(run)
+    hint = "is silent for 1 s" if silent else "hello/3"
+    assert all(LOST in line and hint in line for line in lines) and last == ""
 
 
 def break_in(rank, name, count, error):
@@ -232,34 +203,6 @@ def break_in(rank, name, count, error):
     setattr(sys.modules[module], name, deadly)
 
 
-CRASHES = {  # function, rank, call, error
-    "before the vectors are written": ("torch.save", 2, 2, None),
-    "before the new name": ("os.rename", 0, 2, None),
-    "before the oldest is removed": ("os.rename", 0, 3, None),
-    "while the oldest is removed": ("shutil.rmtree", 0, 1, None),
-    "a disk full of vectors": ("torch.save", 2, 2, OSError(28, "No space left")),
-    "no room for the name": ("os.rename", 0, 2, OSError(28, "No space left")),
-}
-
-
-@pytest.mark.parametrize("name, victim, count, error", CRASHES.values(), ids=CRASHES)
-def test_crash_leaves_a_checkpoint(name, victim, count, error, start, tmp_path, undisturbed):
-    more, store = "--checkpoint_interval 7 --keep 1 --resume auto", agent_store()
-    run = start(more, special=patched(break_in, name, count, error, of=[victim]), store=store)
-    codes = run.wait()
-    assert codes[victim] == (2 if error else -9) and 0 not in codes
-    if error:
-        (line,) = run.lines("err")
-        assert "no checkpoint could be written" in line
-    complete = checkpoint.list_checkpoints(tmp_path / "run")
-    assert complete
-    for path in complete:
-        checkpoint.verify(path, checkpoint.read(path))
-    finish(start(more, store=store))  # as under --max-restarts
-    assert_same(tmp_path / "run", undisturbed)
-    assert not list((tmp_path / "run").glob("*.tmp"))
-
-
 def limit_files(rank, most_bytes):
     """A file can have so many bytes: writing more fails as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
@@ -277,26 +220,36 @@ def spoil_losses(rank, step):
     shard.ShardedModel.forward = sick_forward
 
 
-@pytest.mark.parametrize(
-    "patch, number, more, message, saved",
-    [
-        (limit_files, 3_000, "--checkpoint_interval 0", "metrics.jsonl could not be written", []),
-        (limit_files, 20_000, "--checkpoint_interval 0 --log_interval 20", "model.pt could", []),
-        (limit_files, 40_000, "--checkpoint_interval 10", "no checkpoint could be written", []),
-        (spoil_losses, 14, "--method minibatch", "diverged at step 15", ["checkpoint-00000014"]),
-        (spoil_losses, 14, "--method diloco", "diverged at step 15", ["checkpoint-00000011"]),
-    ],
-)
-def test_full_disk_or_divergence_ends_a_run(patch, number, more, message, saved, start, tmp_path):
-    more = f"--n_embd 8 --checkpoint_interval 1 --keep 1 {more}"
-    run = start(more, special=patched(patch, number))
-    codes = run.wait(30)
-    # The other ranks have finished when rank 0 writes the model.
-    assert 2 in codes and set(codes) <= {0, 1, 2}
-    (line,) = run.lines("err")
-    assert message in line
-    left = {path.name for path in (tmp_path / "run").iterdir() if path.suffix != ".tmp"}
-    assert left == {"metrics.jsonl", *saved}
+FULL, ALL = OSError(28, "No space left"), [0, 1, 2, 3]
+FAILURES = {  # what happens; on which ranks; their line, if they are not killed; flags
+    "killed before the vectors are written": ((break_in, "torch.save", 2, None), [2], "", ""),
+    "killed before the new name": ((break_in, "os.rename", 2, None), [0], "", "--backend gloo"),
+    "killed while the oldest is removed": ((break_in, "shutil.rmtree", 1, None), [0], "", ""),
+    "no room for vectors": ((break_in, "torch.save", 2, FULL), [2], "no checkpoint could be", ""),
+    "no room for the model": ((break_in, "os.replace", 1, FULL), [0], "model.pt could not be", ""),
+    "no room for the record": ((limit_files, 3_000), [0], "metrics.jsonl could not be written", ""),
+    "replicas diverge": ((spoil_losses, 14), ALL, "diverged at step 15", "--method minibatch"),
+    "a replica diverges": ((spoil_losses, 14), [2, 3], "diverged at step 15", "--method diloco"),
+}
+
+
+@pytest.mark.parametrize("patch, found_by, message, more", FAILURES.values(), ids=FAILURES)
+def test_failure_is_reported_in_a_line_and_costs_nothing_that_was_saved(
+    patch, found_by, message, more, start, tmp_path, undisturbed
+):
+    saving, store = f"{more} --checkpoint_interval 7 --keep 1 --resume auto", agent_store()
+    run = start(saving, special=patched(*patch, of=found_by), store=store)
+    # The others have finished when rank 0 writes the model.
+    others = (0, "") if "model" in message else (1, LOST)
+    for rank, (code, line) in enumerate(zip(run.wait(), errors(run))):
+        expected = (2 if message else -9, message) if rank in found_by else others
+        assert code == expected[0] and expected[1] in line
+    complete = checkpoint.list_checkpoints(tmp_path / "run")
+    assert all(checkpoint.read(path) for path in complete)
+    assert bool(complete) == ("metrics" not in message)
+    finish(start(saving, store=store))  # as under --max-restarts
+    assert_same(tmp_path / "run", undisturbed(more))
+    assert not list((tmp_path / "run").glob("*.tmp"))
 
 
 def test_random_kills_cost_no_step_and_change_no_bit(start, tmp_path):
@@ -318,23 +271,20 @@ def test_random_kills_cost_no_step_and_change_no_bit(start, tmp_path):
     assert_same(tmp_path / "run", tmp_path / "whole")
 
 
-def assert_refused(run, message):
-    assert run.wait(20) == [2, 2] and run.lines("out") == []
-    (line,) = run.lines("err")
-    assert message in line
+# ---- restarts ----
 
 
-def test_run_never_starts_beside_another_run_or_its_checkpoints(start, tmp_path):
-    more, store = "--checkpoint_interval 3 --resume", agent_store()
-    first = start(f"{more}=", steps=10**5, ranks=2, store=store)
-    first.wait_for("step 00001/")
-    for resume in ("", "auto"):
-        assert_refused(start(f"{more}={resume}", ranks=2), "another run is writing there")
+def test_run_never_starts_beside_another_run(start, tmp_path):
+    more = "--checkpoint_interval 3 --resume"
+    first = start(f"{more}=", steps=10**5, ranks=2)
     first.wait_for("saved ")
+    for resume in ("", "auto"):
+        second = start(f"{more}={resume}", ranks=2)
+        assert second.wait(20) == [2, 2] and second.lines("out") == []
+        line, other = errors(second)
+        assert "another run is writing there" in line and other == ""
     first.signal(signal.SIGKILL)
     first.wait()
-    again = start(f"{more}=", ranks=2, store=store)  # as under --max-restarts
-    assert_refused(again, "has checkpoints of an earlier run")
     # The lock has gone with the killed process.
     last = checkpoint.list_checkpoints(tmp_path / "run")[-1]
     finish(start(f"{more}=auto", steps=int(last.name.split("-")[1]) + 3, ranks=2))

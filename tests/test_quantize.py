@@ -1,15 +1,12 @@
-"""The 4 and 8 bit formats and the mean over replicas in them."""
+"""The 4 and 8 bit formats. test_methods.py has the mean over replicas in them."""
 
 import pytest
 import torch
 
-from mesh import Mesh
-from quantize import MeanInFlight, bytes_per_element, decode, encode
-from ranks import run_ranks
-from reference import quantized_mean, rounded
+from reference import rounded
+from relatives.quantize import decode, encode
 
 FORMATS = ["e3m0", "int8"]
-SIZES = [300, 5, 512, 257]  # of vectors; blocks do not cross from one to the next
 
 
 def drawn(*shape, seed=0, dtype=torch.float64):
@@ -69,49 +66,3 @@ def test_zero_blocks_stay_zero_and_divergence_shows(format):
     assert (q[0] == 0).all() and q[1:4].isnan().all() and q[4].isfinite().all()
     smallest = torch.full((1, 256), 2e-43)  # its scale has two significant bits at most
     assert (Q(smallest, format) >= 0).all() and (Q(-smallest, format) <= 0).all()
-
-
-def means():
-    """By format: (means, means if a replica has a NaN, sent bytes, calls)."""
-    results = {}
-    for format in [*FORMATS, "none"]:
-        mesh = Mesh(1, torch.device("cpu"))
-        vectors = [drawn(size, seed=size + mesh.replica) for size in SIZES]
-        kept = [vector.clone() for vector in vectors]
-        mean = MeanInFlight(vectors, format, mesh)
-        mean.halfway()
-        calls = dict(mesh.calls)  # wait() starts nothing
-        mean.halfway()
-        result = mean.wait()
-        assert all(torch.equal(*pair) for pair in zip(vectors, kept))
-        sent = mesh.sent["sync"]
-        if mesh.replica == 0:
-            vectors[0][299] = torch.nan
-        results[format] = result, MeanInFlight(vectors, format, mesh).wait(), sent, calls
-    return results
-
-
-@pytest.mark.parametrize("M", [1, 2, 3, 4])
-def test_mean_equals_reference_and_is_equal_everywhere(M):
-    ranks = run_ranks(M, means)
-    d = [[drawn(size, seed=size + i) for size in SIZES] for i in range(M)]
-    blocks = sum(-(-size // 256) for size in SIZES)
-    for format in [*FORMATS, "none"]:
-        first, *_ = ranks[0][format]
-        for rank in ranks:
-            result, sick, sent, calls = rank[format]
-            for l, size in enumerate(SIZES):
-                expected = quantized_mean([di[l] for di in d], 1, format)
-                torch.testing.assert_close(result[l], expected, rtol=1e-12, atol=1e-15)
-                assert torch.equal(result[l], first[l])
-            # NaN in the last block of the first vector, or in its element, and nowhere else
-            sick_from = 299 if format == "none" or M == 1 else 256
-            assert sick[0][sick_from:].isnan().all() and sick[0][:sick_from].isfinite().all()
-            assert all(vector.isfinite().all() for vector in sick[1:])
-            padded = blocks + (-blocks % M if M > 2 else 0)
-            size = padded * 256 * bytes_per_element(format)
-            size *= 2 if format == "none" else 1  # fp64
-            assert sent == pytest.approx(2 * (M - 1) / M * size)
-            two_hops = {"sync all-to-all": 1, "sync all-gather": 1}
-            hops = {1: {}, 2: {"sync all-gather": 1}}.get(M, two_hops)
-            assert calls == hops

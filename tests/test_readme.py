@@ -11,30 +11,31 @@ import sys
 
 import pytest
 
-import bench
 import data
-import lab
-import plot
 import ranks
 import sample
 import simulate
+from lab import __main__ as experiments
+from lab import bench, plot, runs
 from plumbing.config import parse
-from plumbing.runs import EXPERIMENTS
 from ranks import ROOT, Launch, script
 from train import METHODS
 
 TEXT = (ROOT / "README.md").read_text()
 RESULTS = (ROOT / "RESULTS.md").read_text()
+METHOD, EXPERIMENT = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
 def commands(text):
+    """Lines of the shell blocks, and `commands` in the text."""
     blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
     lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"`((?:python|make|torchrun) [^`]*)`", text)
     return [line for line in lines if line]
 
 
-def read_train_flags(argv):
-    return parse(argv, METHODS, simulate.Config)
+def read_flags(argv, simulation=simulate.Config):
+    return parse(argv, METHODS, simulation)[0]
 
 
 def test_file_tree_equals_the_folder():
@@ -43,7 +44,8 @@ def test_file_tree_equals_the_folder():
     )
     if tracked.returncode:
         pytest.skip("not a git checkout")
-    here = {path.split("/")[0] + ("/" if "/" in path else "") for path in tracked.stdout.split()}
+    paths = [path for path in tracked.stdout.split() if (ROOT / path).exists()]
+    here = {path.split("/")[0] + ("/" if "/" in path else "") for path in paths}
     here = {name for name in here if not name.startswith(".")} - {"README.md"}
     blocks = re.findall(r"```text\n(.*?)```", TEXT, re.S)
     tree = next(block for block in blocks if "model.py " in block)
@@ -52,51 +54,54 @@ def test_file_tree_equals_the_folder():
 
 
 @pytest.mark.parametrize("text", [TEXT, RESULTS], ids=["README", "RESULTS"])
-def test_every_command_names_real_files_and_flags(text):
+def test_every_command_names_real_files_modules_and_flags(text):
     seen = set()
     for command in commands(text):
         words = shlex.split(command)
+        modules = re.findall(r"-m (lab[.\w]*)", command)
         scripts = [word for word in words if word.endswith(".py")]
-        assert all((ROOT / script).exists() for script in scripts)
-        seen.update(scripts)
+        assert all(importlib.util.find_spec(module) for module in modules), command
+        assert all((ROOT / path).exists() for path in scripts), command
         if "train.py" in scripts:
-            read_train_flags(words[words.index("train.py") + 1 :])
-    assert {"train.py", "bench.py" if text is RESULTS else "data.py"} <= seen
-
-
-def test_make_runs_the_lines_that_the_readme_shows():
-    makefile, shown = (ROOT / "Makefile").read_text().replace("$(BIN)/", ""), commands(TEXT)
-    assert next(line for line in shown if "torchrun --standalone" in line) in makefile
-    assert {"python -m pytest", "make train", "make test"} <= set(shown)
-    assert "python -m pytest" in makefile
-
-
-def test_equation_map_points_at_functions_that_exist():
-    rows = re.findall(r"`(\w+\.py):(\w+)`", TEXT)
-    assert len(rows) > 8
-    for file, function in rows:
-        assert f"def {function}(" in (ROOT / file).read_text()
-
-
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT + RESULTS):
-        assert (ROOT / target).exists(), target
+            read_flags(words[words.index("train.py") + 1 :])
+        if "lab.bench" in modules:
+            read_flags(words[words.index("lab.bench") + 1 :], bench.Flags)
+        if modules == ["lab"]:
+            assert set(words[3:4]) <= set(runs.EXPERIMENTS), command
+        seen.update(scripts + modules)
+    expected = {"data.py", "sample.py", "lab", "lab.plot"} if text is TEXT else {"lab", "lab.bench"}
+    assert {"train.py", *expected} <= seen
 
 
 def test_flags_in_the_text_exist(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
-    bench_help = lambda: bench.read_arguments(["--help"], 1)
-    programs = data.main, sample.main, lab.main, plot.main
-    for show_help in (lambda: read_train_flags(["--help"]), bench_help, *programs):
+    show_bench = lambda: read_flags(["--help"], bench.Flags)
+    for show_help in (show_bench, data.main, sample.main, runs.main, plot.main):
         with pytest.raises(SystemExit):
             show_help()
-    known = capsys.readouterr().out
-    launcher = {
-        "--standalone", "--nproc_per_node", "--nnodes", "--rdzv_backend", "--rdzv_endpoint",
-        "--max-restarts", "--exclusive", "--nodes", "--ntasks-per-node", "--gpus-per-node",
-    }  # fmt: skip
-    for flag in set(re.findall(r"--[a-z][\w-]*", TEXT + RESULTS)) - launcher:
+    known = capsys.readouterr().out + "--max-restarts --signal --include"  # torchrun, Slurm, grep
+    text = re.sub(r"(torchrun|srun|#SBATCH) .*?(train\.py|lab|$)", "", TEXT + RESULTS, flags=re.M)
+    for flag in set(re.findall(r"--[a-z][\w-]*", text)):
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
+
+
+def test_equation_map_links_and_makefile_fit():
+    rows = re.findall(r"`([\w/]+\.py):(\w+)`", TEXT)
+    assert len(rows) > 8
+    for file, function in rows:
+        assert f"def {function}(" in (ROOT / file).read_text(), (file, function)
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT + RESULTS):
+        assert (ROOT / target).exists(), target
+    assert all(f"`{name}`" in TEXT for name in METHODS)
+    makefile, shown = (ROOT / "Makefile").read_text().replace("$(BIN)/", ""), commands(TEXT)
+    lines = next(line for line in shown if "torchrun --standalone" in line), "python -m pytest"
+    assert all(line in makefile for line in lines) and {*lines, "make train", "make test"} <= {*shown}
+
+
+def finished(run) -> str:
+    """What was printed, without a line of error."""
+    assert (run.wait(), run.lines("err")) == ([0] * len(run.ranks), [])
+    return "\n".join(run.lines("out"))
 
 
 def test_commands_for_own_text_run_as_written(tmp_path):
@@ -106,8 +111,7 @@ def test_commands_for_own_text_run_as_written(tmp_path):
     short = "--max_steps 3 --n_layer 1 --block_size 16 --eval_batches 1 --out_dir out/edit".split()
     printed = []
     for name in ("data.py --input", "train.py --data", "sample.py"):
-        written = commands(TEXT) + re.findall(r"`(python sample.py.*?)`", TEXT)
-        command = next(line for line in written if name in line and "torchrun" not in line)
+        command = next(line for line in commands(TEXT) if f"python {name}" in line)
         _, path, *words = shlex.split(command)
         words += short if path == "train.py" else []
         special = {0: (script, ROOT / path, tmp_path)}
@@ -117,25 +121,15 @@ def test_commands_for_own_text_run_as_written(tmp_path):
 
 
 def test_experiments_have_valid_commands_also_the_one_in_the_readme(monkeypatch):
-    printed = re.findall(r"```python\n(.*?)```", TEXT, re.S)[1]
-    assert len(printed.splitlines()) <= 13
-    monkeypatch.setitem(EXPERIMENTS, "outer_lr", None)  # to remove it after the test
-    exec(printed, dict(vars(lab)))
-    assert EXPERIMENTS["outer_lr"]
-    for name, experiment in EXPERIMENTS.items():
-        runs = experiment.all_runs([1], quick=True)
-        assert runs or name == "scale"
-        for run in runs:
-            flags = run.command(ranks=4).split("train.py ")[1].split()
-            config, method_config, simulation, _ = read_train_flags(flags)
-            simulate.check(simulation, METHODS, config.method, method_config, replicas=4)
-            METHODS[config.method].check(config, method_config, replicas=4)
-
-
-def finished(run) -> str:
-    """What was printed, without a line of error."""
-    assert (run.wait(), run.lines("err")) == ([0] * len(run.ranks), [])
-    return "\n".join(run.lines("out"))
+    assert len(EXPERIMENT.splitlines()) <= 13
+    monkeypatch.setitem(runs.EXPERIMENTS, "outer_lr", None)  # to remove it after the test
+    exec(EXPERIMENT, dict(vars(experiments)))
+    assert runs.EXPERIMENTS["outer_lr"]
+    for name, experiment in runs.EXPERIMENTS.items():
+        found = experiment.all_runs([1], quick=True)
+        assert found or name == "scale"
+        for run in found:
+            read_flags(run.command(ranks=4).split("train.py ")[1].split()).check(replicas=4)
 
 
 def command_with_averaging(argv, rank, world_size, port, folder):
@@ -147,9 +141,8 @@ def command_with_averaging(argv, rank, world_size, port, folder):
 
 
 def test_method_in_the_readme_trains_saves_and_resumes_as_printed(tmp_path, corpus_folder):
-    printed = re.findall(r"```python\n(.*?)```", TEXT, re.S)[0]
-    assert len(printed.splitlines()) <= 25
-    (tmp_path / "averaging.py").write_text(printed)
+    assert len(METHOD.splitlines()) <= 10
+    (tmp_path / "averaging.py").write_text(METHOD)
     assert "METHODS = {" in (ROOT / "train.py").read_text()
     special = {rank: (command_with_averaging,) for rank in (0, 1)}
     run = lambda *argv: finished(Launch(2, tmp_path, *argv, special=special))

@@ -1,4 +1,5 @@
-"""The slow, uneven, unreliable cluster: what happens is what the flags say, and nothing else."""
+"""The slow, uneven, unreliable cluster: what happens is what the flags say, and nothing else. That
+it changes no bit is in test_checkpoint.py, the virtual clock in test_methods.py."""
 
 from types import SimpleNamespace
 
@@ -8,11 +9,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import data
 import simulate
-from plumbing.config import UserError
-from ranks import run_training, train_all
-from simulate import FRAMING, Config, Disturbances, SimulatedLink
+from ranks import train_all
+from simulate import FRAMING, Cluster, Disturbances, SimulatedLink
 
 CPU = torch.device("cpu")
+
+
+def config(seed=3, **flags):
+    """The simulation's flags, beside those of a run that it reads."""
+    return SimpleNamespace(**vars(simulate.Config(**flags)), seed=seed, sync_warmup_steps=0)
 
 
 @pytest.fixture
@@ -33,11 +38,12 @@ def clock(monkeypatch):
     ],
 )
 def test_transfers_arrive_when_the_link_allows(clock, ranks, latency_ms, transfers, expected_s):
-    link = SimulatedLink(Config(link_mbps=8.0, link_latency_ms=latency_ms), ranks, CPU)
+    link = SimulatedLink(config(link_mbps=8.0, link_latency_ms=latency_ms), ranks, CPU)
 
     def carry(arrival_s, *rest):
         arrive = lambda: setattr(clock, "now", max(clock.now, arrival_s))
-        return link.carry(SimpleNamespace(wait=arrive), *rest)
+        early = SimpleNamespace(wait=lambda: None)
+        return link.carry([early, SimpleNamespace(wait=arrive)], *rest)
 
     issued = [carry(*transfer) for transfer in transfers]
     [transfer.begun.wait() for transfer in issued]
@@ -46,26 +52,26 @@ def test_transfers_arrive_when_the_link_allows(clock, ranks, latency_ms, transfe
     issued[-1].wait()
     assert clock.sleeps == [issued[-1].link_s] == [pytest.approx(expected_s[-1] - clock.now)]
     with pytest.raises(AttributeError, match="wait"):  # errors of a collective are passed on
-        link.carry(None, 10, 1).wait()
+        link.carry([None], 10, 1).wait()
 
 
 def test_slow_replica_takes_f_times_as_long_without_its_waiting(clock):
-    slow = Disturbances(Config(slow_replica="1:2.5"), replicas=2, seed=0)
+    flags = config(slow_replica="1:2.5")
+    slow = Disturbances(flags, replicas=2)
     assert slow.pause_s(0, 1, busy_s=0.2) == pytest.approx(0.3)  # 0.2 + 0.3 = 2.5 * 0.2
     assert slow.pause_s(0, 0, busy_s=0.2) == 0
-    mesh = SimpleNamespace(replica=1, device=CPU, waited_s={"others": 3.0, "link": 1.0})
-    slow.begin_step(mesh)
+    waited_s = {"others": 3.0, "link": 1.0}
+    mesh = SimpleNamespace(replica=1, replicas=2, device=CPU, waited_s=waited_s)
+    cluster = Cluster(flags, mesh, clock)
+    cluster.before_step(None, 0)
     clock.now, mesh.waited_s = 2.0, {"others": 3.5, "link": 2.0}
-    slow.end_step(0, mesh)  # of 2 seconds it has waited 1.5 for others
+    cluster.before_metrics(0)  # of 2 seconds it has waited 1.5 for others
     assert clock.sleeps == [pytest.approx(0.75)]
-    for wrong in ("2:2", "0:0.5", "0.5:2", "1", "0:nan", "0:2:1"):
-        with pytest.raises(UserError, match=f"--slow_replica {wrong}: "):
-            Disturbances(Config(slow_replica=wrong), replicas=2, seed=0)
 
 
 def test_random_lag_hits_one_replica_with_its_probability_reproducibly():
     def draw(seed):
-        lag = Disturbances(Config(random_lag="0.25:0.5"), replicas=4, seed=seed)
+        lag = Disturbances(config(seed, random_lag="0.25:0.5"), replicas=4)
         return [[lag.pause_s(step, replica, 1.0) for replica in range(4)] for step in range(2000)]
 
     pauses = draw(3)
@@ -73,53 +79,6 @@ def test_random_lag_hits_one_replica_with_its_probability_reproducibly():
     assert all(sorted(row) == [0, 0, 0, 0.5] for row in pauses if any(row))
     late = [sum(map(bool, column)) / 2000 for column in zip(*pauses)]
     assert late == pytest.approx([0.25 / 4] * 4, abs=0.02)
-
-
-@pytest.mark.parametrize("method", ["minibatch", "edit"])
-def test_simulation_changes_no_bit_and_shows_in_the_record(method, corpus_folder):
-    options = dict(tau=3, sync_warmup_steps=2, max_steps=6, dtype="fp32", method=method, shards=2)
-    plain = run_training(4, corpus_folder, **options)
-    options |= dict(link_mbps=20, link_latency_ms=2, random_lag="0.5:0.01", slow_replica="0:1.5")
-    slow = run_training(4, corpus_folder, **options)
-    assert slow.losses == plain.losses
-    assert all(torch.equal(slow.model[name], value) for name, value in plain.model.items())
-    assert [rank["calls"] for rank in slow.ranks] == [rank["calls"] for rank in plain.ranks]
-    for fast, row in zip(plain.rows("sync"), slow.rows("sync")):
-        assert fast["wait_link_ms"] == 0
-        # one hop of 2 ms for the row of scalars, two for the all-reduces
-        assert row["wait_link_ms"] > 2.0 and row["stall_ms"] >= row["wait_link_ms"]
-
-
-VIRTUAL = dict(sync_warmup_steps=2, max_steps=12, tau=4, tau_time_s=4, virtual_clock=True)
-VIRTUAL |= dict(dtype="fp32", slow_replica="1:2", eval_interval=1000)
-
-
-def test_virtual_seconds_worked_out_by_hand(corpus_folder):
-    expected = {  # train_s of each step of replica 0; the first two average gradients
-        "minibatch": [2 * step for step in range(1, 13)],
-        # a round of 4 steps ends when replica 1 has taken 4, too; the last one has 2
-        "edit": [2, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 24],
-        # rounds of 4 and 2 steps, no waiting; the last one is shorter: 2 + 3 + 3 + 3 + 1.5 >= 12
-        "a_edit": [2, *range(4, 19)],
-    }
-    cases = [(None, None, VIRTUAL | dict(method=method)) for method in expected]
-    for run, seconds in zip(train_all(2, corpus_folder, *cases), expected.values()):
-        assert [row["train_s"] for row in run.rows("step")] == seconds
-        assert run.rows("end")[0]["train_s"] == run.rows("eval")[0]["train_s"] == seconds[-1]
-    assert [row["steps"] for row in run.rows("sync")] == [[4, 2]] * 3 + [[2, 1]]
-
-
-def test_virtual_rounds_last_as_long_as_their_latest_replica(corpus_folder):
-    """With random lag the latest replica changes. Sums of quarters of a second are exact."""
-    delays = dict(random_lag="0.75:2.25", slow_replica="1:1.25")
-    run = run_training(3, corpus_folder, method="diloco", **VIRTUAL | delays | dict(max_steps=14))
-    pauses = Disturbances(Config(**delays), replicas=3, seed=1337)
-    seconds = lambda r, steps: sum(1 + pauses.pause_s(step, r, 1.0) for step in steps)
-    rounds = [range(1), range(1, 2), range(2, 6), range(6, 10), range(10, 14)]
-    latest = [max(range(3), key=lambda r: seconds(r, steps)) for steps in rounds]
-    assert len(set(latest)) > 1
-    expected = sum(seconds(r, steps) for r, steps in zip(latest, rounds))
-    assert run.rows("end")[0]["train_s"] == expected
 
 
 def watch_steps(method, model, mesh):

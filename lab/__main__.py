@@ -1,26 +1,26 @@
 """The laboratory: experiments about the methods. Each is a question, runs of train.py, a figure.
 
-    python lab.py                    # list the experiments and their cost
-    python lab.py quality            # print the table; write results/quality.json and quality.svg
-    python lab.py quality --quick    # a small version for a first look, into out/lab/quick/
+    python -m lab                    # list the experiments and their cost
+    python -m lab quality            # print the table; write quality.json and .svg to lab/results/
+    python -m lab quality --quick    # a small version for a first look, into out/lab/quick/
 
-Runs are kept in out/lab/: finished ones are not repeated, also if two experiments share them, and
-an interrupted one resumes from its last checkpoint. To add an experiment, write a function that
-returns the runs of one seed, with @Experiment (plumbing/runs.py) above it.
+Runs are kept in out/lab/. A finished run is not repeated, also if another experiment has it, and an
+interrupted run resumes from its last checkpoint. To add an experiment, write a function that
+returns the runs of one seed, with @Experiment (lab/runs.py) above it.
 
 All runs train the tiny model on the built-in corpus, 2,048 tokens a step, on 4 replicas x 1 shard
 unless they say otherwise. `tune` gives every method the same budget of three settings (TUNING), on
-a seed that no other experiment reports; these take the best settings from results/tune.json.
+a seed that no other experiment reports. The others take the best settings from tune.json.
 """
 
 import json
 import math
 
-from plot import METHODS, Panel
-from plumbing import timeline
+from lab import timeline
+from lab.plot import METHODS, Panel
+from lab.rows import over, times_and_losses
+from lab.runs import BASE, RESULTS, Experiment, Run, main
 from plumbing.config import run_command
-from plumbing.rows import over, times_and_losses
-from plumbing.runs import BASE, RESULTS, Experiment, Run, main
 
 TUNING_SEED = 7
 
@@ -46,11 +46,11 @@ def timing(method, tau=16, columns=None, **flags) -> Run:
 
 
 def best_setting(method: str) -> dict:
-    """Flags from results/tune.json; A-EDiT has EDiT's."""
-    path, method = RESULTS / "tune.json", "edit" if method == "a_edit" else method
-    rows = json.loads(path.read_text()) if path.exists() else []
-    found = [row for row in rows if row["method"] == method]
-    return flags_of(min(found, key=lambda row: row["val_loss"])["setting"]) if found else {}
+    """Flags from tune.json. A-EDiT has those of EDiT, an unknown method has none."""
+    method = "edit" if method == "a_edit" else method
+    rows = json.loads((RESULTS / "tune.json").read_text())
+    found = [(row["val_loss"], row["setting"]) for row in rows if row["method"] == method]
+    return flags_of(min(found, default=(0.0, ""))[1])
 
 
 def flags_of(setting: str) -> dict:
@@ -94,8 +94,10 @@ FP32 = {"columns": {"variant": "32 bits"}, "quantize": "none"}
 @Experiment(
     ("val_loss", "over_minibatch", "local_bytes"),
     combine=over("over_minibatch", method="minibatch"),
-    panels=[Panel("local_bytes", "val_loss", "bytes per rank on slow links after the warm-up", log=10)],
-)  # fmt: skip
+    panels=[
+        Panel("local_bytes", "val_loss", "bytes per rank on slow links after the warm-up", log=10)
+    ],
+)
 def quality(seed, quick):
     """What does each method lose against mini-batch, and how much does it send?"""
     methods = [method for method in METHODS if method != "minibatch"]
@@ -233,7 +235,7 @@ def elastic(seed, quick):
 
 @Experiment(
     tuple(timeline.LEVELS),
-    combine=lambda rows: timeline.rows(), summary=timeline.table_rows,
+    combine=lambda rows: timeline.rows(), summary=timeline.needed,
     panels=[
         Panel("gbit_per_s", "utilization", "Gbit/s between replicas", "compute utilization",
               f"{model[:-1]} billion parameters", {"model": model}, log=10, xlim=(0.3, 1000))
@@ -246,4 +248,4 @@ def scale(seed, quick):
 
 
 if __name__ == "__main__":
-    run_command("lab.py", main)
+    run_command("lab", main)

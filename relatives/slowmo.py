@@ -49,24 +49,23 @@ class Config(LocalConfig):  # paper: tau 12; momentum 0.4 to 0.8, tuned
 class SlowMo(Method):
     Config = Config
     shared = ("anchor", "momentum")
-    counters = ("previous_lr",)
+    scalars = ("previous_lr",)
 
     def begin(self):
         self.anchor.copy_(self.model.master)
         self.previous_lr = None  # no round has ended
 
-    def local_stats(self):
-        """||d_i||, for the log. sync() uses d_i = a - x_i, which takes the place of x_i."""
-        d = torch.sub(self.anchor, self.model.master, out=self.model.master)
-        return self.norm(d).view(1)
-
-    def sync(self, norms):
-        d, v = self.model.master, self.momentum
+    def sync(self):
+        x, a, v = self.model.master, self.anchor, self.momentum
+        # d_i = a - x_i, in the storage of x_i
+        d = torch.sub(a, x, out=x)
+        self.exchange(norms=self.model.norm(d))  # for the record
         # d = 1/M sum_i d_i
         self.average(d)
         # v <- mu g_t / g_{t-1} v + d;  a <- a - lr v
         ratio = self.lr / self.previous_lr if self.previous_lr else 1.0  # first round or rate 0
         self.previous_lr = self.lr
         v.mul_(self.config.outer_momentum * ratio).add_(d)
-        self.anchor.sub_(v, alpha=self.config.outer_lr)
-        self.model.master.copy_(self.anchor)
+        a.sub_(v, alpha=self.config.outer_lr)
+        # x_i <- a
+        x.copy_(a)

@@ -24,7 +24,7 @@ come closer as the inner learning rate decays. The model to evaluate is the mean
 Deviations: (1) The warm-up is mini-batch. (2) In the paper x and a travel, and with d = a - x
     u_i <- mu u_i + lr mean(d_i, d_j) + pull (a_i - mean(a_i, a_j)):
 the same sum. Its equation 2 prints - lr mean(d_i, d_j), but only the plus sign of equation 32 and
-of the authors' code makes progress. (3) Resumed on another M, all start from the means of a and u.
+of the authors' code makes progress.
 
 Slow-link bytes per rank and round: 4 P/N, whatever M and pull are; one hop.
 Run: torchrun --nproc_per_node 4 train.py --method noloco
@@ -44,6 +44,17 @@ class Config(LocalConfig):  # paper: tau 50; mu < pull < sqrt(2 + mu^2) is suffi
     outer_lr: float = option(0.9, "outer learning rate (paper: 0.7)")
     outer_momentum: float = option(0.5, "momentum over rounds", below=1)
     pull: float = option(0.9, "strength of the pull towards the partner's anchor")
+    buffer_vectors = 1  # the partner's z
+
+    def sent_vectors(self, replicas):
+        return 1
+
+    def check(self, replicas):
+        super().check(replicas)
+        if replicas < 2:
+            raise UserError("--method noloco: it needs at least two replicas; start more ranks")
+        if self.device == "cuda" and self.backend in ("gloo", "shm"):
+            raise UserError(f"--backend {self.backend}: noloco on GPUs needs nccl")
 
 
 def partner(replica: int, replicas: int, seed: int, t: int) -> int:
@@ -57,36 +68,19 @@ def partner(replica: int, replicas: int, seed: int, t: int) -> int:
 class NoLoCo(Method):
     Config = Config
     private = ("anchor", "momentum")
-    equal_replicas, overlaps, mean_on_resume = False, True, True
-
-    @classmethod
-    def check(cls, config, method_config, replicas):
-        if replicas < 2:
-            raise UserError("--method noloco: it needs at least two replicas; start more ranks")
-        if config.device == "cuda" and config.backend in ("gloo", "shm"):
-            raise UserError(f"--backend {config.backend}: noloco on GPUs needs nccl")
-
-    @classmethod
-    def held_vectors(cls, method_config):
-        return 3
-
-    @classmethod
-    def sent_vectors(cls, method_config, replicas):
-        return 1
+    barrier = False
 
     def begin(self):
         self.anchor.copy_(self.model.master)
 
-    def local_stats(self):
-        """||d_i||, for the log only."""
-        return self.norm(self.anchor - self.model.master).view(1)
-
-    def sync(self, norms):
+    def sync(self):
         a, x, u, config = self.anchor, self.model.master, self.momentum, self.config
-        # z_i = lr x_i + (pull - lr) a_i, in the place of x_i
+        self.exchange(norms=self.model.norm(a - x))  # ||d_i||, for the record
+        # z_i = lr x_i + (pull - lr) a_i, in the storage of x_i
         z = x.mul_(config.outer_lr).add_(a, alpha=config.pull - config.outer_lr)
-        mean, j = z.clone(), partner(self.mesh.replica, self.mesh.replicas, self.seed, self.rounds)
-        if j != self.mesh.replica:
+        i, M = self.mesh.replica, self.mesh.replicas
+        mean, j = z.clone(), partner(i, M, config.seed, self.rounds)
+        if j != i:
             # [sync] exchange with the partner, sum P/N fp32, once per round
             self.mesh.exchange(mean, z, j, self.mesh.sync).wait()
             mean.add_(z).div_(2)
@@ -95,18 +89,20 @@ class NoLoCo(Method):
         # a_i <- a_i - u_i;  x_i <- a_i
         x.copy_(a.sub_(u))
 
-    def consensus(self):
-        """The mean of all replicas. Also measures spread = sqrt(mean_i ||a_i - mean||^2)."""
-        x, M = self.model.master, self.mesh.replicas
+    def evaluation_model(self):
+        """The mean of all a_i. Also measures spread = sqrt(mean_i ||a_i - mean||^2)."""
+        M = self.mesh.replicas
+        mean = self.anchor / M
         # [sync] all-reduce, sum P/N fp32, once per evaluation and at the end of training
-        self.mesh.all_reduce(x.div_(M), self.mesh.sync).wait()
-        square = self.norm(self.anchor - x).square() / M
+        self.mesh.all_reduce(mean, self.mesh.sync).wait()
+        square = self.model.norm(self.anchor - mean).square() / M
         # [sync] all-reduce, 1 scalar, once per evaluation and at the end of training
         self.mesh.all_reduce(square, self.mesh.sync).wait()
-        self.spread = square.sqrt().item()
-        return x
+        self.record.spread = square.sqrt().item()
+        return mean
 
     def finish(self):
         super().finish()
-        if self.local:
-            self.anchor.copy_(self.consensus())
+        if not self.averages_gradients:
+            self.anchor.copy_(self.evaluation_model())
+            self.model.master.copy_(self.anchor)

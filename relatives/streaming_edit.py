@@ -39,47 +39,43 @@ from dataclasses import dataclass
 
 import torch
 
-import streaming_diloco
+from diloco import nesterov
 from edit import EDiT, PenaltyConfig, anomaly_limits, clip_factor, is_anomaly
-from edit import outer_nesterov, replica_weights, update_statistics
+from edit import replica_weights, update_statistics
 from plumbing.config import UserError
-from quantize import MeanInFlight
+from relatives import streaming_diloco
+from relatives.quantize import MeanInFlight
+from relatives.streaming_diloco import StreamingDiLoCo
 from shard import HostCopy
-from streaming_diloco import StreamingDiLoCo
 
 
 @dataclass
 class Config(PenaltyConfig, streaming_diloco.Config):
-    pass
+    def check(self, replicas):
+        super().check(replicas)
+        if self.offload:
+            raise UserError("--offload: streaming_edit does not have it; leave it out")
 
 
 class StreamingEDiT(StreamingDiLoCo):
     Config = Config
-    counters = (*StreamingDiLoCo.counters, "statistics")
+    scalars = (*StreamingDiLoCo.scalars, "statistics")
     repairs_replicas = True  # fragment by fragment, from the anchor
-    count_lost_rounds = EDiT.count_lost_rounds  # stop if all replicas are flagged for some rounds
-
-    @classmethod
-    def check(cls, config, method_config, replicas):
-        super().check(config, method_config, replicas)
-        if method_config.offload:
-            raise UserError("--offload: streaming_edit does not have it; leave it out")
+    kept, lost_rounds = None, 0  # see EDiT
+    stop_if_lost = EDiT.stop_if_lost  # stop if all replicas are flagged for some rounds
 
     def begin(self):
         super().begin()
         self.statistics = self.model.master.new_zeros(3, len(self.model.layers))
-        self.columns = [torch.tensor(own, device=self.mesh.device) for own in self.layers_of]
         self.landings = []  # (norms, flagged, weights, clips) of each landing in this round
-        self.kept, self.lost_rounds = None, 0
 
     def start_mean(self, d):
         squares = torch.stack([d_l.norm() ** 2 for d_l in d])
         # [shard] all-reduce, one scalar per layer, once per fragment
         self.mesh.all_reduce(squares, self.mesh.shard).wait()
-        G, own = squares.sqrt(), self.columns[self.p]
-        flagged = is_anomaly(G, anomaly_limits(self.statistics[:, own], self.config))
-        new = update_statistics(self.statistics[:, own], G, ~flagged, self.config)
-        self.statistics[:, own] = new
+        G, own = squares.sqrt(), self.statistics[:, self.p :: self.config.fragments]
+        flagged = is_anomaly(G, anomaly_limits(own, self.config))
+        own.copy_(update_statistics(own, G, ~flagged, self.config))
         self.norms = G.new_empty(self.mesh.replicas, 2 * len(d))
         self.norms[self.mesh.replica] = torch.cat([G, flagged.to(G.dtype)])
         # [sync] all-gather, 2 scalars per layer and replica, asynchronous, once per fragment
@@ -107,26 +103,19 @@ class StreamingEDiT(StreamingDiLoCo):
         sick = flagged[self.mesh.replica] | ~x_norms.isfinite()
         for l, ((x, a, b), dbar) in enumerate(zip(layers, means)):
             lr, mu, alpha = config.outer_lr, config.outer_momentum, config.alpha
-            outer_nesterov(a, b, dbar.mul_(clips[l]), lr, mu, kept[l])
+            nesterov(a, b, dbar.mul_(clips[l]), lr, mu, kept[l])
             # x_i <- alpha x_i + (1 - alpha) a; a if it is sick
             x.mul_(alpha).add_(a, alpha=1 - alpha)
             torch.where(sick[l], a, x, out=x)
         self.landings.append((norms, flagged, weights, clips))
 
-    def sync(self, rows):
-        super().sync(rows)
-        self.count_lost_rounds()
+    def sync(self):
+        super().sync()
+        self.stop_if_lost()
         if self.landings:
-            kept = [~flagged.all(dim=0) for _, flagged, _, _ in self.landings]
-            self.kept = HostCopy(torch.cat(kept))
-
-    def sync_stats(self, rows):
-        if not self.landings:
-            return super().sync_stats(rows)
-        columns = [torch.cat(column, dim=-1) for column in zip(*self.landings)]
-        norms, flagged, weights, clips = columns
-        self.landings = []
-        return {
-            "pseudo_grad_norm": norms.norm(dim=1), "weight": weights.mean(dim=1),
-            "dropped": flagged.sum(dim=1), "clip": clips.mean(),
-        }  # fmt: skip
+            norms, flagged, weights, clips = (torch.cat(c, dim=-1) for c in zip(*self.landings))
+            self.kept, self.landings = HostCopy(~flagged.all(dim=0)), []
+            self.record.describe(
+                pseudo_grad_norm=norms.norm(dim=1), weight=weights.mean(dim=1),
+                dropped=flagged.sum(dim=1), clip=clips.mean(),
+            )  # fmt: skip

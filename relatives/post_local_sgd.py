@@ -27,6 +27,6 @@ from method import Method
 
 
 class PostLocalSGD(Method):
-    def sync(self, rows):
+    def sync(self):
         # x_i <- 1/M sum_j x_j
         self.average(self.model.master)

@@ -1,12 +1,12 @@
 """Curves of runs side by side: validation loss over tokens, seconds, and bytes on the slow links.
 
-    python plot.py out/edit out/diloco --out curves.svg
+    python -m lab.plot out/edit out/diloco --out curves.svg
 
-lab.py draws its figures with draw(), so a method has the same color, marker and place everywhere.
-Runs that differ in their seed only are one line: the mean, and vertical lines from the lowest to
-the highest. Most colors are Okabe and Ito's, safe for color-blind readers; lines and markers
-differ, too. The text is gray, readable on a light and on a dark page. Needs matplotlib, which
-nothing else here does.
+The experiments draw their figures with draw(), too, so a method has the same color, marker and
+place in all of them. Runs that differ only in their seed are one line: the mean, with vertical
+lines from the lowest to the highest. Most colors are Okabe and Ito's, safe for color-blind readers;
+lines and markers differ, too. The text is gray, readable on a light and on a dark page. Needs
+matplotlib, which nothing else here does.
 """
 
 import math
@@ -14,22 +14,9 @@ import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from lab.rows import GRAY, METHODS, in_order, read_run
 from plumbing.config import Parser, UserError, run_command
-from plumbing.log import read_run
 
-GRAY = "#808080"
-METHODS = {  # in the order of all figures: name, color, marker, line
-    "minibatch": ("mini-batch", GRAY, "s", "-"),
-    "post_local_sgd": ("Post Local SGD", "#a6761d", "<", "-"),
-    "slowmo": ("SlowMo", "#e69f00", ">", "-"),
-    "co2": ("CO2", "#cc79a7", "^", "-"),
-    "noloco": ("NoLoCo", "#56b4e9", "v", "-"),
-    "diloco": ("DiLoCo", "#d55e00", "o", "-"),
-    "streaming_diloco": ("Streaming DiLoCo", "#d55e00", "D", "--"),
-    "edit": ("EDiT", "#0072b2", "o", "-"),
-    "streaming_edit": ("Streaming EDiT", "#0072b2", "D", "--"),
-    "a_edit": ("A-EDiT", "#009e73", "P", "-"),
-}
 VARIANTS = (
     ("o", ":"), ("s", "-."), ("^", (0, (1, 3))), ("v", (0, (5, 1, 1, 1))), ("D", "--"), ("X", "-"),
 )  # fmt: skip
@@ -47,12 +34,6 @@ class Panel:
     where: dict = field(default_factory=dict)  # draw only the rows with these values
     log: int = 0  # the base, if the x axis is logarithmic; its ticks are the powers
     xlim: tuple = (-math.inf, math.inf)  # draw only these points
-
-
-def in_order(rows: list) -> list:
-    """Rows in the order of METHODS, and then the reader's own methods."""
-    order = [*METHODS, *(row["method"] for row in rows)]
-    return sorted(rows, key=lambda row: order.index(row["method"]))
 
 
 def lines_of(rows: list, panel: Panel) -> dict:
@@ -119,8 +100,6 @@ def draw(rows: list, panels: list, path):
     except ModuleNotFoundError:
         raise UserError("pictures need matplotlib: pip install matplotlib") from None
     panels = [panel for panel in panels if lines_of(rows, panel)]  # --quick leaves some empty
-    if not panels:
-        raise UserError(f"{path}: no row fits a panel of the figure")
     panels_lines = [lines_of(rows, panel) for panel in panels]
     styles = styles_of(panels_lines)
     scaled = EngFormatter(sep="")

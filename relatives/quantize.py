@@ -10,19 +10,18 @@ A vector is cut into blocks of 256 consecutive elements. Each block has one fp32
 
     s = 0: all elements are 0. s not finite: all are NaN, so that a divergence shows.
 
-The mean over M > 2 replicas takes two hops, for M = 2 one:
+The mean over M > 2 replicas takes two hops:
 
     start      encode; send piece j to replica j       # [sync] all-to-all of codes and scales
     halfway()  the owner of a piece decodes it from all replicas, its own too, takes the mean in
                rank order, encodes it                  # [sync] all-gather of codes and scales
     wait()     decode all pieces
-    M = 2      both send all their codes, decode both  # [sync] all-gather of codes and scales
 
-All replicas decode the same bytes, the owner too, so their results are bit-equal. One replica sends
-nothing and quantizes nothing.
+Two replicas send all their codes to each other in one all-gather. One replica quantizes nothing.
+All replicas decode the same bytes, so their results are bit-equal. Error: the mean of the replicas'
+errors and, for M > 2, that of encoding the mean.
 
 Bytes per rank: 2 (M-1)/M * bytes_per_element() per element (e3m0: 0.516, int8: 1.016, none: 4).
-Error: the mean of the replicas' errors and, for M > 2, the error of encoding the mean.
 Source: Streaming DiLoCo, arXiv 2501.18512. Its scaling could not be read; this one is ours.
 """
 
@@ -36,8 +35,6 @@ BLOCK = 256  # elements
 BOUNDS = (2.0**-7, *(1.5 * 2.0**-n for n in range(6, 0, -1)))
 MAGNITUDES = (0.0, *(2.0 ** (e - 7) for e in range(1, 8)))
 VALUES = (*MAGNITUDES, *(-m for m in MAGNITUDES))  # of the 16 codes: 8 * sign + e
-
-
 # A constant is copied to a GPU once, because the host waits for the copy.
 on_device = functools.cache(torch.tensor)
 
@@ -76,10 +73,9 @@ def bytes_per_element(format: str) -> float:
 
 
 class MeanInFlight:
-    """The mean over the sync group of flat vectors, for example of some layers. Blocks do not cross
-    from one vector into the next. weights: None, or a function that returns (M, vectors) with mean
-    1 over the replicas; it is called after the first hop. A vector with weight 0 is left out, also
-    if it contains NaN."""
+    """The mean over the sync group of flat vectors, each cut into blocks of its own. weights: None,
+    or a function that returns (M, vectors) with mean 1 over the replicas; it is called after the
+    first hop. A vector with weight 0 is left out, also if it contains NaN."""
 
     def __init__(self, vectors: list, format: str, mesh, weights=None):
         self.mesh, self.M, self.weights = mesh, mesh.replicas, weights

@@ -10,7 +10,7 @@ makes the step smaller where the anchor moves fast.
         if t > 0:
             wait for f                                # f = mean of the d_i of round t-1
             G       = 1 + r / C                       # staleness gap penalty; 1 while C = 0
-            u      <- clamp(mu u + f / G, -phi, phi)
+            u      <- mu u + f / G
             anchor <- anchor - lr u
             r       = lr ||u||;  C <- max(C, r)       # [shard] all-gather, 1 scalar
         f <- d_i / M;  start to sum f over replicas   # [sync] all-reduce, asynchronous
@@ -26,12 +26,11 @@ contain the progress of the round before.
     u            momentum       (sum P/N,)   equal on all ranks of a sync group
     f            mean           (sum P/N,)   the asynchronous all-reduce's own buffer
     Lambda       G              scalar
-    phi          outer_momentum_clip
 
 Deviations: (1) The formula of G is reconstructed from memory: the paper's body could not be
 obtained. C is the largest move of the anchor so far, so 1 <= G <= 2. (2) d is not divided by the
-inner learning rate. (3) The published code's default, memory-efficient mode does not overlap. This
-file always does, so its sync group needs gloo or NCCL.
+inner learning rate. (3) u is not clamped. (4) The published code's default, memory-efficient mode
+does not overlap. This file always does, so its sync group needs gloo or NCCL.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N. Exposed: max(0, T - tau * time of a step),
 where T is the time of the all-reduce.
@@ -52,59 +51,56 @@ from plumbing.config import LocalConfig, option
 class Config(LocalConfig):  # code: tau 48, outer_lr 1, outer_momentum 0.5, no penalty
     outer_lr: float = option(0.7, "outer learning rate")
     outer_momentum: float = option(0.2, "momentum over rounds", below=1)
-    outer_momentum_clip: float = option(0.0, "phi, largest element of u; 0: no limit")
     staleness_penalty: bool = option(True, "divide f by G = 1 + r / C")
 
 
 class CO2(Method):
     Config = Config
     shared = ("anchor", "momentum", "mean")
-    counters = ("sent", "r", "C")
-    overlaps = True
+    scalars = ("sent", "r", "C")
+    barrier = False
 
     def begin(self):
         self.anchor.copy_(self.model.master)
         self.handle, self.sent = Handle(), False  # of f
         self.r, self.C = self.model.master.new_zeros(2)
 
-    def local_stats(self):
-        """||d_i||, for the log. sync() uses d_i = a - x_i, which takes the place of x_i."""
+    def sync(self):
+        # d_i = a - x_i, in the storage of x_i
         d = torch.sub(self.anchor, self.model.master, out=self.model.master)
-        return self.norm(d).view(1)
-
-    def sync(self, norms):
+        self.exchange(norms=self.model.norm(d))  # for the record
         if self.sent:
             self.outer_step()
-        torch.div(self.model.master, self.mesh.replicas, out=self.mean)
+        # f = d_i / M
+        torch.div(d, self.mesh.replicas, out=self.mean)
         # [sync] all-reduce, sum P/N fp32, asynchronous, once per round
         self.handle, self.sent = self.mesh.all_reduce(self.mean, self.mesh.sync), True
+        # x_i <- a
         self.model.master.copy_(self.anchor)
 
     def outer_step(self):
         """The mean pseudo-gradient of the round before moves the anchor."""
         self.handle.wait()
-        f, u, phi = self.mean, self.momentum, self.config.outer_momentum_clip
+        f, u = self.mean, self.momentum
         if self.config.staleness_penalty:
             # G = 1 + r / C
             f.div_(torch.where(self.C > 0, 1 + self.r / self.C, 1.0))
-        # u <- clamp(mu u + f / G, -phi, phi);  a <- a - lr u
+        # u <- mu u + f / G;  a <- a - lr u
         u.mul_(self.config.outer_momentum).add_(f)
-        if phi:
-            u.clamp_(-phi, phi)
         self.anchor.sub_(u, alpha=self.config.outer_lr)
         # r = lr ||u||;  C <- max(C, r)
-        self.r = self.config.outer_lr * self.norm(u)
+        self.r = self.config.outer_lr * self.model.norm(u)
         self.C = torch.maximum(self.C, self.r)
 
     def drain(self):
         super().drain()
-        if self.local:
-            with self.stall:
+        if not self.averages_gradients:
+            with self.record.stall():
                 self.handle.wait()
 
     def finish(self):
         self.drain()
-        if self.local and self.sent:
+        if not self.averages_gradients and self.sent:
             self.outer_step()
             self.sent = False
             self.model.master.copy_(self.anchor)

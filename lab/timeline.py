@@ -1,7 +1,7 @@
 """Compute utilization of every method, on paper: a simulated timeline of steps, layers and a link.
 
-    utilization("edit", MODELS["10b"], 5.0)       # compute time / wall time at 5 Gbit/s
-    needed(rows())["10b", "edit"]["90%"]          # Gbit/s between the replicas for 90%
+    utilization(SCHEDULES["edit"], MODELS["10b"], 5.0)  # compute time / wall time at 5 Gbit/s
+    needed(rows())                      # the table: Gbit/s between the replicas for 50% to 99%
 
     compute               |forward 0 1 2|backward 2  1  0 |           |forward 0 1 2| ...
     link, mini-batch                              | 2 | 1 | 0 |         # forward waits for all
@@ -18,12 +18,8 @@ Assumptions:
 (6) Mini-batch sends a layer when its backward is done. The other methods here start after the step:
     the inner optimizer clips the gradient first, and its norm needs all layers.
 
-The paper_* schedules are those of arXiv 2501.18512, table 4: there is no clipping, and every method
-sends a layer when its backward is done. Of the table's 25 values for 1 B parameters, needed() gives
-4 exactly and 21 one grid value higher; of the 50 for 10 and 100 B, 5 exactly, 42 one and 3 two
-higher. Perhaps the table has the last value that is too slow, not the first that is fast enough.
-
-Source: the simulation is ours; models, grid and published values are from arXiv 2501.18512.
+Source: the simulation is ours; models and grid are from arXiv 2501.18512. tests/test_timeline.py
+compares it with table 4 of that paper.
 """
 
 import itertools
@@ -60,16 +56,12 @@ SCHEDULES = {
     "co2": Schedule(delay=H),
     **dict.fromkeys(["edit", "a_edit"], Schedule(by_layer=True)),
     **dict.fromkeys(["streaming_diloco", "streaming_edit"], Schedule(blocks=3, delay=1, bits=4)),
-    "paper_diloco": Schedule(early=True),
-    "paper_streaming": Schedule(early=True, blocks=3),
-    "paper_overlap": Schedule(early=True, blocks=3, delay=1),
-    "paper_overlap_4bit": Schedule(early=True, blocks=3, delay=1, bits=4),
 }
 
 
-def utilization(method: str, model: Model, gbit_per_s: float) -> float:
+def utilization(plan: Schedule, model: Model, gbit_per_s: float) -> float:
     """Compute time / wall time, 0 to 1, of a steady round."""
-    plan, L, forward_s = SCHEDULES[method], model.layers, model.step_s / 3
+    L, forward_s = model.layers, model.step_s / 3
     layer_s = forward_s / L
     wire_s = model.parameters / L * plan.bits / (gbit_per_s * 1e9)  # a layer on the link
     F = -(-L // (plan.blocks or L))
@@ -91,32 +83,25 @@ def utilization(method: str, model: Model, gbit_per_s: float) -> float:
     return plan.every * model.step_s / (now - start)
 
 
-def rows(paper: bool = False) -> list:
-    """The rows of results/scale.json: this repository's methods, or the paper's schedules, at 0.1
-    to 1000 Gbit/s, rising."""
+def rows(schedules: dict = SCHEDULES) -> list:
+    """lab/results/scale.json: every model and method at 0.1 to 1000 Gbit/s, rising."""
     links = [round(10 ** (-1 + 4 * k / 49), 3) for k in range(50)]  # the paper's: of ratio 1.207
-    methods = [name for name in SCHEDULES if name.startswith("paper_") == paper]
     found = []
-    for name, method, gbit in itertools.product(MODELS, methods, links):
-        used = round(utilization(method, MODELS[name], gbit), 4)
+    for name, method, gbit in itertools.product(MODELS, schedules, links):
+        used = round(utilization(schedules[method], MODELS[name], gbit), 4)
         found.append({"model": name, "method": method, "gbit_per_s": gbit, "utilization": used})
     return found
 
 
-def needed(rows: list) -> dict:
-    """(model, method) -> {level: the lowest rate of the rows, Gbit/s, that reaches it}."""
-    found = defaultdict(dict)
+def needed(rows: list) -> list:
+    """Rows of the table: the lowest rate, Gbit/s, that reaches each level, for every model and
+    method; of methods with equal rates only the first."""
+    found, different = defaultdict(dict), {}
     for row in rows:
         for name, level in LEVELS.items():
             if row["utilization"] >= level:
                 found[row["model"], row["method"]].setdefault(name, row["gbit_per_s"])
-    return found
-
-
-def table_rows(rows: list) -> list:
-    """needed(), a row per model and method; of methods with equal rates only the first."""
-    different = {}
-    for (model, method), rates in needed(rows).items():
+    for (model, method), rates in found.items():
         row = {"model": model, "method": method} | rates
         different.setdefault((model, *rates.values()), row)
     return list(different.values())

@@ -1,21 +1,70 @@
-"""For lab.py: rows of results. A row is a dict: a run's columns, its results, its command lines."""
+"""Records of runs, rows of results, tables of rows.
+
+    read_run("out/edit")["val_loss"]                                    # of each evaluation
+    rows = json.loads(Path("lab/results/tau.json").read_text())
+    print(table(rows, ("val_loss", "local_bytes")))                     # Markdown
+
+A row is a dict with the columns of a run (method, tau, seed ...), its results and its command
+lines. times_and_losses() and over() compute the rows of an experiment from those of its runs.
+"""
 
 import itertools
+import json
 import statistics
 from collections import defaultdict
+from pathlib import Path
 
-from plot import METHODS, in_order
+from plumbing.config import UserError
 
+GRAY = "#808080"
+METHODS = {  # in the order of all tables and figures: name, color, marker, line
+    "minibatch": ("mini-batch", GRAY, "s", "-"),
+    "post_local_sgd": ("Post Local SGD", "#a6761d", "<", "-"),
+    "slowmo": ("SlowMo", "#e69f00", ">", "-"),
+    "co2": ("CO2", "#cc79a7", "^", "-"),
+    "noloco": ("NoLoCo", "#56b4e9", "v", "-"),
+    "diloco": ("DiLoCo", "#d55e00", "o", "-"),
+    "streaming_diloco": ("Streaming DiLoCo", "#d55e00", "D", "--"),
+    "edit": ("EDiT", "#0072b2", "o", "-"),
+    "streaming_edit": ("Streaming EDiT", "#0072b2", "D", "--"),
+    "a_edit": ("A-EDiT", "#009e73", "P", "-"),
+}
 CASE = (  # what distinguishes the rows, the seed apart
     "method", "variant", "setting", "tau", "slowness", "clock", "disturbance", "link_mbps",
     "model", "gbit_per_s",
 )  # fmt: skip
 
 
+CURVES = ("step", "tokens", "train_s", "sync_bytes", "val_loss")  # columns of the eval rows
+
+
+def read_run(folder) -> dict:
+    """The record of a run: its rows `config` and `end` (None: it has not ended), a list per column
+    of its evaluations, and `steps`, the list of its step rows. Raises UserError for a file that is
+    not a record."""
+    path, rows = Path(folder, "metrics.jsonl"), defaultdict(list)
+    try:
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            rows[row["event"]].append(row)
+        curves = {name: [row[name] for row in rows["eval"]] for name in CURVES}
+        config, end = rows["config"][0], rows["end"][0] if rows["end"] else None
+        config["method"]  # a record without it is refused
+        return {"config": config, "end": end, "steps": rows["step"]} | curves
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path} is not the record of a run ({error})") from None
+
+
+def in_order(rows: list) -> list:
+    """Rows in the order of METHODS, and then the reader's own methods."""
+    order = [*METHODS, *(row["method"] for row in rows)]
+    return sorted(rows, key=lambda row: order.index(row["method"]))
+
+
 def times_and_losses(rows):
     """A slow link changes no loss, and a slow replica none if all replicas take the same steps. So
     the losses come from full runs (with a seed), and the time of a step from short ones (without a
-    seed: timing() in lab.py)."""
+    seed: see timing() in __main__.py)."""
     full = [row for row in rows if row["seed"] is not None]
     timings = [row for row in rows if row["seed"] is None]
     timed = {timing["method"] for timing in timings}
@@ -50,14 +99,6 @@ def over(name, same=("seed",), **baseline):
     return combine
 
 
-def cases(rows: list) -> dict:
-    """Rows by what distinguishes them, in the order of METHODS: {values of CASE: one per seed}."""
-    groups = defaultdict(list)
-    for row in in_order(rows):
-        groups[tuple(row.get(name) for name in CASE)].append(row)
-    return dict(groups)
-
-
 FORMATS = {  # column -> heading, format, factor
     "val_loss": ("validation loss", "{:.4f}", 1),
     "local_bytes": ("MB sent after the warm-up", "{:,.1f}", 1e-6),
@@ -74,7 +115,10 @@ def table(rows: list, columns: tuple) -> str:
     formats = [FORMATS.get(name, (name, "{:.3g}", 1)) for name in columns]
     lines = [[CASE[i] for i in keys] + [heading for heading, _, _ in formats]]
     lines.append(["---"] * len(lines[0]))
-    for case, group in cases(rows).items():
+    groups = defaultdict(list)  # case -> its rows, one per seed
+    for row in in_order(rows):
+        groups[tuple(row.get(name) for name in CASE)].append(row)
+    for case, group in groups.items():
         case = (METHODS.get(case[0], case)[0], *case[1:])
         cells = [str(case[i] or "") for i in keys]
         for name, (_, form, factor) in zip(columns, formats):

@@ -1,0 +1,254 @@
+"""Speed: a step of this repository beside torch's FSDP2 and beside no communication at all.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 -m lab.bench --shards 2  # mesh 1x2
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 -m lab.bench --shards 2  # mesh 2x2
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 -m lab.bench --sync
+    python -m lab.bench --device cuda --model 124m --vocab_size 50304 --compile         # one GPU
+
+    ours    a mini-batch step, as in train.py
+    fsdp2   torch's fully_shard with the same layers, batch, dtype, fused AdamW and clipping
+    plain   on one rank, in place of fsdp2: an ordinary training loop
+    bound   as many independent single processes at once as there are ranks
+
+With --sync every step ends with a sync. The table shows how long a sync of EDiT and of DiLoCo
+stalls the training (stall_ms, with the wait for the slower replica), beside a step without the sync
+(step_ms) and an all-reduce of the same bytes (wire_ms).
+
+The speed of a machine drifts, so the candidates take turns in one run, a few steps at a time:
+A B C, then B C A, and so on. A ratio is the median of the ratios of the turns. The other flags are
+those of train.py, but the default is --model 10m --batch_size 2.
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import simulate
+from mesh import Mesh
+from model import Llama
+from plumbing import launch
+from plumbing.config import UserError, option, parse
+from plumbing.log import Clock, RoundRecord
+from plumbing.plan import Plan
+from shard import ShardedModel
+from train import METHODS
+
+LR, DECAY, CLIP = 1e-3, 0.1, 1.0
+ROUNDS = f"--sync_warmup_steps 0 --tau 1 --max_steps {2**30}".split()  # a sync after every step
+LINK = {"link_mbps", "link_latency_ms"}
+NO_EFFECT = {f.name for f in dataclasses.fields(simulate.Config)} - LINK
+NO_EFFECT |= {"method", "resume", "dry_run", "accum"}
+
+
+@dataclass
+class Flags(simulate.Config):
+    """The benchmark's flags, beside train.py's."""
+
+    sync: bool = option(False, "measure the syncs of EDiT and DiLoCo")
+    repeats: int = option(5, "turns", low=1)
+    steps: int = option(2, "timed steps per turn", low=1)
+    vocab_size: int = option(257, "of the model; 257: bytes", low=2)
+    json: str = option("out/bench.json", "file for the rows")
+
+
+# ---- the candidates: each call is one step ----
+
+
+class OurStep:
+    """A step as in train.py."""
+
+    def __init__(self, plan: Plan, mesh: Mesh, batch: torch.Tensor):
+        config, self.mesh, self.batch = plan.config, mesh, batch
+        recompute = config.recompute
+        self.model = ShardedModel(plan.model_config, mesh, plan.dtype, recompute=recompute)
+        for layer in self.model.layers if config.compile else ():
+            layer.compile()
+        self.optimizer = self.model.adamw(DECAY, lr=LR)
+        self.record = RoundRecord(mesh, Clock(mesh.device))
+        self.method = METHODS[config.method](self.model, mesh, config, self.record)
+
+    def __call__(self):
+        model, method = self.model, self.method
+        method.before_step()
+        average = method.averages_gradients
+        loss = model.forward(*self.batch)
+        ranks = self.mesh.world_size if average else self.mesh.shards
+        model.backward(1 / ranks, average_replicas=average)
+        metrics = model.step_metrics(loss, 0.0, average)
+        model.clip_gradient(metrics.norm, CLIP)
+        self.optimizer.step()
+        model.invalidate_gathered()
+        method.after_step(LR, metrics)
+
+
+def torch_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
+    """The same with torch's own means: FSDP2 or, on one rank, whole fp32 parameters and autocast
+    (as in nanoGPT)."""
+    config, dtype = plan.config, plan.dtype
+    model = Llama(plan.model_config).to(mesh.device)
+    for layer in model.layers if config.compile else ():
+        layer.compile()
+    if mesh.world_size > 1:
+        names = ("replica", "shard") if mesh.replicas > 1 else ("shard",)
+        nccl = mesh.device.type == "cuda" and config.backend in ("auto", "nccl")
+        backend = "nccl" if nccl else "gloo"
+        grid = init_device_mesh(
+            mesh.device.type, (mesh.replicas, mesh.shards)[-len(names) :], mesh_dim_names=names,
+            backend_override=dict.fromkeys(names, backend),
+        )  # fmt: skip
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in model.layers:  # the last one stays gathered: its backward comes next
+            last = layer is model.layers[-1]
+            fully_shard(layer, mesh=grid, mp_policy=policy, reshard_after_forward=not last)
+        fully_shard(model, mesh=grid, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY, fused=True)
+    cast = mesh.world_size == 1 and dtype == torch.bfloat16
+
+    def step():
+        with torch.autocast(mesh.device.type, torch.bfloat16, enabled=cast):
+            loss = model(*batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+# ---- timing ----
+
+
+def now_ms(mesh) -> float:
+    """When all ranks have done their work."""
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+    return 1e3 * time.perf_counter()
+
+
+def alternate(mesh, steps: dict, config) -> dict:
+    """name -> milliseconds per step in each turn. Each turn begins with another candidate."""
+    for step in [*steps.values()] * 2:
+        step()
+    times, names = {name: [] for name in steps}, list(steps)
+    for turn in range(config.repeats):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            steps[name]()  # fills the caches, which the candidate before has used
+            began = now_ms(mesh)
+            for _ in range(config.steps):
+                steps[name]()
+            times[name].append((now_ms(mesh) - began) / config.steps)
+    return times
+
+
+def speedups(times: dict) -> dict:
+    """Medians; the speed of the first candidate over each other one (above 1: faster), and its
+    lowest and highest."""
+    ours, *others = times
+    row = {f"{name}_ms": statistics.median(times[name]) for name in times}
+    for other in others:
+        name = "of_bound" if other == "bound" else f"over_{other}"
+        ratios = sorted(b / a for a, b in zip(times[ours], times[other]))
+        row[name] = statistics.median(ratios)
+        row[f"{name}_range"] = f"{ratios[0]:.2f}..{ratios[-1]:.2f}"
+    return row
+
+
+# ---- the two tables: lists of rows ----
+
+
+def compare_steps(plans: list, mesh: Mesh, batch: torch.Tensor) -> list:
+    (plan,) = plans
+    steps = {"ours": OurStep(plan, mesh, batch)}
+    steps["fsdp2" if mesh.world_size > 1 else "plain"] = torch_step(plan, mesh, batch)
+    if mesh.world_size > 1:
+        steps["bound"] = OurStep(plan, Mesh(1, mesh.device, alone=True), batch)
+    row = speedups(alternate(mesh, steps, plan.config))
+    tokens = mesh.world_size * plan.tokens_per_micro_step
+    return [row | {"tokens_per_s": 1e3 * tokens / row["ours_ms"]}]
+
+
+def compare_syncs(plans: list, mesh: Mesh, batch: torch.Tensor) -> list:
+    steps = {plan.config.method: OurStep(plan, mesh, batch) for plan in plans}
+    config, vector = plans[0].config, torch.zeros_like(steps["edit"].model.master)
+    # [sync] all-reduce, sum P/N fp32, for comparison
+    wire = {"wire": lambda: mesh.all_reduce(vector, mesh.sync).wait()}
+    times = alternate(mesh, steps | wire, config)
+    ms = {name: statistics.median(values) for name, values in times.items()}
+    rows, turns = [], config.repeats * (config.steps + 1)
+    for name, step in steps.items():
+        stalls = [row["stall_ms"] for row in iter(step.record.take, None)]
+        stall_ms = statistics.median(stalls[-turns:])  # without the warm-up
+        row = {"method": name, "step_ms": ms[name] - stall_ms, "stall_ms": stall_ms}
+        row["stall_in_steps"] = stall_ms / row["step_ms"]
+        rows.append(row | {"wire_ms": ms["wire"]})
+    return rows
+
+
+def show(rows: list):
+    print("  ".join(f"{name:>10}" for name in rows[0]))
+    text = lambda x: x if isinstance(x, str) else f"{x:.3g}" if abs(x) < 100 else f"{x:,.0f}"
+    for row in rows:
+        print("  ".join(f"{text(x):>{max(10, len(name))}}" for name, x in row.items()), flush=True)
+
+
+# ---- the run ----
+
+
+def read_configs(argv: list, world_size: int) -> list:
+    """The config of each method that the table needs. Raises UserError."""
+    argv = ["--model", "10m", "--batch_size", "2", *argv]
+    config, given = parse(argv, METHODS, Flags)
+    if refused := (NO_EFFECT if config.sync else NO_EFFECT | LINK) & given.keys():
+        where = "with --sync" if config.sync else "without --sync"
+        raise UserError(f"--{min(refused)}: it has no effect on the benchmark {where}")
+    launch.check_mesh(config, world_size)
+    if config.sync and config.shards == world_size:
+        raise UserError("--sync: it needs two replicas; change --nproc_per_node or --shards")
+    methods = ("edit", "diloco") if config.sync else ("minibatch",)
+    configs = [parse([*argv, *ROUNDS, "--method", m], METHODS, Flags)[0] for m in methods]
+    for config in configs:
+        launch.resolve_device(config)
+    return configs
+
+
+def main(argv: list):
+    rank, world_size = launch.environment()
+    store = launch.rendezvous(rank, world_size)
+    with launch.alike(store, "flags", rank, world_size):
+        config, *_ = configs = read_configs(argv, world_size)
+        plans = [Plan(c, METHODS[c.method], c.vocab_size, world_size) for c in configs]
+        plans[0].check_memory()
+        Path(config.json).parent.mkdir(parents=True, exist_ok=True)
+        open(config.json, "a").close()  # is it possible? Now, not after the measurements
+    device, backend = launch.open_groups(config, store)
+    launch.keep_freed_memory()  # as in train.py; here it also speeds up the others
+    link = simulate.SimulatedLink(config, config.shards, device) if config.limits_link else None
+    mesh = Mesh(config.shards, device, config.timeout_s, backend, link)
+    shape = (2, config.batch_size, config.block_size)
+    batch = torch.randint(config.vocab_size, shape, device=device)  # inputs and targets
+    rows = (compare_syncs if config.sync else compare_steps)(plans, mesh, batch)
+    n_params, tokens = plans[0].n_params, f"{config.batch_size} x {config.block_size} tokens"
+    print(f"{mesh.replicas} replicas x {mesh.shards} shards, {config.dtype}, ", end="")
+    print(f"{n_params:,} parameters, {tokens} per rank")
+    show(rows)
+    if rank == 0:
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+        record = {"command": sys.argv, "torch": torch.__version__, "device": name}
+        record |= {"config": vars(config), "n_params": n_params, "rows": rows}
+        Path(config.json).write_text(json.dumps(record, indent=1))
+        print(f"rows in {config.json}", flush=True)
+
+
+if __name__ == "__main__":
+    launch.run_on_this_rank("bench.py", lambda: main(sys.argv[1:]))

@@ -1,0 +1,17 @@
+"""The relatives of EDiT and DiLoCo, one file each. A new one: its file, and a row in this table."""
+
+from relatives.co2 import CO2
+from relatives.noloco import NoLoCo
+from relatives.post_local_sgd import PostLocalSGD
+from relatives.slowmo import SlowMo
+from relatives.streaming_diloco import StreamingDiLoCo
+from relatives.streaming_edit import StreamingEDiT
+
+RELATIVES = {  # --method -> class
+    "post_local_sgd": PostLocalSGD,
+    "slowmo": SlowMo,
+    "streaming_diloco": StreamingDiLoCo,
+    "co2": CO2,
+    "noloco": NoLoCo,
+    "streaming_edit": StreamingEDiT,
+}

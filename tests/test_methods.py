@@ -1,0 +1,192 @@
+"""The ten methods: each equals the plain fp64 reference, on every mesh, also with sick replicas.
+What they share: the outer step, a small surface."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from diloco import nesterov
+from method import Method
+from ranks import method_alone, run_config, train_all
+from reference import Sick, Simulation
+from train import METHODS
+
+# Both sides are fp64, so only the order of sums differs: 1e-9 is far below any wrong term. Scales
+# of quantized blocks are fp32: another order of sums may change the last bit of one. A sick replica
+# makes such differences up to ten times larger. model.pt is fp32.
+RTOL, QUANTIZED, SICK_FACTOR, FP32 = 1e-9, 1e-7, 10, dict(rtol=1e-6, atol=1e-7)
+
+LOCAL = dict(tau=3, sync_warmup_steps=2, max_steps=12)
+# 17 local steps: the last round is shorter. A delay of 1 lands at the last step, of 3 after it.
+STREAMING = dict(tau=8, sync_warmup_steps=3, max_steps=20, fragments=2)
+STREAMING_DILOCO = STREAMING | dict(method="streaming_diloco")
+# Limits so tight that all of it happens: drops, rollbacks, clipping.
+TIGHT = dict(anomaly_warmup_rounds=2, anomaly_threshold=0.05, anomaly_ema=0.1)
+TIGHT |= dict(pseudo_grad_clip=0.03, min_lr_ratio=1.0)
+EDIT = TIGHT | dict(method="edit", tau=2, sync_warmup_steps=2, max_steps=17)
+CLOCKS = TIGHT | dict(method="a_edit", tau_time_s=5.0, virtual_clock=True, slow_replica="0:2")
+CLOCKS |= dict(sync_warmup_steps=2, max_steps=28, min_lr_ratio=0.9)
+STREAMING_EDIT = STREAMING | TIGHT | dict(method="streaming_edit", max_steps=28)
+MOMENTS = dict(average_moments=True)
+# Limits that only a sick replica exceeds. EDiT's rounds end after 5, 8, 11, 14 steps. Fragment 1 of
+# Streaming EDiT is sent after 24 local steps, among others, and lands 3 steps later.
+SICK = dict(method="edit", tau=3, sync_warmup_steps=2, max_steps=14)
+SICK |= dict(anomaly_warmup_rounds=2, anomaly_threshold=15.0)
+SICK_STREAMING = STREAMING | dict(method="streaming_edit", max_steps=43, delay=3, alpha=0.5)
+SICK_STREAMING |= dict(anomaly_warmup_rounds=2, anomaly_threshold=5.0, min_lr_ratio=1.0, n_layer=1)
+BEFORE, IN_FLIGHT, LANDING, AFTER = 2 + 24, 2 + 26, 2 + 27, 2 + 29
+one_nan = functools.partial(Sick, math.nan, one_element=True)
+
+ONE, THREE, FOUR, GRID = (1, 1), (3, 1), (4, 1), (2, 2)  # replicas, shards
+ALL = (ONE, (1, 4), FOUR, GRID)
+TABLE = {  # case: (flags, meshes)
+    "minibatch": (dict(method="minibatch", max_steps=8), ALL),
+    "minibatch, micro-steps": (dict(method="minibatch", max_steps=8, accum=3), [GRID]),
+    "post_local_sgd": (LOCAL | dict(method="post_local_sgd"), ALL),
+    "diloco": (LOCAL | dict(method="diloco"), ALL),
+    "diloco, moments": (LOCAL | MOMENTS | dict(method="diloco"), [GRID]),
+    "slowmo": (LOCAL | dict(method="slowmo", lr_warmup_steps=9), ALL),
+    "co2": (LOCAL | dict(method="co2", outer_momentum=0.5), ALL),
+    "co2, no penalty": (LOCAL | dict(method="co2", staleness_penalty=False, accum=2), [GRID]),
+    # while the all-reduce of the round before is in flight
+    "co2, moments": (LOCAL | MOMENTS | dict(method="co2", link_mbps=2.0), [GRID]),
+    "noloco": (LOCAL | dict(method="noloco"), [GRID, FOUR]),
+    "noloco, pull": (LOCAL | dict(method="noloco", pull=1.1, outer_lr=0.7), [GRID, THREE]),
+    "noloco, moments": (LOCAL | MOMENTS | dict(method="noloco"), [FOUR]),
+    "streaming": (STREAMING_DILOCO | dict(delay=1, alpha=0.5), ALL),
+    "streaming, layers": (STREAMING_DILOCO | dict(delay=3, alpha=0.5, n_layer=3), [GRID]),
+    "streaming, int8": (STREAMING_DILOCO | dict(delay=3, quantize="int8"), [GRID, THREE, FOUR]),
+    "streaming, none": (
+        STREAMING_DILOCO | dict(delay=0, alpha=1.0, quantize="none", fragments=4), [GRID]
+    ),
+    "streaming, moments": (STREAMING_DILOCO | MOMENTS | dict(delay=3), [GRID, FOUR]),
+    "edit": (EDIT, ALL),
+    "edit, micro-steps": (EDIT | dict(anomaly_elimination=False, accum=3), [GRID]),
+    "edit, equal weights": (EDIT | dict(weighted_averaging=False), [GRID]),
+    # the embedding's 2570 elements need padding
+    "edit, no clipping": (EDIT | dict(pseudo_grad_clipping=False, n_embd=10), [(2, 3)]),
+    "edit, moments": (EDIT | MOMENTS, [FOUR]),
+    "a_edit": (CLOCKS, ALL),
+    "a_edit, moments": (CLOCKS | MOMENTS, [GRID]),
+    "a_edit, weights as in the paper": (CLOCKS | dict(step_weighting="none"), [GRID, THREE]),
+    "a_edit, weights times steps": (CLOCKS | dict(step_weighting="times_steps"), [GRID, THREE]),
+    "streaming_edit": (STREAMING_EDIT | dict(delay=3, alpha=0.5), ALL),
+    "streaming_edit, int8": (STREAMING_EDIT | dict(delay=0, quantize="int8", accum=2), [FOUR]),
+    "streaming_edit, none": (
+        STREAMING_EDIT | dict(delay=1, alpha=0.5, quantize="none", fragments=4), [GRID]
+    ),
+    "sick: nan": (SICK | MOMENTS | dict(sick=one_nan([1], 10)), [GRID]),
+    "sick: inf": (SICK | dict(sick=Sick(math.inf, [0], 10)), [THREE]),
+    "sick: spike": (SICK | dict(sick=Sick(100.0, [1], 10)), [GRID]),
+    # the replica's own gradients are NaN in one step, and AdamW's moments must stay finite
+    "sick: mid round": (SICK | dict(sick=one_nan([0], 6)), [GRID]),
+    "sick: off": (SICK | dict(sick=one_nan([1], 4, 10), anomaly_elimination=False), [GRID]),
+    # Training goes on while a layer of a replica is left, or if fewer than three rounds in a row
+    # are rolled back.
+    "sick: one of three": (SICK | dict(sick=Sick(math.nan, [1], 4, 7, 10)), [THREE]),
+    "sick: one layer": (SICK | dict(sick=one_nan([0, 1], 4, 7, 10)), [GRID]),
+    "sick: rollback": (SICK | dict(sick=Sick(math.nan, [0, 1], 4, 7, 13)), [GRID]),
+    "sick: one of two layers": (
+        SICK_STREAMING | dict(sick=one_nan([1], BEFORE), quantize="none"), [THREE]
+    ),
+    "sick: one of two shards": (SICK_STREAMING | dict(sick=one_nan([1], BEFORE)), [GRID]),
+}  # fmt: skip
+for step in BEFORE, IN_FLIGHT, LANDING, AFTER:
+    for factor in math.nan, 100.0:
+        sick = dict(sick=Sick(factor, [1], step))
+        TABLE[f"sick: times {factor}, step {step}"] = SICK_STREAMING | sick, [THREE]
+ROWS = [(case, mesh, "gloo") for case, (_, meshes) in TABLE.items() for mesh in meshes]
+# On CPUs shm is the default: within replicas, and between them if they wait for each other.
+ROWS += [(name, GRID, "shm") for name, method in METHODS.items() if method.barrier]
+ROWS += [("streaming", (1, 4), "shm")]
+ROWS.sort(key=lambda row: row[1:])  # one spawn of ranks for each mesh and transport
+
+
+def flags_of(case, mesh):
+    """Without the sick replica. Every round end is evaluated."""
+    flags = {name: value for name, value in TABLE[case][0].items() if name != "sick"}
+    return flags | dict(shards=mesh[1], eval_interval=1)
+
+
+@functools.cache
+def trained(corpus_folder, mesh, transport):
+    """case -> Run of all cases on one mesh."""
+    cases = [case for case, *rest in ROWS if rest == [mesh, transport]]
+    each = [(TABLE[case][0].get("sick"), None, flags_of(case, mesh)) for case in cases]
+    runs = train_all(mesh[0] * mesh[1], corpus_folder, *each, transport=transport)
+    return dict(zip(cases, runs))
+
+
+@pytest.mark.parametrize("case, mesh, transport", ROWS, ids=str)
+def test_method_equals_fp64_reference(case, mesh, transport, corpus, corpus_folder):
+    run, (M, N) = trained(corpus_folder, mesh, transport)[case], mesh
+    f, sick = run_config(**flags_of(case, mesh)), TABLE[case][0].get("sick")
+    quantized = M > 1 and getattr(f, "quantize", "none") != "none"
+    rtol = (QUANTIZED if quantized else RTOL) * (SICK_FACTOR if sick else 1)
+    expected = Simulation(f, M, N, corpus, sick)
+    for event, rows in expected.rows.items():
+        for row, values in zip(run.rows(event), rows, strict=True):
+            assert ("spread" in row) == ("spread" in values)
+            for key, value in values.items():
+                assert_close(row[key], value, rtol, f"{key} at step {row['step']}")
+    assert not f.virtual_clock or run.rows("end")[0]["train_s"] == expected.now
+    for name, value in expected.model.items():
+        torch.testing.assert_close(run.model[name], value.float(), **FP32)
+    for i, layers in enumerate(zip(*getattr(expected.method, "samples", ()))):
+        count, *moments = run.ranks[i * N]["method_state"]["statistics"]
+        assert count == [len(norms) for norms in layers]  # those that were not flagged
+        assert np.isfinite(moments).all()
+    # All runs end with a sync.
+    first, equal = run.ranks[0]["exp_avg"], f.method == "minibatch" or f.average_moments
+    assert all(torch.equal(first, rank["exp_avg"]) == equal for rank in run.ranks[N::N])
+    if case in ("edit", "a_edit", "streaming_edit"):  # TIGHT does what it is for
+        assert sum(sum(row["dropped"]) for row in run.rows("sync")) > 0
+        assert min(row["clip"] for row in run.rows("sync")) < 1
+
+
+def assert_close(recorded, value, rtol, message):
+    """Numbers of the record, in which None stands for one that is not finite."""
+    recorded, value = np.array(recorded, dtype=float), np.array(value, dtype=float)
+    value = np.where(np.isfinite(value), value, math.nan)
+    np.testing.assert_allclose(recorded, value, rtol=rtol, atol=1e-14, err_msg=message)
+
+
+@pytest.mark.parametrize("case, mesh", [row[:2] for row in ROWS if "sick" in row[0]], ids=str)
+def test_sick_replicas_and_they_alone_are_left_out(case, mesh, corpus_folder):
+    run, sick = trained(corpus_folder, mesh, "gloo")[case], TABLE[case][0]["sick"]
+    for i, dropped in enumerate(zip(*(row["dropped"] for row in run.rows("sync")))):
+        assert (sum(dropped) > 0) == (i in sick.replicas)
+        assert (f"left out replica {i} in " in run.printed) == (i in sick.replicas)
+    assert all(value.isfinite().all() for value in run.model.values())
+    assert all(rank["exp_avg"].isfinite().all() for rank in run.ranks)
+    # A sick sync does not reach the next step's loss.
+    sick_steps = [step for step, loss in enumerate(run.losses) if loss is None]
+    assert sick_steps == ([7] if case == "sick: mid round" else [])
+
+
+def test_outer_step_is_torchs_sgd_and_keeps_every_bit_of_what_it_leaves_out():
+    torch.manual_seed(0)
+    one, zero, (lr, mu) = torch.ones(()).double(), torch.zeros(()).double(), (0.8, 0.85)
+    for kept, momentum in (None, mu), (None, 0.0), (one, mu), (one, 0.0):
+        a, b = torch.randn(7).double(), torch.zeros(7).double()
+        theirs = torch.nn.Parameter(a.clone())
+        sgd = torch.optim.SGD([theirs], lr=lr, momentum=momentum, nesterov=momentum > 0)
+        for _ in range(4):
+            theirs.grad = torch.randn(7).double()
+            nesterov(a, b, theirs.grad.clone(), lr, momentum, kept)
+            sgd.step()
+            torch.testing.assert_close(a, theirs.detach(), rtol=1e-14, atol=1e-14)
+    before = a.clone(), b.clone()
+    nesterov(a, b, torch.zeros(7).double(), lr, mu, zero)
+    assert torch.equal(a, before[0]) and torch.equal(b, before[1])
+
+
+def test_surface_of_a_method_is_small():
+    surface = [name for name in vars(Method) if not name.startswith("_")]
+    assert len(surface) <= 20, surface
+    assert {"begin", "sync", "exchange", "average"} <= set(surface)
+    method = method_alone(method="post_local_sgd")  # it adds nothing of its own
+    assert len(vars(method)) <= 10, list(vars(method))
