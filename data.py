@@ -125,6 +125,8 @@ def load(folder: str | None) -> Corpus:
         )  # fmt: skip
         if len(corpus.tokens) != meta["tokens"] or not 0 <= corpus.train_tokens <= meta["tokens"]:
             raise ValueError(f"tokens.bin has {len(corpus.tokens):,} tokens")
+        if not 0 < corpus.bytes_per_token < np.inf:
+            raise ValueError(f"meta.json has bytes_per_token {corpus.bytes_per_token}")
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or f"damaged ({str(error)[:100]})"
         hint = "make a corpus with python data.py --input FILE --out DIR"
@@ -222,20 +224,24 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = n
     """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json."""
     encoding = tokenizer(tokenizer_name)
     dtype = np.dtype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)
-    out, partial = Path(out), Path(f"{out}.partial-{os.getpid()}")
+    out = Path(out)
+    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     digest, text_bytes, count = hashlib.sha256(), 0, 0
     try:
         if out.exists():
             raise UserError(f"--out {out} exists already: name a new folder or remove that one")
-        partial.mkdir()
+        partial.mkdir(parents=True)
         with open(partial / "tokens.bin", "wb") as file:
             for text, ends in documents:
                 tokens = encode(encoding, text).astype(dtype)
                 tokens = np.append(tokens, dtype.type(encoding.eot_token)) if ends else tokens
+                if len(tokens) > max_tokens - count:
+                    tokens = tokens[: int(max_tokens - count)]
+                    text = encoding.decode(tokens.tolist(), errors="ignore")
                 file.write(tokens.tobytes())
                 digest.update(tokens.tobytes())
                 text_bytes, count = text_bytes + len(text.encode()), count + len(tokens)
-                if ends and count >= max_tokens:
+                if count >= max_tokens:
                     break
         if text_bytes == 0:
             raise UserError("the input has no text: nothing was written")

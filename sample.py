@@ -39,10 +39,11 @@ def save_model(path, model, tokenizer: str, flags: dict):
     saved |= {"tokenizer": tokenizer, "config": flags}
     unfinished = f"{path}.tmp"
     try:
-        torch.save(saved, unfinished)
+        with open(unfinished, "wb") as file:
+            torch.save(saved, file)
         os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a full disk
-        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+    except (OSError, RuntimeError) as error:  # torch.save raises its own error after an OSError
+        reason = getattr(error.__context__ or error, "strerror", None) or error
         raise UserError(f"{path} could not be written: {reason}") from None
 
 

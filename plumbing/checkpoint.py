@@ -26,6 +26,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -119,9 +120,10 @@ def save(setup, model, method, state: dict) -> Path:
     cannot write its part; earlier checkpoints stay."""
     folder, mesh = setup.config.out_dir, model.mesh
     unfinished, flags = Path(folder, "checkpoint.tmp"), setup.describe(mesh)
+    own_file = unfinished / f"rank-{mesh.rank:05d}.pt"
     try:
         unfinished.mkdir(exist_ok=True)
-        write_vectors(unfinished / f"rank-{mesh.rank:05d}.pt", model, method)
+        write_vectors(own_file, model, method)
         # [sync] all-gather of objects, all ranks, once per checkpoint
         replicas = mesh.all_gather_object(method.state_dict())
         # A-EDiT's replicas differ in their steps.
@@ -135,8 +137,14 @@ def save(setup, model, method, state: dict) -> Path:
             complete(unfinished, final, state, setup.config.keep)
         # [sync] all-gather of objects, all ranks, once per checkpoint: rank 0 is ready
         mesh.all_gather_object(None)
-    except (OSError, RuntimeError) as error:  # RuntimeError: torch.save on a full disk
-        raise UserError(f"no checkpoint could be written to {folder}: {one_line(error)}") from None
+    except Exception as error:
+        with suppress(OSError):  # a full disk needs the room; the last rank removes the folder
+            own_file.unlink(missing_ok=True)
+            unfinished.rmdir()
+        if not isinstance(error, (OSError, RuntimeError)):  # another rank was lost
+            raise
+        reason = one_line(error.__context__ or error)  # torch.save hides the OSError
+        raise UserError(f"no checkpoint could be written to {folder}: {reason}") from None
     return final
 
 
@@ -151,7 +159,8 @@ def write_vectors(path, model, method):
         vector = vector.cpu()
         saved[name] = parameters if torch.equal(vector, parameters) else vector
     if saved:
-        torch.save(saved, path)
+        with open(path, "wb") as file:
+            torch.save(saved, file)
 
 
 def complete(unfinished, final, state: dict, keep: int):
@@ -242,6 +251,7 @@ def load(setup, model, optimizer, method, clock):
     path, state, mesh = setup.path, setup.saved, model.mesh
     shards, replica = state["mesh"]["shards"], mesh.replica % len(state["replicas"])
     clock.start_at(state)
+    mesh.sent.update(state["sent"])
     try:
         with clock:  # A-EDiT's round begins here
             method.load_state_dict(state["replicas"][replica])
@@ -256,7 +266,6 @@ def load(setup, model, optimizer, method, clock):
         raise damaged(path, error) from None
     for parameter in optimizer.state.values():
         parameter["step"].fill_(method.steps)
-    mesh.sent.update(state["sent"])
     model.invalidate_gathered()
 
 

@@ -178,7 +178,7 @@ class Log:
         if same_file and self.file.tell() > saved["metrics_bytes"]:
             self.file.truncate(saved["metrics_bytes"])
         description = setup.describe(self.mesh)
-        if not same_file:
+        if self.file.tell() == 0:
             self.write("config", description)
         if saved:
             self.write("resume", {"step": method.steps} | description)

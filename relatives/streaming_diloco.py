@@ -13,14 +13,12 @@ its outer step `delay` steps later.
             x_{i,p} <- alpha x_{i,p} + (1 - alpha) anchor_p      # the fragment lands
     at the end of training each fragment that has not just landed is sent and lands; x_i <- anchor
 
-x_i is model.master, which is never equal in two replicas. anchor and momentum (b), (sum P/N,) each,
-are equal in all replicas at all times, and the anchor is the model to evaluate. Layer l belongs to
-fragment l mod F. With alpha 0 the local steps between sending and landing are lost for a fragment;
-with alpha 1 the other replicas are ignored. The paper's H is tau, its tau is delay.
-
-With --fragments 1 --delay 0 --quantize none this is DiLoCo. Deviations: (1) The paper's scaling for
-4 bits is unknown, see quantize.py. (2) If delay > 0, a fragment is sent when step k+1 begins, so
-that nothing is in flight in a checkpoint after step k.
+x_i is model.master, different in all replicas. anchor and momentum (b), (sum P/N,) each, are equal
+in all replicas at all times, and the anchor is the model to evaluate. Layer l belongs to fragment
+l mod F. With alpha 0 the local steps of a fragment between sending and landing are lost; with
+alpha 1 the other replicas are ignored. The paper's H is tau, its tau is delay. Deviations: (1) The
+paper's scaling for 4 bits is unknown, see quantize.py. (2) If delay > 0, a fragment is sent when
+step k+1 begins, so that nothing is in flight in a checkpoint after step k.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N; in 4 bits 1/7.76 of it. Exposed per round: F
 max(0, T - delay * time of a step), where T is the time that a fragment takes on the link.
@@ -44,10 +42,7 @@ class Config(LocalConfig):  # paper: tau 100
     delay: int = option(2, "steps from sending a fragment to its outer step, below tau / F")
     alpha: float = option(0.0, "weight of the local value when a fragment lands, 0 to 1")
     quantize: str = option("e3m0", "what is sent", choices=["none", "int8", "e3m0"])
-
-    @property
-    def buffer_vectors(self):  # a fragment sent and, if it is not quantized, received
-        return (2 if self.quantize == "none" else 1) / self.fragments
+    buffer_vectors = 0.5  # one of four fragments, sent and received
 
     def sent_vectors(self, replicas):
         return bytes_per_element(self.quantize) / 4 * super().sent_vectors(replicas)
@@ -74,9 +69,7 @@ class StreamingDiLoCo(Method):
         F, vectors = self.config.fragments, (self.model.master, self.anchor, self.momentum)
         layers = list(zip(*map(self.model.views, vectors)))  # (x, a, b) of each layer
         self.fragments = [layers[p::F] for p in range(F)]
-        self.interval = self.config.tau // F
-        self.mean = None  # of the fragment in flight
-        self.landed = None  # the fragment that has landed in this step
+        self.mean = self.landed = None  # of the fragment in flight; which one landed in this step
 
     def before_step(self):
         super().before_step()
@@ -95,22 +88,22 @@ class StreamingDiLoCo(Method):
                     self.land()
 
     def send_if_due(self):
-        k = self.local_steps
-        if k % self.interval == 0 and (k > 0 or self.rounds > 0):
-            self.send((k // self.interval - 1) % self.config.fragments)
+        k, interval = self.local_steps, self.config.tau // self.config.fragments
+        if k % interval == 0 and (k > 0 or self.rounds > 0):
+            self.send((k // interval - 1) % self.config.fragments)
 
     def send(self, p):
         self.p, self.sent_at = p, self.local_steps
         with self.record.stall():
-            # d_i = a - x_i
-            self.mean = self.start_mean([a - x for x, a, _ in self.fragments[p]])
+            d = [a - x for x, a, _ in self.fragments[p]]  # d_i = a - x_i
+            self.mean = MeanInFlight(d, self.config.quantize, self.mesh, self.judge(d))
 
     def land(self):
         self.outer_step(self.fragments[self.p], self.mean.wait())
         self.landed, self.mean = self.p, None
 
-    def start_mean(self, d) -> MeanInFlight:
-        return MeanInFlight(d, self.config.quantize, self.mesh)
+    def judge(self, d):
+        """Streaming EDiT returns weights of the replicas."""
 
     def outer_step(self, layers, means):
         lr, mu, alpha = self.config.outer_lr, self.config.outer_momentum, self.config.alpha

@@ -44,7 +44,6 @@ from edit import EDiT, PenaltyConfig, anomaly_limits, clip_factor, is_anomaly
 from edit import replica_weights, update_statistics
 from plumbing.config import UserError
 from relatives import streaming_diloco
-from relatives.quantize import MeanInFlight
 from relatives.streaming_diloco import StreamingDiLoCo
 from shard import HostCopy
 
@@ -69,7 +68,7 @@ class StreamingEDiT(StreamingDiLoCo):
         self.statistics = self.model.master.new_zeros(3, len(self.model.layers))
         self.landings = []  # (norms, flagged, weights, clips) of each landing in this round
 
-    def start_mean(self, d):
+    def judge(self, d):
         squares = torch.stack([d_l.norm() ** 2 for d_l in d])
         # [shard] all-reduce, one scalar per layer, once per fragment
         self.mesh.all_reduce(squares, self.mesh.shard).wait()
@@ -80,7 +79,7 @@ class StreamingEDiT(StreamingDiLoCo):
         self.norms[self.mesh.replica] = torch.cat([G, flagged.to(G.dtype)])
         # [sync] all-gather, 2 scalars per layer and replica, asynchronous, once per fragment
         self.gather_of_norms = self.mesh.all_gather(self.norms.view(-1), self.mesh.sync)
-        return MeanInFlight(d, self.config.quantize, self.mesh, self.relative_weights)
+        return self.relative_weights
 
     def relative_weights(self):
         """M w_i, (M, layers): 1 where all weights are equal. Waits for the norms."""

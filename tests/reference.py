@@ -100,7 +100,6 @@ class Method:
     def sync(self, lr):
         """At the end of a round. lr: the inner rate of its last step. Returns what its row in the
         record says of the replicas."""
-        return {}
 
     def finish(self, k):
         pass
@@ -126,7 +125,6 @@ class Method:
 class PostLocalSGD(Method):
     def sync(self, lr):
         self.set_all(mean([replica.x for replica in self.replicas]))
-        return {}
 
 
 class DiLoCo(Method):
@@ -325,7 +323,7 @@ class StreamingEDiT(StreamingDiLoCo, EDiT):
         return [out or not healthy for out, healthy in zip(report["flagged"], finite)]
 
     def sync(self, lr):
-        return self.row() or {}
+        return self.row()
 
 
 def quantized_mean(d, N, form, w=None):
@@ -433,7 +431,7 @@ class Simulation:
         row = {"round": len(syncs) + 1, "step": self.taken[0], "tau": steps[0], "steps": steps}
         row |= {"loss": [total / count for total, count in zip(sums, steps)]}
         row |= {"weight": [1 / M] * M, "dropped": [0] * M, "clip": 1.0}
-        syncs.append(row | self.method.sync(lr))
+        syncs.append(row | (self.method.sync(lr) or {}))
         if self.f.average_moments:
             m, v = (mean(each) for each in zip(*((r.m, r.v) for r in self.replicas)))
             for replica in self.replicas:

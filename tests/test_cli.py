@@ -43,7 +43,7 @@ train --random_tokens 1:2:3             | --random_tokens 1:2:3: must be R:FIRST
 train --random_tokens 0:3:2             | FIRST 3 is after LAST 2
 train --scale_lr 0:1:2                  | must be R:FIRST:LAST:FACTOR
 train --scale_lr 0:200:201:100          | gradients are averaged
-train --virtual_clock --method co2      | it works with minibatch, diloco, edit, a_edit, post_local_sgd
+train --virtual_clock --method co2      | works with minibatch, diloco, edit, a_edit, post_
 train --virtual_clock --link_mbps 10    | leave out --link_mbps
 train --resume nowhere                  | --resume nowhere: there is no checkpoint
 train --out_dir NAME                    | File name too long

@@ -76,7 +76,9 @@ def test_written_corpus_holds_every_document_up_to_max_tokens(tmp_path, monkeypa
     assert f"out: {count:,} tokens (byte)" in capsys.readouterr().out
     assert corpus.bytes_per_token == pytest.approx((count - 3) / count)
     documents = (("x" * 3, i % 3 == 2) for i in range(3000))  # three pieces each
-    assert data.write_corpus(documents, "byte", "cut", max_tokens=25)["tokens"] == 30
+    meta = data.write_corpus(documents, "byte", "new/cut/", max_tokens=25)  # in a document
+    assert (meta["tokens"], meta["bytes_per_token"]) == (25, 23 / 25)
+    assert data.load("new/cut").tokens.tolist() == ([120] * 9 + [256]) * 2 + [120] * 5
 
 
 def write_folder(folder, ids, **changes):
@@ -92,7 +94,8 @@ def write_folder(folder, ids, **changes):
 def test_wrong_meta_data_few_and_foreign_tokens_are_refused(tmp_path, monkeypatch):
     tokens = np.arange(100, dtype=np.uint16)
     changes = [dict(dtype="float32"), dict(dtype=[]), dict(tokens=101), dict(vocab_size="many")]
-    changes += [dict(train_tokens=-5), dict(train_tokens=101), dict(vocab_size=float("inf")), {}]
+    changes += [dict(train_tokens=-5), dict(train_tokens=101), dict(vocab_size=float("inf"))]
+    changes += [dict(bytes_per_token=0), dict(bytes_per_token=float("nan")), {}]
     folders = [write_folder(tmp_path / str(i), tokens, **each) for i, each in enumerate(changes)]
     Path(folders[-1], "meta.json").write_text("[" * 100000)
     for folder in folders:

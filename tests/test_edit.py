@@ -17,7 +17,6 @@ from ranks import method_alone, run_training
 from reference import Sick
 
 ROUNDS = dict(method="edit", tau=3, sync_warmup_steps=2, max_steps=14)  # four rounds
-FRAGMENTS = dict(method="streaming_edit", tau=8, sync_warmup_steps=3, fragments=2, delay=3)
 L = 4  # layers of the tiny model: embedding, 2 blocks, head
 
 
@@ -71,7 +70,8 @@ def test_warmup_flags_only_non_finite_norms_and_takes_at_least_two():
 
 @pytest.mark.parametrize("options", [
     # at the end of the next round or, if there is none, at the end of the training
-    ROUNDS | dict(max_steps=20), ROUNDS | dict(max_steps=11), FRAGMENTS | dict(max_steps=60),
+    ROUNDS | dict(max_steps=20), ROUNDS | dict(max_steps=11),
+    dict(method="streaming_edit", tau=8, sync_warmup_steps=2, fragments=2, max_steps=60),
 ])  # fmt: skip
 def test_three_rounds_rolled_back_in_a_row_end_the_training(options, corpus_folder):
     steps = [4, 7, 10] if options["method"] == "edit" else range(3, 60)

@@ -15,7 +15,6 @@ CONSTANT = BALL | dict(min_lr_ratio=1.0)  # the inner rate, from the third step 
 FRAGMENTS = dict(tau=8, fragments=2, delay=3, alpha=0.5, max_steps=20)
 WHOLE = dict(fragments=1, delay=0, quantize="none")
 SGD = dict(sync_warmup_steps=0, tau=1, max_steps=6, grad_clip=0)
-CLOCKS = dict(tau_time_s=4.0, virtual_clock=True)
 
 
 def wait_at_once(method, model, mesh):
@@ -24,19 +23,13 @@ def wait_at_once(method, model, mesh):
     method.sync = lambda: sync() or method.finish()
 
 
-def inner_sgd(method, model, mesh, momentum=0.0):
-    """Replace AdamW's update by torch.optim.SGD's."""
-    buffer = torch.zeros_like(model.master)
+def inner_sgd(method, model, mesh):
+    """Replace AdamW's update by x <- x - lr g."""
 
     def step(optimizer):
-        buffer.mul_(momentum).add_(model.grad)
-        model.master.sub_(buffer, alpha=optimizer.param_groups[0]["lr"])
+        model.master.sub_(model.grad, alpha=optimizer.param_groups[0]["lr"])
 
     torch.optim.AdamW.step = step  # in this rank's process only
-
-
-def momentum_sgd(*args):
-    inner_sgd(*args, momentum=0.6)
 
 
 CLOSE = {  # claim: ranks, flags of all, [(method, its flags, perhaps a tamper), ...]
@@ -61,15 +54,11 @@ CLOSE = {  # claim: ranks, flags of all, [(method, its flags, perhaps a tamper),
         (method, OFF, inner_sgd)
         for method in ("minibatch", "diloco", "edit", "post_local_sgd", "slowmo")
     ]),
-    # also while the learning rate changes
-    "slowmo's momentum, with sgd and tau 1, is that of sgd": (2, SGD | PLAIN, [
-        ("minibatch", {}, momentum_sgd), ("slowmo", dict(outer_momentum=0.6), inner_sgd),
-    ]),
 }  # fmt: skip
 BITWISE = {
     # with a last round that is shorter, and accumulation
     "a_edit with equal clocks is edit": (4, dict(shards=2, max_steps=21, accum=2), [
-        ("edit", dict(tau=4)), ("a_edit", CLOCKS),
+        ("edit", dict(tau=4)), ("a_edit", dict(tau_time_s=4.0, virtual_clock=True)),
     ]),
     "streaming_edit without its penalty is streaming_diloco": (3, FRAGMENTS, [
         ("streaming_diloco", {}), ("streaming_edit", OFF),

@@ -1,6 +1,7 @@
 """The ten methods: each equals the plain fp64 reference, on every mesh, also with sick replicas.
 What they share: the outer step, a small surface."""
 
+import collections
 import functools
 import math
 
@@ -23,11 +24,14 @@ LOCAL = dict(tau=3, sync_warmup_steps=2, max_steps=12)
 # 17 local steps: the last round is shorter. A delay of 1 lands at the last step, of 3 after it.
 STREAMING = dict(tau=8, sync_warmup_steps=3, max_steps=20, fragments=2)
 STREAMING_DILOCO = STREAMING | dict(method="streaming_diloco")
+STREAMING_INT8 = STREAMING_DILOCO | dict(delay=3, alpha=0.5, quantize="int8", n_layer=3)
+NONE = dict(delay=1, alpha=0.5, quantize="none", fragments=4)
 # Limits so tight that all of it happens: drops, rollbacks, clipping.
 TIGHT = dict(anomaly_warmup_rounds=2, anomaly_threshold=0.05, anomaly_ema=0.1)
 TIGHT |= dict(pseudo_grad_clip=0.03, min_lr_ratio=1.0)
 EDIT = TIGHT | dict(method="edit", tau=2, sync_warmup_steps=2, max_steps=17)
-CLOCKS = TIGHT | dict(method="a_edit", tau_time_s=5.0, virtual_clock=True, slow_replica="0:2")
+CLOCK = dict(method="a_edit", tau_time_s=3.0, virtual_clock=True)
+CLOCKS = TIGHT | CLOCK | dict(tau_time_s=5.0, slow_replica="0:2")
 CLOCKS |= dict(sync_warmup_steps=2, max_steps=28, min_lr_ratio=0.9)
 STREAMING_EDIT = STREAMING | TIGHT | dict(method="streaming_edit", max_steps=28)
 MOMENTS = dict(average_moments=True)
@@ -57,11 +61,8 @@ TABLE = {  # case: (flags, meshes)
     "noloco, pull": (LOCAL | dict(method="noloco", pull=1.1, outer_lr=0.7), [GRID, THREE]),
     "noloco, moments": (LOCAL | MOMENTS | dict(method="noloco"), [FOUR]),
     "streaming": (STREAMING_DILOCO | dict(delay=1, alpha=0.5), ALL),
-    "streaming, layers": (STREAMING_DILOCO | dict(delay=3, alpha=0.5, n_layer=3), [GRID]),
-    "streaming, int8": (STREAMING_DILOCO | dict(delay=3, quantize="int8"), [GRID, THREE, FOUR]),
-    "streaming, none": (
-        STREAMING_DILOCO | dict(delay=0, alpha=1.0, quantize="none", fragments=4), [GRID]
-    ),
+    "streaming, int8": (STREAMING_INT8, [GRID, THREE, FOUR]),
+    "streaming, none": (STREAMING_DILOCO | NONE | dict(delay=0, alpha=1.0), [GRID]),
     "streaming, moments": (STREAMING_DILOCO | MOMENTS | dict(delay=3), [GRID, FOUR]),
     "edit": (EDIT, ALL),
     "edit, micro-steps": (EDIT | dict(anomaly_elimination=False, accum=3), [GRID]),
@@ -75,9 +76,7 @@ TABLE = {  # case: (flags, meshes)
     "a_edit, weights times steps": (CLOCKS | dict(step_weighting="times_steps"), [GRID, THREE]),
     "streaming_edit": (STREAMING_EDIT | dict(delay=3, alpha=0.5), ALL),
     "streaming_edit, int8": (STREAMING_EDIT | dict(delay=0, quantize="int8", accum=2), [FOUR]),
-    "streaming_edit, none": (
-        STREAMING_EDIT | dict(delay=1, alpha=0.5, quantize="none", fragments=4), [GRID]
-    ),
+    "streaming_edit, none": (STREAMING_EDIT | NONE, [GRID]),
     "sick: nan": (SICK | MOMENTS | dict(sick=one_nan([1], 10)), [GRID]),
     "sick: inf": (SICK | dict(sick=Sick(math.inf, [0], 10)), [THREE]),
     "sick: spike": (SICK | dict(sick=Sick(100.0, [1], 10)), [GRID]),
@@ -88,6 +87,9 @@ TABLE = {  # case: (flags, meshes)
     # are rolled back.
     "sick: one of three": (SICK | dict(sick=Sick(math.nan, [1], 4, 7, 10)), [THREE]),
     "sick: one layer": (SICK | dict(sick=one_nan([0, 1], 4, 7, 10)), [GRID]),
+    "sick: a_edit": (
+        SICK | CLOCK | dict(sick=Sick(math.nan, [0, 1], 4), step_weighting="times_steps"), [GRID]
+    ),
     "sick: rollback": (SICK | dict(sick=Sick(math.nan, [0, 1], 4, 7, 13)), [GRID]),
     "sick: one of two layers": (
         SICK_STREAMING | dict(sick=one_nan([1], BEFORE), quantize="none"), [THREE]
@@ -116,7 +118,10 @@ def trained(corpus_folder, mesh, transport):
     """case -> Run of all cases on one mesh."""
     cases = [case for case, *rest in ROWS if rest == [mesh, transport]]
     each = [(TABLE[case][0].get("sick"), None, flags_of(case, mesh)) for case in cases]
-    runs = train_all(mesh[0] * mesh[1], corpus_folder, *each, transport=transport)
+    try:
+        runs = train_all(mesh[0] * mesh[1], corpus_folder, *each, transport=transport)
+    except AssertionError as error:  # not all once more for the next case
+        return collections.defaultdict(functools.partial(pytest.fail, str(error)))
     return dict(zip(cases, runs))
 
 
@@ -139,6 +144,7 @@ def test_method_equals_fp64_reference(case, mesh, transport, corpus, corpus_fold
         count, *moments = run.ranks[i * N]["method_state"]["statistics"]
         assert count == [len(norms) for norms in layers]  # those that were not flagged
         assert np.isfinite(moments).all()
+    assert len(run.ranks[-1]["seen"]) >= len(run.rows("sync"))  # Run compares the replicas
     # All runs end with a sync.
     first, equal = run.ranks[0]["exp_avg"], f.method == "minibatch" or f.average_moments
     assert all(torch.equal(first, rank["exp_avg"]) == equal for rank in run.ranks[N::N])
@@ -160,11 +166,8 @@ def test_sick_replicas_and_they_alone_are_left_out(case, mesh, corpus_folder):
     for i, dropped in enumerate(zip(*(row["dropped"] for row in run.rows("sync")))):
         assert (sum(dropped) > 0) == (i in sick.replicas)
         assert (f"left out replica {i} in " in run.printed) == (i in sick.replicas)
-    assert all(value.isfinite().all() for value in run.model.values())
     assert all(rank["exp_avg"].isfinite().all() for rank in run.ranks)
-    # A sick sync does not reach the next step's loss.
-    sick_steps = [step for step, loss in enumerate(run.losses) if loss is None]
-    assert sick_steps == ([7] if case == "sick: mid round" else [])
+    assert run.losses.count(None) == (case == "sick: mid round")  # in the next step
 
 
 def test_outer_step_is_torchs_sgd_and_keeps_every_bit_of_what_it_leaves_out():

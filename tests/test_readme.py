@@ -94,8 +94,9 @@ def test_equation_map_links_and_makefile_fit():
         assert (ROOT / target).exists(), target
     assert all(f"`{name}`" in TEXT for name in METHODS)
     makefile, shown = (ROOT / "Makefile").read_text().replace("$(BIN)/", ""), commands(TEXT)
-    lines = next(line for line in shown if "torchrun --standalone" in line), "python -m pytest"
-    assert all(line in makefile for line in lines) and {*lines, "make train", "make test"} <= {*shown}
+    lines = [next(line for line in shown if "torchrun --standalone" in line), "python -m pytest"]
+    assert all(line in makefile for line in lines)
+    assert {*lines, "make train", "make test"} <= set(shown)
 
 
 def finished(run) -> str:

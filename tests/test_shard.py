@@ -161,8 +161,8 @@ def test_at_most_two_layers_are_whole_and_no_rank_builds_the_model():
 
 
 def order_of_events():
-    """What a rank does in the forward and in the backward: gather, compute, reduce layer l; "a" when
-    the reduced gradient has arrived."""
+    """What a rank does in the forward and in the backward with layer l: gather (g), compute (c),
+    reduce its gradient (r), wait until that has arrived (a)."""
     model, events = ShardedModel(CONFIG, Mesh(2, CPU), FP32), []
 
     def note(event, function):

@@ -1,5 +1,5 @@
 """The slow, uneven, unreliable cluster: what happens is what the flags say, and nothing else. That
-it changes no bit is in test_checkpoint.py, the virtual clock in test_methods.py."""
+it changes no bit is in test_checkpoint.py, virtual seconds of runs are in test_methods.py."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import data
 import simulate
 from ranks import train_all
-from simulate import FRAMING, Cluster, Disturbances, SimulatedLink
+from simulate import FRAMING, Cluster, Disturbances, SimulatedLink, VirtualClock
 
 CPU = torch.device("cpu")
 
@@ -79,6 +79,18 @@ def test_random_lag_hits_one_replica_with_its_probability_reproducibly():
     assert all(sorted(row) == [0, 0, 0, 0.5] for row in pauses if any(row))
     late = [sum(map(bool, column)) / 2000 for column in zip(*pauses)]
     assert late == pytest.approx([0.25 / 4] * 4, abs=0.02)
+
+
+def test_virtual_clock_worked_out_by_hand():
+    """Replica 1 takes 2 seconds for a step. After a round all go on at the time of the latest."""
+    clock = VirtualClock(config(slow_replica="1:2"), SimpleNamespace(replica=0, replicas=2))
+    seconds = []
+    for steps in [4, 4], [5, 2]:
+        [clock.end_step(step) for step in range(steps[0])]
+        seconds.append(clock.train_s())
+        clock.end_round(steps)
+        seconds.append(clock.train_s())
+    assert seconds == [4, 8, 13, 13]
 
 
 def watch_steps(method, model, mesh):
