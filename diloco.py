@@ -41,13 +41,13 @@ from plumbing.config import LocalConfig, option
 @dataclass
 class Config(LocalConfig):  # the paper's tau is H = 500
     outer_lr: float = option(0.7, "outer learning rate")
-    outer_momentum: float = option(0.8, "outer Nesterov momentum (paper: 0.9)", below=1)
+    outer_momentum: float = option(0.8, "momentum of the outer step (paper: 0.9)", below=1)
     offload: bool = option(False, "keep anchor and momentum in host memory (on a GPU)")
 
 
 def nesterov(anchor, momentum, d, lr, mu, kept=None):
-    """One step of torch.optim.SGD(nesterov=True), in place. kept: None or a tensor (). If it is 1,
-    the step is taken. If it is 0, d must be 0, and nothing changes, bit for bit."""
+    """One step of torch.optim.SGD(nesterov=True), in place. kept: a scalar tensor. If it is 0, d
+    must be 0 and nothing changes, bit for bit. If it is 1 or None, the step is taken."""
     # b <- mu b + d;  a <- a - lr (d + mu b)
     if kept is None:
         options = {"dampening": 0, "weight_decay": 0, "nesterov": mu > 0, "maximize": False}

@@ -10,25 +10,27 @@ clip, or roll back.
     layers l at the round's end (the result is the same as layer by layer in the forward):
         d_i   = anchor - x_i                                    # in the storage of x_i
         G_i   = ||d_i||                                         # [shard] one all-reduce, all layers
-        limit_i = mu_i + threshold sigma_i                      # running statistics of replica i
+        limit_i = mean_i + delta sigma_i                        # running statistics of replica i
         exchange G and limits of all replicas                   # [sync] one all-gather, all layers
-        flag i if G_i > limit_i                                 # that is, z_i > threshold
+        flag i if G_i > limit_i                                 # that is, z_i > delta
         w_i   = exp(-G_i) / sum_j exp(-G_j) over the unflagged  # on the device, no host read
         start dbar = sum_i w_i d_i for l = 0, 1, ...            # [sync] all-reduce per layer, async
     complete(l), in the next forward, when it gets to layer l:
         wait for dbar
         dhat    = dbar * min(1, phi / (||dbar|| + 1e-6))        # [shard] all-gather of one scalar
-        b      <- mu b + dhat
-        anchor <- anchor - lr (dhat + mu b)                     # unless all replicas are flagged
+        unless all replicas are flagged:
+            b      <- mu b + dhat
+            anchor <- anchor - lr (dhat + mu b)
         x_i    <- anchor
 
+    M replicas, L layers (embedding and head included), P elements of a layer, N shards.
     paper          variable              shape        where
     theta_i, d_i   model.masters[l]      (P/N,)       every rank its shard
     theta (anchor) anchor                (sum P/N,)   equal in a sync group
     m (momentum)   momentum              (sum P/N,)   equal in a sync group
     G_i            exchanged.norms       (M, L)       all ranks
     w_i            weights               (M, L)       all ranks
-    mu_i, sigma_i  statistics            (3, L)       replica i: count, mean, variance
+    mean_i, sigma_i  statistics          (3, L)       replica i: count, mean, variance
     tau, phi       tau, pseudo_grad_clip              inner steps, norm
     delta, alpha   anomaly_threshold, anomaly_ema     standard deviations, share of a new sample
 
@@ -38,7 +40,7 @@ all layers, and nothing is read on the host; the code's 2 to 4 host reads per la
 never enter the statistics, so one outlier does not hide the next. Cost: a replica whose norms rise
 suddenly and permanently stays flagged (the log shows it; raise anomaly_threshold). (4) For the
 first anomaly_warmup_rounds samples the statistics are the plain mean and standard deviation: an
-exponential average started at zero is badly biased. (5) sigma is at least SIGMA_FLOOR * mu, so that
+exponential average started at zero is badly biased. (5) sigma is at least SIGMA_FLOOR * mean, so
 nearly equal norms do not flag noise. (6) A non-finite inner gradient is set to 0 (shard.py), so
 that AdamW's moments stay finite and a replica recovers with the sync that left it out. (7) Training
 stops with an error when LOST_ROUNDS rounds in a row were rolled back in all layers.
@@ -186,9 +188,9 @@ class EDiT(Method):
                 squares = self.mesh.gather_rows(square, self.mesh.shard)
                 clip = clip_factor(squares.sum().sqrt(), self.config.pseudo_grad_clip)
             self.clips.append(clip)
+            dhat, lr, mu = dbar.mul_(clip), self.config.outer_lr, self.config.outer_momentum
             anchor, momentum = self.to_device(self.anchors[l]), self.to_device(self.momenta[l])
-            lr, mu = self.config.outer_lr, self.config.outer_momentum
-            nesterov(anchor, momentum, dbar.mul_(clip), lr, mu, self.any_kept[l])
+            nesterov(anchor, momentum, dhat, lr, mu, kept=self.any_kept[l])
             self.model.masters[l].copy_(anchor)
             self.anchors[l].copy_(anchor, non_blocking=True)  # nothing to do without --offload
             self.momenta[l].copy_(momentum, non_blocking=True)

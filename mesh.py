@@ -9,18 +9,19 @@ r"""The replicas x shards grid: the process groups, every collective, the byte l
       replica 1  |  rank 2   |  rank 3   |
                  +-----------+-----------+
                        ^ sync group: the ranks that hold the same shard, slow links;
-                         communicates once per round
+                         communicates once per round (in the warm-up every step)
 
 The world group is all ranks; metrics of a step with averaged gradients travel in it. Tensors cross
-ranks only here: `grep -rn '# \[s' --include=*.py .` lists every collective. The ledger counts in
+ranks only here: `grep -rn '^ *# \[s' --include=*.py .` lists every collective. The ledger counts in
 sent["shard"] and sent["sync"] (with world) the bytes that this rank has sent, as bandwidth-optimal
 algorithms would: all-gather, reduce-scatter and all-to-all (n-1)/n of the whole vector, all-reduce
 2(n-1)/n of its payload, an exchange between two ranks its payload.
 
-Every collective is asynchronous and returns a handle. `wait()` blocks the stream on NCCL and the
-host on gloo and shm (plumbing/shm.py). Ranks of a group must issue its operations in the same
-order. In a group of one rank an operation does nothing and is not counted. If a rank has died, or
-is silent for timeout_s, the others raise RankLostError (with NCCL, its watchdog ends the process).
+Collectives are asynchronous and return a handle; gather_rows and all_gather_object wait. `wait()`
+blocks the stream on NCCL and the host on gloo and shm (plumbing/shm.py). Ranks of a group must
+issue its operations in the same order. In a group of one rank an operation does nothing and is not
+counted. If a rank has died, or is silent for timeout_s, the others raise RankLostError (with NCCL,
+its watchdog ends the process).
 """
 
 import time

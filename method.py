@@ -24,13 +24,13 @@ class Method:
     shared = ()  # names of vectors, laid out like model.master, equal in all replicas after a sync
     private = ()  # names of vectors that differ between replicas
     scalars = ()  # names of a replica's numbers and small tensors, which begin() makes
-    barrier = True  # False: replicas do not all wait for each other at a round end
+    barrier = True  # False: no collective at a round end waits for all replicas
     repairs_replicas = False  # does a sync replace parameters that are not finite?
 
     def __init__(self, model, mesh, config, record):
         """config: all flags of the run; record: plumbing.log.RoundRecord."""
         self.model, self.mesh, self.config, self.record = model, mesh, config, record
-        self.steps = self.local_steps = self.rounds = 0  # steps in all; steps in this round; rounds
+        self.steps = self.local_steps = self.rounds = 0  # local_steps: steps of this round
         self.averages_gradients = True  # until the warm-up ends
         self.lr = 0.0  # inner learning rate of the last step
         self.exchanged = None  # see exchange()
@@ -43,7 +43,9 @@ class Method:
         """The warm-up is over, or a run resumes after it. Makes the scalars."""
 
     def sync(self):
-        """Make model.master the parameters that the next round starts from."""
+        """Make model.master the parameters that the next round starts from, now or (EDiT) layer by
+        layer in the next forward. They must be equal in all replicas, but see
+        evaluation_model()."""
         raise NotImplementedError
 
     def after_inner_step(self):
@@ -59,7 +61,8 @@ class Method:
         self.record.wait()
 
     def finish(self):
-        """The training is over: complete what is in flight. All replicas are equal afterwards."""
+        """The training is over: complete what is in flight, and make model.master the model to
+        keep, equal in all replicas."""
         self.drain()
 
     def evaluation_model(self) -> torch.Tensor:
@@ -70,10 +73,10 @@ class Method:
     # ---- what a method uses ----
 
     def exchange(self, **values):
-        """self.exchanged gets the attributes losses (mean of the round), steps (of the round) and
-        these values of all replicas: (M,) each, or (M, n) for a value of n elements. values:
-        tensors that are equal in the shard group. Without a barrier the result is for the record
-        only: it arrives later."""
+        """All-gather one row per replica. self.exchanged.losses is then each replica's mean loss in
+        the round, .steps its number of steps, and .NAME its value NAME: (M,), or (M, n) for a value
+        of n elements. A value must be equal in the shard group. Without a barrier the rows arrive
+        later and are for the record only."""
         loss = self.record.loss_sum / self.local_steps
         own = {"losses": loss, "steps": torch.full_like(loss, self.local_steps)} | values
         row = torch.cat([value.to(self.model.master.dtype).view(-1) for value in own.values()])

@@ -24,8 +24,8 @@ Even layers are gathered into one permanent buffer and odd layers into the other
 the next arrives. A layer's parameters are views of its buffer. "Free" means that layer l + 2 (in
 the backward l - 2) overwrites the buffer. Autograd saves these views, and the backward gathers the
 layer into the same buffer first, so they hold the right values again. The backward starts with the
-two layers that the forward gathered last, and the embedding's backward needs no parameters, so a
-micro-step gathers 2 L - 3 layers. With N = 1 in fp32 the parameters are views of `master`: no
+two layers that the forward gathered last, and the embedding's backward needs no parameters: of L
+layers a micro-step gathers 2 L - 3. With N = 1 in fp32 the parameters are views of `master`: no
 buffer, no copy, no collective.
 
 While a layer computes, the next all-gather is in flight, and in the backward also the

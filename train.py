@@ -105,7 +105,7 @@ def check_finite(model, method):
 def at_round_end(setup, model, method, log, stop):
     """Evaluate, save and stop, each if it is due."""
     config, progress = setup.config, method.progress
-    # The training has come to the next multiple of the interval (0: none) after `last`.
+    # True if the progress has passed a multiple of the interval since `last`. Interval 0: never.
     due = lambda last, interval: interval and progress >= last - last % interval + interval
     over, stopping = progress >= config.max_steps, stop.agreed(method)
     if due(log.evaluated_at, config.eval_interval) and not over:
@@ -123,7 +123,7 @@ def at_round_end(setup, model, method, log, stop):
 def finish(setup, model, method, log):
     """The last evaluation, model.pt, a sample."""
     method.finish()
-    val_loss = evaluate(setup, model, method, log.clock, judged=model.master)
+    val_loss = evaluate(setup, model, method, log.clock, parameters=model.master)
     log.eval(method, val_loss)
     path = Path(setup.config.out_dir, "model.pt")
     if model.mesh.replica == 0:
@@ -156,9 +156,9 @@ def paused(method, clock):
         yield
 
 
-def evaluate(setup, model, method, clock, judged=None) -> float:
-    """Mean loss over the validation windows, nats per token; the ranks share the work. judged: the
-    parameters in place of those that the method names."""
+def evaluate(setup, model, method, clock, parameters=None) -> float:
+    """Mean loss over the validation windows, nats per token; the ranks share the work. parameters:
+    evaluate these; by default those of method.evaluation_model()."""
     config, mesh, x, own = setup.config, model.mesh, model.master, None
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, rows
     batches = data.validation_batches(
@@ -166,11 +166,11 @@ def evaluate(setup, model, method, clock, judged=None) -> float:
         config.batch_size, config.block_size,
     )  # fmt: skip
     with paused(method, clock):
-        if judged is None:
-            judged = x if method.averages_gradients else method.evaluation_model()
-        if judged is not x:
+        if parameters is None:
+            parameters = x if method.averages_gradients else method.evaluation_model()
+        if parameters is not x:
             own = x.clone()
-            x.copy_(judged)
+            x.copy_(parameters)
         model.invalidate_gathered()
         for inputs, targets, rows in batches:
             inputs, targets = inputs.to(mesh.device), targets.to(mesh.device)

@@ -137,7 +137,7 @@ class Config:
     # data
     data: str = option("", "corpus folder made by data.py (default: Python's standard library)")
     batch_size: int = option(8, "sequences per rank and micro-step", low=1)
-    accum: int = option(1, "micro-steps per step; their gradients are summed", low=1, below=10**6)
+    accum: int = option(1, "micro-steps per step; their gradients are averaged", low=1, below=10**6)
     # inner
     lr: float = option(3e-3, "peak inner (AdamW) learning rate")
     min_lr_ratio: float = option(0.1, "final learning rate / peak learning rate")

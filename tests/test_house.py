@@ -47,7 +47,7 @@ def count(paths) -> int:
 def test_limits_of_lines_are_kept():
     inside = lambda folder: [path for path in PRODUCT if path.parent == ROOT / folder]
     limits = {  # goals that are not reached yet: 1450, 200, 1250, 950, 5000 lines
-        "the reading path": (count(ROOT / f"{name}.py" for name in READING_PATH), 1520),
+        "the reading path": (count(ROOT / f"{name}.py" for name in READING_PATH), 1530),
         "train.py": (count([ROOT / "train.py"]), 200),
         "plumbing": (count(inside("plumbing")), 1555),
         "lab": (count(inside("lab")), 1100),

@@ -189,7 +189,6 @@ def test_outer_step_is_torchs_sgd_and_keeps_every_bit_of_what_it_leaves_out():
 
 def test_surface_of_a_method_is_small():
     surface = [name for name in vars(Method) if not name.startswith("_")]
-    assert len(surface) <= 20, surface
-    assert {"begin", "sync", "exchange", "average"} <= set(surface)
+    assert "sync" in surface and len(surface) <= 20, surface
     method = method_alone(method="post_local_sgd")  # it adds nothing of its own
     assert len(vars(method)) <= 10, list(vars(method))
