@@ -35,6 +35,8 @@ from method import Method
 from plumbing.config import UserError
 
 NAME = re.compile(r"checkpoint-(\d{8,})")
+KEYS = {"flags", "mesh", "model_config", "corpus_hash", "tokens_per_step", "tokens", "train_s"}
+KEYS |= {"progress", "evaluated_at", "sent", "metrics_bytes"}  # of state.json
 
 
 # ---- which one ----
@@ -211,6 +213,8 @@ def read(path, rank: int = 0, world_size: int = 1) -> dict:
         state = json.loads((path / "state.json").read_bytes())
         if "averages_gradients" not in state["replicas"][0]:
             raise UserError(f"checkpoint {path} is of an earlier edition: start the run anew")
+        for key in KEYS - state.keys():
+            raise KeyError(key)
         for file in files(path, state)[rank::world_size]:
             open_file(file)["exp_avg"]
         return state

@@ -304,7 +304,7 @@ class StopRequest:
 
 def leave(program: str, code: int, line: str):
     """End this rank. os._exit, because destructors could wait for lost ranks."""
-    if os.environ.get("RANK", "0") != "0" and code == 1:
+    if os.environ.get("RANK", "0") != "0" and line:
         time.sleep(1)  # rank 0 first: when it has ended, torchrun ends this rank
     if line:
         print(f"{program}: {line}", file=sys.stderr, flush=True)

@@ -203,18 +203,6 @@ def watch_syncs(method):
     return seen
 
 
-def end_with_what_is_loaded(method, model, mesh):
-    """Returns the parameters, too: Run expects equal ones at the end."""
-    parameters = []
-
-    def finish():
-        parameters.append(model.master.clone())
-        model.master.copy_(method.anchor)
-
-    method.finish = finish
-    return parameters
-
-
 def _train(corpus_folder, transport, tamper, out_dir, options):
     train.print_sample = lambda path: None  # 200 tokens take as long as ten steps
     with tempfile.TemporaryDirectory() as out:
