@@ -124,7 +124,7 @@ class Config:
     # checkpoints
     checkpoint_interval: int = option(0, "steps between checkpoints (at round ends); 0: none")
     keep: int = option(2, "checkpoints to keep", low=1)
-    save_on_exit: bool = option(False, "at SIGTERM or Ctrl-C, write a checkpoint, then stop")
+    save_on_exit: bool = option(False, "at SIGTERM or Ctrl-C, stop at the next round end, with a checkpoint")
     resume: str = option(
         "", "checkpoint, or folder with checkpoints, to continue; auto: the last in OUT_DIR, if any"
     )
@@ -166,7 +166,7 @@ class RoundConfig:
     average_moments: bool = option(
         False,
         "average AdamW's moments over the replicas at each sync: two vectors more on the slow "
-        "links, and all replicas wait for them, also in a method that overlaps",
+        "links, and all replicas wait for them in every method",
     )
 
 
