@@ -124,7 +124,7 @@ class Config:
     # checkpoints
     checkpoint_interval: int = option(0, "steps between checkpoints (at round ends); 0: none")
     keep: int = option(2, "checkpoints to keep", low=1)
-    save_on_exit: bool = option(False, "at SIGTERM or Ctrl-C, stop at the next round end, with a checkpoint")
+    save_on_exit: bool = option(False, "at SIGTERM or Ctrl-C, save and stop at the next round end")
     resume: str = option(
         "", "checkpoint, or folder with checkpoints, to continue; auto: the last in OUT_DIR, if any"
     )
