@@ -19,12 +19,11 @@ generator (Philox) draws the starts of *all* windows of a global step, and each 
 So a checkpoint needs no state of the data, and the global batch does not depend on the mesh.
 
     python data.py --input book.txt more.jsonl --tokenizer byte --out my_corpus
-    python data.py --dataset fineweb-edu --max_tokens 1e9 --tokenizer gpt2 --out fineweb
     torchrun ... train.py --data my_corpus
 
 Input is UTF-8. A .jsonl file has one document per line, in its field `text`; any other file is one
-document. Each document ends with the tokenizer's end-of-text token. fineweb-edu is the paper's
-corpus; it needs `pip install datasets`.
+document. Each document ends with the tokenizer's end-of-text token. (The paper's corpus is
+HuggingFaceFW/fineweb-edu; the package `datasets` can write it as .jsonl.)
 """
 
 import hashlib
@@ -204,22 +203,6 @@ def text_documents(paths):
             raise UserError(f"--input {path}: {line}") from None
 
 
-def fineweb_documents():
-    """HuggingFaceFW/fineweb-edu, sample-10BT, streamed."""
-    try:
-        import datasets
-
-        name = "HuggingFaceFW/fineweb-edu"
-        rows = datasets.load_dataset(name, name="sample-10BT", split="train", streaming=True)
-        for row in rows:
-            yield row["text"], True
-    except Exception as error:  # the hub's errors have no common class
-        raise UserError(
-            f"--dataset fineweb-edu: the download failed ({type(error).__name__}); pip install "
-            "datasets, check the network, or give local text with --input"
-        ) from None
-
-
 def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = np.inf) -> dict:
     """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json."""
     encoding = tokenizer(tokenizer_name)
@@ -259,16 +242,14 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = n
 
 def main():
     parser = Parser(description="Turn text into a corpus folder for train.py --data.")
-    add, source = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--input", nargs="+", metavar="FILE", help=".jsonl (field text) or text")
-    source.add_argument("--dataset", choices=["fineweb-edu"], help="streamed from the network")
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl (field text) or text")
     add("--tokenizer", choices=["byte", "gpt2"], default="byte", help="(default: byte)")
     add("--out", required=True, metavar="DIR", help="new folder")
     add("--max_tokens", type=float, default=1e18, help="stop after so many tokens (default: none)")
     args = parser.parse_args()
     check_limits("max_tokens", args.max_tokens, {"low": 1})
-    documents = text_documents(args.input) if args.input else fineweb_documents()
-    meta = write_corpus(documents, args.tokenizer, args.out, args.max_tokens)
+    meta = write_corpus(text_documents(args.input), args.tokenizer, args.out, args.max_tokens)
     count, train = meta["tokens"], meta["train_tokens"]
     print(f"{args.out}: {count:,} tokens ({args.tokenizer}), {train:,} of them for training")
 

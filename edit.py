@@ -43,7 +43,7 @@ first anomaly_warmup_rounds samples the statistics are the plain mean and standa
 exponential average started at zero is badly biased. (5) sigma is at least SIGMA_FLOOR * mean, so
 nearly equal norms do not flag noise. (6) A non-finite inner gradient is set to 0 (shard.py), so
 that AdamW's moments stay finite and a replica recovers with the sync that left it out. (7) Training
-stops with an error when LOST_ROUNDS rounds in a row were rolled back in all layers.
+stops with an error after three rounds in a row that were rolled back in all layers (log.py).
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for the exchange. Exposed
 time per round, on NCCL and gloo: max(first layer's all-reduce, all layers' all-reduce - forward).
@@ -57,11 +57,9 @@ import torch
 
 from diloco import nesterov
 from method import Method
-from plumbing.config import LocalConfig, UserError, option
-from shard import HostCopy
+from plumbing.config import LocalConfig, option
 
 SIGMA_FLOOR = 0.05  # of the mean: no norm within threshold * 5% of the mean is an anomaly
-LOST_ROUNDS = 3
 
 
 @dataclass
@@ -141,7 +139,6 @@ class EDiT(Method):
     shared = ("anchor", "momentum")
     scalars = ("statistics",)
     repairs_replicas = True  # a flagged replica restarts from the anchor
-    kept, lost_rounds = None, 0  # on the host, see stop_if_lost()
 
     def begin(self):
         self.anchors, self.momenta = self.model.views(self.anchor), self.model.views(self.momentum)
@@ -150,7 +147,6 @@ class EDiT(Method):
 
     def sync(self):
         """The end of the round: norms, weights, and the start of every layer's all-reduce."""
-        self.stop_if_lost()
         squares = []
         for a, x in zip(self.anchors, self.model.masters):
             # d_i = a - x_i, in the storage of x_i
@@ -166,7 +162,6 @@ class EDiT(Method):
         self.statistics = update_statistics(self.statistics, G[i], ~self.flagged[i], self.config)
         self.weights = self.compute_weights(G)
         self.any_kept = (~self.flagged).any(dim=0).to(G.dtype)  # (L,)
-        self.kept = HostCopy(self.any_kept)
         for l, d in enumerate(self.model.masters):
             # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
             d.mul_(self.weights[i, l]).nan_to_num_(0.0, 0.0, 0.0)
@@ -181,12 +176,7 @@ class EDiT(Method):
             dbar = self.model.masters[l]
             clip = torch.ones_like(self.any_kept[l])
             if self.config.pseudo_grad_clipping:
-                square = (dbar.norm() ** 2).view(1)
-                # An all-reduce may sum in another order in another replica's shard group, and the
-                # replicas would differ in the last bit. So gather the squares, then sum them.
-                # [shard] all-gather, N scalars, once per round and layer
-                squares = self.mesh.gather_rows(square, self.mesh.shard)
-                clip = clip_factor(squares.sum().sqrt(), self.config.pseudo_grad_clip)
+                clip = clip_factor(self.model.norm(dbar), self.config.pseudo_grad_clip)
             self.clips.append(clip)
             dhat, lr, mu = dbar.mul_(clip), self.config.outer_lr, self.config.outer_momentum
             anchor, momentum = self.to_device(self.anchors[l]), self.to_device(self.momenta[l])
@@ -221,19 +211,3 @@ class EDiT(Method):
         super().drain()
         for l in range(len(self.model.layers)) if self.model.pre_layer_hook else ():
             self.complete(l)
-
-    def finish(self):
-        super().finish()
-        self.stop_if_lost()
-
-    def stop_if_lost(self):
-        """Raise UserError if no replica was left in any layer for LOST_ROUNDS rounds in a row.
-        Reads L numbers of the sync before, which have long arrived on the host."""
-        if self.kept:
-            self.lost_rounds = 0 if any(self.kept.read()) else self.lost_rounds + 1
-            self.kept = None
-        if self.lost_rounds >= LOST_ROUNDS:
-            raise UserError(
-                f"all replicas were left out of the last {self.lost_rounds} syncs, so training "
-                "makes no progress: lower --lr, or raise --anomaly_threshold"
-            )

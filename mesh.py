@@ -15,7 +15,7 @@ The world group is all ranks; metrics of a step with averaged gradients travel i
 ranks only here: `grep -rn '^ *# \[s' --include=*.py .` lists every collective. The ledger counts in
 sent["shard"] and sent["sync"] (with world) the bytes that this rank has sent, as bandwidth-optimal
 algorithms would: all-gather, reduce-scatter and all-to-all (n-1)/n of the whole vector, all-reduce
-2(n-1)/n of its payload, an exchange between two ranks its payload.
+2(n-1)/n of its payload, a send-receive its payload.
 
 Collectives are asynchronous and return a handle; gather_rows and all_gather_object wait. `wait()`
 blocks the stream on NCCL and the host on gloo and shm (plumbing/shm.py). Ranks of a group must
@@ -39,7 +39,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 class RankLostError(Exception):
-    """Another rank has died or is silent. The text is torch's message, one line."""
+    """Another rank has died or is silent. The text is one line, with torch's message."""
+
+    exit_code = 1
 
 
 @contextmanager
@@ -50,7 +52,9 @@ def translate_comm_errors():
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise RankLostError(str(error).strip().split("\n")[0]) from error
+        text = str(error).strip().split("\n")[0]
+        hint = "--resume auto continues from the last checkpoint, if there is one"
+        raise RankLostError(f"lost contact with another rank ({text}); {hint}") from error
 
 
 class Handle:
@@ -177,13 +181,13 @@ class Mesh:
         <- the block of rank i's `pieces` that is for this rank."""
         return self._issue(group, "all-to-all", dist.all_to_all_single, received, pieces)
 
-    def exchange(self, received: torch.Tensor, x: torch.Tensor, partner: int, group: Group):
+    def send_receive(self, received: torch.Tensor, x: torch.Tensor, partner: int, group: Group):
         """received <- the partner's x. partner: its index in the group; it calls this too."""
         peer, pg = group.ranks[partner], group.process_group
         operations = (dist.irecv, received), (dist.isend, x)  # irecv first: isend may wait for it
         operations = [dist.P2POp(function, t, peer, pg) for function, t in operations]
         start = lambda: dist.batch_isend_irecv(operations)
-        return self._start(group, "exchange", start, x.nbytes, 1)
+        return self._start(group, "send-receive", start, x.nbytes, 1)
 
     def gather_rows(self, row: torch.Tensor, group: Group) -> torch.Tensor:
         """The rows (n,) of all ranks of the group, (group.size, n); waits for them."""

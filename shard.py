@@ -63,11 +63,12 @@ class Layout:
         return {n: piece.view(s) for (n, s), piece in zip(self.shapes.items(), pieces)}
 
 
-class HostCopy:
-    """A few scalars, copied to the host without blocking it."""
+class Metrics:
+    """Gradient norm, mean loss and number of votes of one step. Equal in a shard group, and in all
+    replicas if gradients are averaged. They are copied to the host without blocking it."""
 
     def __init__(self, scalars: torch.Tensor):
-        self.scalars, self.event, self.host = scalars, None, scalars
+        self.norm, self.loss, self.host, self.event = scalars[0], scalars[1], scalars, None
         if scalars.device.type == "cuda":
             self.host = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
             self.host.copy_(scalars, non_blocking=True)
@@ -79,14 +80,6 @@ class HostCopy:
         if self.event:
             self.event.synchronize()
         return self.host.tolist()
-
-
-class Metrics(HostCopy):
-    """Gradient norm, mean loss and number of votes of one step. Equal in a shard group, and in all
-    replicas if gradients are averaged."""
-
-    norm = property(lambda self: self.scalars[0])
-    loss = property(lambda self: self.scalars[1])
 
 
 class ShardedModel:
@@ -149,10 +142,11 @@ class ShardedModel:
         return torch.zeros(self.master.shape, dtype=self.master.dtype, pin_memory=True)
 
     def norm(self, vector: torch.Tensor) -> torch.Tensor:
-        """||vector|| over the whole replica, of a vector laid out like `master`; 0-dim. The squares
-        are added in rank order, so replicas with equal vectors get bit-identical norms."""
+        """||vector|| over the whole replica, of a vector laid out like `master` or of one layer;
+        0-dim. An all-reduce may add in another order in another shard group, so gather the squares
+        and then add them: replicas with equal vectors get bit-identical norms."""
         square = vector.norm().square().view(1)
-        # [shard] all-gather, 1 scalar, when a method calls it
+        # [shard] all-gather, 1 scalar per rank, when a method calls it
         return self.mesh.gather_rows(square, self.mesh.shard).sum().sqrt()
 
     # ---- gathering ----

@@ -24,7 +24,7 @@ this machine, but its wait() returns no earlier than the link would allow:
                                                          #   what was queued before
     free     = begin_k + bytes_k * FRAMING / (rate / N)  # bytes as mesh.py's ledger counts them
     finish_k = free + latency * hops_k                   # hops: 2 (M-1) for an all-reduce, M-1 for
-                                                         #   all-gather, all-to-all; 1: exchange
+                                                         #   all-gather, all-to-all; 1: send-receive
 
 Nothing blocks in between, so traffic that a method overlaps stays overlapped. Groups with a
 simulated link use gloo or NCCL, which have threads or streams of their own. Everything is off by

@@ -23,7 +23,7 @@ from diloco import DiLoCo
 from edit import EDiT
 from minibatch import MiniBatch
 from plumbing import checkpoint, launch
-from plumbing.config import UserError
+from plumbing.config import UserError, run_command
 from plumbing.log import Clock, Log
 from relatives import RELATIVES
 from sample import print_sample, save_model
@@ -197,4 +197,4 @@ def main(argv: list):
 
 
 if __name__ == "__main__":
-    launch.run_on_this_rank("train.py", lambda: main(sys.argv[1:]))
+    run_command("train.py", lambda: main(sys.argv[1:]))

@@ -36,7 +36,7 @@ import simulate
 from mesh import Mesh
 from model import Llama
 from plumbing import launch
-from plumbing.config import UserError, option, parse
+from plumbing.config import UserError, option, parse, run_command
 from plumbing.log import Clock, RoundRecord
 from plumbing.plan import Plan
 from shard import ShardedModel
@@ -251,4 +251,4 @@ def main(argv: list):
 
 
 if __name__ == "__main__":
-    launch.run_on_this_rank("bench.py", lambda: main(sys.argv[1:]))
+    run_command("bench.py", lambda: main(sys.argv[1:]))

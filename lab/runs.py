@@ -9,7 +9,6 @@ change of the code that affects results. It has the record of the run and its ou
 executed one after the other. An interrupted run goes on from its last checkpoint.
 """
 
-import ctypes
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ from pathlib import Path
 from lab.plot import draw
 from lab.rows import CASE, CURVES, read_run, table
 from plumbing.checkpoint import list_checkpoints
-from plumbing.config import Parser, UserError, check_limits
+from plumbing.config import STOPS, Parser, UserError, check_limits
 
 HERE = Path(__file__).parent.parent
 RUNS, RESULTS = HERE / "out" / "lab", HERE / "lab" / "results"
@@ -113,9 +112,8 @@ class Run:
         output, environment = self.folder / "output.txt", os.environ | {"OMP_NUM_THREADS": "1"}
         with open(output, "a") as file:
             torchrun = subprocess.Popen(
-                TORCHRUN + words, cwd=HERE, env=environment, stdout=file, stderr=file,
-                preexec_fn=die_with_lab,
-            )  # fmt: skip
+                TORCHRUN + words, cwd=HERE, env=environment, stdout=file, stderr=file
+            )
         try:
             while torchrun.poll() is None and not (stop and self.reached(stop)):
                 time.sleep(0.1)
@@ -124,12 +122,6 @@ class Run:
             torchrun.wait()
         if not self.reached(stop):
             raise UserError(f"a run failed, see {output}: {self.command(ranks)}")
-
-
-def die_with_lab():
-    """torchrun gets SIGTERM when this process ends, even by SIGKILL. Then it stops its ranks."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def execute_all(runs: list):
@@ -194,7 +186,8 @@ def main():
         BASE.update(QUICK)
         args.seeds = args.seeds[:1]
     if args.experiment:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+        for number in STOPS:  # end the run, too
+            signal.signal(number, signal.default_int_handler)
         try:
             return run_experiment(args.experiment, args.seeds, args.quick)
         except KeyboardInterrupt:

@@ -26,7 +26,6 @@ import json
 import os
 import re
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -118,35 +117,32 @@ def files(path, state: dict) -> list:
 
 def save(setup, model, method, state: dict) -> Path:
     """Write a checkpoint into the run's folder and remove the oldest. state: the record's. All
-    ranks call it at a round end and return when it is complete. Raises UserError on a rank that
-    cannot write its part; earlier checkpoints stay."""
-    folder, mesh = setup.config.out_dir, model.mesh
+    ranks call it at a round end and return when it is complete. Raises UserError on all ranks if
+    one of them cannot write its part; earlier checkpoints stay."""
+    folder, mesh, error = setup.config.out_dir, model.mesh, ""
     unfinished, flags = Path(folder, "checkpoint.tmp"), setup.describe(mesh)
-    own_file = unfinished / f"rank-{mesh.rank:05d}.pt"
     try:
         unfinished.mkdir(exist_ok=True)
-        write_vectors(own_file, model, method)
-        # [sync] all-gather of objects, all ranks, once per checkpoint
-        replicas = mesh.all_gather_object(method.state_dict())
-        # A-EDiT's replicas differ in their steps.
-        final = Path(folder, f"checkpoint-{replicas[0]['steps']:08d}")
-        if mesh.rank == 0:
-            state |= {
-                "flags": flags, "mesh": flags["mesh"], "corpus_hash": setup.corpus.hash,
-                "model_config": dataclasses.asdict(model.config),
-                "replicas": replicas[:1] if method.averages_gradients else replicas[:: mesh.shards],
-            }  # fmt: skip
-            complete(unfinished, final, state, setup.config.keep)
-        # [sync] all-gather of objects, all ranks, once per checkpoint: rank 0 is ready
-        mesh.all_gather_object(None)
-    except Exception as error:
-        with suppress(OSError):  # a full disk needs the room; the last rank removes the folder
-            own_file.unlink(missing_ok=True)
-            unfinished.rmdir()
-        if not isinstance(error, (OSError, RuntimeError)):  # another rank was lost
-            raise
-        reason = one_line(error.__context__ or error)  # torch.save hides the OSError
-        raise UserError(f"no checkpoint could be written to {folder}: {reason}") from None
+        write_vectors(unfinished / f"rank-{mesh.rank:05d}.pt", model, method)
+    except (OSError, RuntimeError) as wrong:
+        error = one_line(wrong.__context__ or wrong)  # torch.save hides the OSError
+    # [sync] all-gather of objects, all ranks, once per checkpoint
+    replicas, errors = zip(*mesh.all_gather_object((method.state_dict(), error)))
+    # A-EDiT's replicas differ in their steps.
+    final = Path(folder, f"checkpoint-{replicas[0]['steps']:08d}")
+    if mesh.rank == 0:
+        state |= {
+            "flags": flags, "mesh": flags["mesh"], "corpus_hash": setup.corpus.hash,
+            "model_config": dataclasses.asdict(model.config),
+            "replicas": replicas[:1] if method.averages_gradients else replicas[:: mesh.shards],
+        }  # fmt: skip
+        error = next(filter(None, errors), "") or complete(unfinished, final, state)
+        if error:
+            shutil.rmtree(unfinished, ignore_errors=True)  # a full disk needs the room
+    # [sync] all-gather of objects, all ranks, once per checkpoint: rank 0 is ready
+    if error := mesh.all_gather_object(error)[0]:
+        text = f"no checkpoint could be written to {folder}: {error}"
+        raise UserError("" if mesh.rank else text)
     return final
 
 
@@ -165,17 +161,21 @@ def write_vectors(path, model, method):
             torch.save(saved, file)
 
 
-def complete(unfinished, final, state: dict, keep: int):
-    """Rank 0: describe and rename the folder, remove the oldest checkpoints."""
-    for file in files(unfinished, state):
-        if not file.is_file():
-            raise OSError(f"rank 0 does not see {file}: nodes must share --out_dir")
-    (unfinished / "state.json").write_text(json.dumps(state, indent=1))
-    os.rename(unfinished, final)
-    for old in list_checkpoints(final.parent)[:-keep]:
-        half_removed = old.with_suffix(".tmp")  # must not look complete
-        os.rename(old, half_removed)
-        shutil.rmtree(half_removed, ignore_errors=True)
+def complete(unfinished, final, state: dict) -> str:
+    """Rank 0: describe and rename the folder, remove the oldest checkpoints. Returns an error."""
+    try:
+        for file in files(unfinished, state):
+            if not file.is_file():
+                raise OSError(f"rank 0 does not see {file}: nodes must share --out_dir")
+        (unfinished / "state.json").write_text(json.dumps(state, indent=1))
+        os.rename(unfinished, final)
+        for old in list_checkpoints(final.parent)[: -state["flags"]["keep"]]:
+            half_removed = old.with_suffix(".tmp")  # must not look complete
+            os.rename(old, half_removed)
+            shutil.rmtree(half_removed, ignore_errors=True)
+    except OSError as error:
+        return one_line(error)
+    return ""
 
 
 def clean_up(folder):

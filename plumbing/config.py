@@ -18,41 +18,61 @@ import argparse
 import dataclasses
 import math
 import os
+import signal
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+
+STOPS = {signal.SIGINT, signal.SIGTERM}
 
 
 class UserError(Exception):
-    """Wrong input. The text is one line that says what to change; the exit code is 2."""
+    """Wrong input. The text is one line that says what to change."""
+
+    exit_code = 2
 
 
 def explain(error: Exception) -> tuple:
-    """(exit code, line for the user) of an error that comes from outside the program: wrong input,
-    a full disk, too little memory, a closed pipe (no line). Raises any other error again."""
+    """(exit code, line for the user) of an error that has an exit_code, or that comes from outside
+    the program: a full disk, too little memory, a closed pipe (no line). Raises any other error
+    again."""
     text = str(error).strip().split("\n")[0]
-    if isinstance(error, UserError):
-        return 2, f"error: {text}" if text else ""
+    if hasattr(error, "exit_code"):
+        return error.exit_code, text
     if isinstance(error, BrokenPipeError):
         return 141, ""  # as if SIGPIPE had ended the process
     too_large = any(words in text for words in ("out of memory", "allocate", "overflow"))
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and too_large:
-        return 2, f"error: out of memory ({text[-100:]}): lower --batch_size or the model's size"
+        return 2, f"out of memory ({text[-100:]}): lower --batch_size or the model's size"
     if isinstance(error, OSError):
-        return 2, f"error: {error.filename or 'output'}: {error.strerror}"
+        return 2, f"{error.filename or 'output'}: {error.strerror}"
     raise error
 
 
 def run_command(program: str, main):
-    """Run a command line's main(). Errors that explain() knows end it with one line."""
+    """Run a program's main(). Under torchrun only rank 0 prints to standard output. Errors that
+    explain() knows end the process with a code and one line."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        sys.stdout = open(os.devnull, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal may lack some characters
+            stream.reconfigure(errors="replace")
+    for number in STOPS:  # without a traceback, also while a rank waits inside gloo
+        signal.signal(number, signal.SIG_DFL)
     try:
         main()
-        print(end="", flush=True)
+        return print(end="", flush=True)
     except Exception as error:
         code, line = explain(error)
-        if line:
-            print(f"{program}: {line}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would flush to the closed pipe
-        sys.exit(code)
+    if line:
+        time.sleep(rank != "0")  # rank 0 first: when it has ended, torchrun ends this rank
+        kind = "error: " if code < 128 else ""  # a signal is none
+        print(f"{program}: {kind}{line}", file=sys.stderr, flush=True)
+    with suppress(OSError):
+        print(end="", flush=True)
+    os._exit(code)  # destructors could wait for lost ranks
 
 
 class Parser(argparse.ArgumentParser):

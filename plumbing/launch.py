@@ -5,7 +5,8 @@ exists. The ranks exchange the result through the store of torchrun: either all 
 
     reason of the end       what happens                                            exit code
     wrong input             all ranks end before training, rank 0 prints a line     2
-    full disk, divergence   the rank that finds it ends, the others lose it         2 (others 1)
+    full disk               all ranks end after the failed checkpoint, likewise     2
+    divergence              the rank that finds it ends, the others lose it         2 (others 1)
     a rank is lost          gloo, shm: the others end at once or after --timeout_s  1
     SIGTERM, Ctrl-C         at once; with --save_on_exit at the next round end,     128 + signal
                             after a checkpoint
@@ -14,6 +15,7 @@ With --save_on_exit the signal of one rank is enough. At a round end all ranks e
 signals, so replicas wait for each other there, also in a method without a barrier.
 """
 
+import atexit
 import ctypes
 import dataclasses
 import hashlib
@@ -21,7 +23,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,13 +33,12 @@ import torch.distributed as dist
 
 import data
 import simulate
-from mesh import Mesh, RankLostError, translate_comm_errors
+from mesh import Mesh, translate_comm_errors
 from plumbing import checkpoint, shm
-from plumbing.config import UserError, explain, parse
+from plumbing.config import STOPS, UserError, explain, parse
 from plumbing.plan import Plan
 
 START_S = 600  # how long ranks wait for the slowest to start
-STOPS = {signal.SIGINT, signal.SIGTERM}
 
 
 # ---- starting ----
@@ -138,21 +139,8 @@ def has_native_bf16(device: str) -> bool:
 
 
 def environment() -> tuple:
-    """(rank, world size) that torchrun has set; (0, 1) without it. Raises UserError."""
-    variables = {"LOCAL_RANK": "0"} | os.environ
-    if "RANK" not in variables and "WORLD_SIZE" not in variables:
-        return 0, 1
-    try:
-        names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")
-        rank, world_size, *_ = (int(variables[name]) for name in names)
-        if rank < world_size and variables["MASTER_ADDR"]:
-            return rank, world_size
-    except (KeyError, ValueError):
-        pass
-    raise UserError(
-        "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT do not describe a run: use torchrun, or "
-        "unset them to run one process"
-    )
+    """(rank, world size) that torchrun has set; (0, 1) without it."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def rendezvous(rank: int, world_size: int):
@@ -164,7 +152,10 @@ def rendezvous(rank: int, world_size: int):
         return dist.HashStore()
     valid, deadline = False, time.monotonic() + START_S
     with translate_comm_errors():
-        store = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
+        try:
+            store = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
+        except ValueError as error:  # a variable is missing
+            raise UserError(f"{error}; start the ranks with torchrun") from None
         store.set(f"hello/{rank}", os.urandom(16).hex())
         while not valid and time.monotonic() < deadline:
             ids = store.multi_get([f"hello/{r}" for r in range(world_size)])
@@ -183,7 +174,7 @@ def alike(store, topic: str, rank: int, world_size: int):
     try:
         yield
     except Exception as wrong:
-        error = explain(wrong)[1].removeprefix("error: ") or "standard output is closed"
+        error = explain(wrong)[1] or "standard output is closed"
     with translate_comm_errors():
         store.set(f"{topic}/{rank}", error.encode(errors="backslashreplace"))
         errors = [store.get(f"{topic}/{r}").decode() for r in range(world_size)]
@@ -239,6 +230,7 @@ def open_groups(config, store, barrier: bool = True) -> tuple:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
             )
+            atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
             # [sync] all-gather of objects, all ranks, once per run
             dist.all_gather_object(machines, shm.machine_id())
     return device, backend
@@ -268,9 +260,10 @@ class Stopped(Exception):
     """A signal ends the run after a step; a checkpoint is saved."""
 
     def __init__(self, number: int, step: int, path):
-        name = signal.Signals(number).name
-        line = f"stopped by {name} after step {step}; --resume auto continues from {path}"
-        super().__init__(128 + number, "" if os.environ.get("RANK", "0") != "0" else line)
+        self.exit_code, rank = 128 + number, os.environ.get("RANK", "0")
+        line = f"stopped by {signal.Signals(number).name} after step {step}; "
+        line += f"--resume auto continues from {path}"
+        super().__init__(line if rank == "0" else "")
 
 
 class StopRequest:
@@ -300,35 +293,3 @@ class StopRequest:
             return 0
         # [sync] all-gather of objects, all ranks, once per round, with --save_on_exit
         return max(method.mesh.all_gather_object(self.signal))
-
-
-def leave(program: str, code: int, line: str):
-    """End this rank. os._exit, because destructors could wait for lost ranks."""
-    if os.environ.get("RANK", "0") != "0" and line:
-        time.sleep(1)  # rank 0 first: when it has ended, torchrun ends this rank
-    if line:
-        print(f"{program}: {line}", file=sys.stderr, flush=True)
-    with suppress(OSError):
-        print(end="", flush=True)
-    os._exit(code)
-
-
-def run_on_this_rank(program: str, main):
-    """Run main(). Only rank 0 prints to standard output. Stops and errors that config.explain()
-    knows end the rank with a code and one line."""
-    if os.environ.get("RANK", "0") != "0":
-        sys.stdout = open(os.devnull, "w")
-    for number in STOPS:  # also while a rank waits inside gloo, and without a traceback
-        signal.signal(number, signal.SIG_DFL)
-    try:
-        main()
-        print(end="", flush=True)
-    except Stopped as stopped:
-        leave(program, *stopped.args)
-    except RankLostError as error:
-        hint = "--resume auto continues from the last checkpoint, if there is one"
-        leave(program, 1, f"error: lost contact with another rank ({error}); {hint}")
-    except Exception as error:
-        leave(program, *explain(error))
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -37,6 +37,9 @@ from plumbing.config import NOT_RESUMED, UserError
 from plumbing.plan import size
 
 
+LOST_ROUNDS = 3
+
+
 class Clock:
     """Seconds of training. `with clock:` stops it during evaluation and saving."""
 
@@ -160,6 +163,7 @@ class Log:
         self.setup, self.config, self.mesh, self.clock = setup, setup.config, mesh, clock
         self.path = Path(self.config.out_dir, "metrics.jsonl")
         self.record, self.file, self.tracer = RoundRecord(mesh, clock), None, None
+        self.lost_rounds = 0  # in a row, in which EDiT left out all replicas in all layers
         saved = setup.saved or {"tokens": 0, "progress": 0, "evaluated_at": 0, "train_s": 0.0}
         self.tokens = self.first_tokens = saved["tokens"]
         self.saved_at = self.first_progress = saved["progress"]
@@ -251,6 +255,12 @@ class Log:
             printed = {"steps": "/".join(map(str, taus)), "norms": spread}
             printed |= {"weights": bounds(weights, 2), "dropped": sum(row["dropped"])}
             self.write("sync", row, **printed, sent=size(row["sync_bytes"]))
+            self.lost_rounds = 0 if any(weights) else self.lost_rounds + 1
+            if self.lost_rounds == LOST_ROUNDS:
+                raise UserError(
+                    f"all replicas were left out of the last {LOST_ROUNDS} syncs, so training "
+                    "makes no progress: lower --lr, or raise --anomaly_threshold"
+                )
             for i, layers in enumerate(row["dropped"]):
                 if layers:
                     line = f"left out replica {i} in {layers} layers: norm {norms[i]:.3g}"

@@ -81,8 +81,8 @@ class NoLoCo(Method):
         i, M = self.mesh.replica, self.mesh.replicas
         mean, j = z.clone(), partner(i, M, config.seed, self.rounds)
         if j != i:
-            # [sync] exchange with the partner, sum P/N fp32, once per round
-            self.mesh.exchange(mean, z, j, self.mesh.sync).wait()
+            # [sync] send-receive with the partner, sum P/N fp32, once per round
+            self.mesh.send_receive(mean, z, j, self.mesh.sync).wait()
             mean.add_(z).div_(2)
         # u_i <- mu u_i + pull a_i - mean(z_i, z_j)
         u.mul_(config.outer_momentum).add_(a, alpha=config.pull).sub_(mean)

@@ -40,12 +40,11 @@ from dataclasses import dataclass
 import torch
 
 from diloco import nesterov
-from edit import EDiT, PenaltyConfig, anomaly_limits, clip_factor, is_anomaly
+from edit import PenaltyConfig, anomaly_limits, clip_factor, is_anomaly
 from edit import replica_weights, update_statistics
 from plumbing.config import UserError
 from relatives import streaming_diloco
 from relatives.streaming_diloco import StreamingDiLoCo
-from shard import HostCopy
 
 
 @dataclass
@@ -60,8 +59,6 @@ class StreamingEDiT(StreamingDiLoCo):
     Config = Config
     scalars = (*StreamingDiLoCo.scalars, "statistics")
     repairs_replicas = True  # fragment by fragment, from the anchor
-    kept, lost_rounds = None, 0  # see EDiT
-    stop_if_lost = EDiT.stop_if_lost  # stop if all replicas are flagged for some rounds
 
     def begin(self):
         super().begin()
@@ -110,10 +107,9 @@ class StreamingEDiT(StreamingDiLoCo):
 
     def sync(self):
         super().sync()
-        self.stop_if_lost()
         if self.landings:
             norms, flagged, weights, clips = (torch.cat(c, dim=-1) for c in zip(*self.landings))
-            self.kept, self.landings = HostCopy(~flagged.all(dim=0)), []
+            self.landings = []
             self.record.describe(
                 pseudo_grad_norm=norms.norm(dim=1), weight=weights.mean(dim=1),
                 dropped=flagged.sum(dim=1), clip=clips.mean(),

@@ -25,7 +25,7 @@ from mesh import Mesh
 from method import Method
 from model import ModelConfig
 from plumbing import launch
-from plumbing.config import parse
+from plumbing.config import parse, run_command
 from plumbing.log import Clock, RoundRecord
 from shard import ShardedModel
 
@@ -79,7 +79,7 @@ def _command(argv, rank, world_size, port, folder):
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it is there already, and stays
     _write_to(folder, rank)
     torch.set_num_threads(1)
-    launch.run_on_this_rank("train.py", lambda: train.main(argv))
+    run_command("train.py", lambda: train.main(argv))
 
 
 def run_bench(argv, rank, *more):

@@ -16,6 +16,7 @@ import ranks
 import sample
 import simulate
 import train
+from plumbing import config as config_module
 from plumbing import launch
 from plumbing.config import Config, parse, run_command
 from ranks import ROOT, Launch, flags
@@ -61,9 +62,7 @@ train --method streaming_diloco --tau 8 --fragments 2 --delay 4 | below tau / fr
 train --method streaming_diloco --tau 8 --fragments 8 --delay 0 | at most one per layer
 train --method streaming_diloco --alpha 1.5 | --alpha 1.5: must be at most 1
 train --method noloco                   | --method noloco: it needs at least two replicas
-train RANK=1                            | do not describe a run
-train RANK=2 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1 | do not describe a run
-train RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=1 LOCAL_RANK=x | do not describe
+train RANK=0 WORLD_SIZE=2               | MASTER_ADDR expected, but not set; start the ranks with torchrun
 data                                    | --out
 data --input IN/nowhere --out new       | No such file
 data --input IN --out new               | Is a directory
@@ -75,7 +74,6 @@ data --input IN/half-pair.jsonl --out new | line 2 is not a JSON object
 data --input IN/text.txt --out IN       | exists already
 data --input IN/text.txt --out NAME     | File name too long
 data --input IN/text.txt --out IN/loop/new | Too many levels of symbolic links
-data --input IN/text.txt --dataset fineweb-edu --out new | not allowed with
 sample                                  | --model
 sample --model IN/nowhere               | No such file
 sample --model IN                       | Is a directory
@@ -87,7 +85,7 @@ sample --model x --seed DIGITS          | --seed
 """
 TABLE = [[part.strip() for part in line.split("|")] for line in WRONG.strip().splitlines()]
 PROGRAMS = {
-    "train": lambda argv: launch.run_on_this_rank("train.py", lambda: train.main(argv)),
+    "train": lambda argv: run_command("train.py", lambda: train.main(argv)),
     "data": lambda argv: run_command("data.py", data.main),
     "sample": lambda argv: run_command("sample.py", sample.main),
 }
@@ -114,7 +112,7 @@ def run_here(monkeypatch):
     """run_here(program, argv): its exit code, in this process. This machine has no GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(launch, "has_native_bf16", lambda device: False)
-    monkeypatch.setattr(launch, "STOPS", set())
+    monkeypatch.setattr(config_module, "STOPS", set())
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(os, "dup2", lambda *descriptors: None)
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # ranks above 0 replace it

@@ -3,7 +3,6 @@ Wrong input of the command line is in test_cli.py."""
 
 import json
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -119,9 +118,3 @@ def test_without_a_network_the_line_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(data.tiktoken, "get_encoding", None)  # calling it raises an error
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR.*--tokenizer byte"):
         data.tokenizer("gpt2")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="pip install datasets"):
-        list(data.fineweb_documents())
-    load = lambda path, **options: iter([{"text": "one"}, {"text": options["split"]}])
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
-    assert list(data.fineweb_documents()) == [("one", True), ("train", True)]

@@ -47,11 +47,11 @@ def count(paths) -> int:
 def test_limits_of_lines_are_kept():
     inside = lambda folder: [path for path in PRODUCT if path.parent == ROOT / folder]
     limits = {  # goals that are not reached yet: 1450, 200, 1250, 950, 5000 lines
-        "the reading path": (count(ROOT / f"{name}.py" for name in READING_PATH), 1530),
+        "the reading path": (count(ROOT / f"{name}.py" for name in READING_PATH), 1500),
         "train.py": (count([ROOT / "train.py"]), 200),
-        "plumbing": (count(inside("plumbing")), 1560),
-        "lab": (count(inside("lab")), 1100),
-        "product": (count(PRODUCT), 5570),
+        "plumbing": (count(inside("plumbing")), 1550),
+        "lab": (count(inside("lab")), 1095),
+        "product": (count(PRODUCT), 5510),
         "tests": (count(TESTS), 3900),
         "README.md": (count([ROOT / "README.md"]), 160),
     }
@@ -70,7 +70,7 @@ def test_limits_of_lines_are_kept():
 def test_every_collective_of_training_carries_a_tag():
     """grep '# \\[s' lists all communication: one tag above each call, but in the files that carry
     it out or measure it."""
-    operation = r"all_\w+|reduce_scatter\w*|gather_\w+|exchange|barrier|broadcast\w*|i?send|i?recv"
+    operation = r"all_\w+|reduce_scatter\w*|gather_\w+|send_receive|barrier|broadcast\w*|i?send|i?recv"
     tagged = []
     for path in PRODUCT:
         lines = path.read_text().splitlines()

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -38,12 +39,15 @@ def started(folder, found, torchrun=runs.TORCHRUN):
 
 def _command(folder, torchrun):
     sys.stderr, sys.argv = open(folder / "err", "w"), "lab small --seeds 1".split()
-    runs.RUNS, runs.TORCHRUN = folder, torchrun
+    runs.RUNS, runs.RESULTS, runs.TORCHRUN = folder, folder, torchrun
     run_command("lab", runs.main)
 
 
 def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path, monkeypatch, capsys):
-    started(tmp_path, "*/checkpoint-*").kill()
+    command = started(tmp_path, "*/checkpoint-*")
+    torchrun = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text()
+    command.kill()
+    os.kill(int(torchrun), signal.SIGTERM)  # otherwise it trains on to the end
     monkeypatch.setattr(runs, "RUNS", tmp_path)
     monkeypatch.setattr(runs, "RESULTS", tmp_path)
     (run,) = runs.EXPERIMENTS["small"].all_runs([1], False)

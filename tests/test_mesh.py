@@ -1,4 +1,4 @@
-"""The grid and its collectives; which backend each group uses. all_to_all, exchange and
+"""The grid and its collectives; which backend each group uses. all_to_all, send_receive and
 gather_in_background are in test_methods.py and test_relatives.py."""
 
 from types import SimpleNamespace
