@@ -31,7 +31,10 @@ import json
 import mmap
 import os
 import shutil
+import signal
+import sys
 import sysconfig
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,10 +42,11 @@ import numpy as np
 import tiktoken
 import torch
 
-from plumbing.config import Parser, UserError, check_limits, run_command
+from plumbing.config import STOPS, Parser, UserError, check_limits, run_command
 
 VALIDATION_FRACTION = 0.05
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size
+DOWNLOAD_S = 60
 CHECKED_TOKENS = 2**24  # at the beginning of a corpus, when it is opened
 
 
@@ -59,13 +63,23 @@ def tokenizer(name: str) -> tiktoken.Encoding:
             mergeable_ranks={bytes([i]): i for i in range(256)},
             special_tokens={"<|endoftext|>": 256},
         )
-    try:
-        return tiktoken.get_encoding(name)
-    except Exception as error:  # requests raises many kinds; all mean that the download failed
+    found, reason = [], [f"no answer in {DOWNLOAD_S} s"]
+
+    def fetch():
+        try:
+            found.append(tiktoken.get_encoding(name))
+        except Exception as error:  # requests raises many kinds; all mean that it failed
+            reason.append(type(error).__name__)
+
+    thread = threading.Thread(target=fetch, daemon=True)  # a firewall may never answer
+    thread.start()
+    thread.join(DOWNLOAD_S)
+    if not found:
         raise UserError(
-            f"cannot download the {name} vocabulary ({type(error).__name__}): connect once, point "
+            f"cannot download the {name} vocabulary ({reason[-1]}): connect once, point "
             "TIKTOKEN_CACHE_DIR at a folder that has it, or use --tokenizer byte"
-        ) from None
+        )
+    return found[0]
 
 
 @dataclass
@@ -249,6 +263,8 @@ def main():
     add("--max_tokens", type=float, default=1e18, help="stop after so many tokens (default: none)")
     args = parser.parse_args()
     check_limits("max_tokens", args.max_tokens, {"low": 1})
+    for number in STOPS:  # an exception, so that write_corpus() removes its unfinished folder
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     meta = write_corpus(text_documents(args.input), args.tokenizer, args.out, args.max_tokens)
     count, train = meta["tokens"], meta["train_tokens"]
     print(f"{args.out}: {count:,} tokens ({args.tokenizer}), {train:,} of them for training")

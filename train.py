@@ -30,6 +30,7 @@ from sample import print_sample, save_model
 from shard import ShardedModel
 from simulate import Cluster, VirtualClock
 
+STEADIER = "lower --lr, or raise --lr_warmup_steps"
 METHODS = {"minibatch": MiniBatch, "diloco": DiLoCo, "edit": EDiT, "a_edit": AEDiT} | RELATIVES
 
 
@@ -55,12 +56,12 @@ def train(setup, mesh, stop):
         average = method.averages_gradients
         # The gradient is a mean over micro-steps, the N ranks of a replica and, if averaged, the
         # M replicas.
-        scale = 1 / (config.accum * (mesh.world_size if average else mesh.shards))
+        scale = 1 / (plan.accum * (mesh.world_size if average else mesh.shards))
         loss = 0.0
-        for micro_step in range(config.accum):
+        for micro_step in range(plan.accum):
             inputs, targets = load_batch(setup, mesh, cluster, method.steps, micro_step)
-            loss += model.forward(inputs, targets) / config.accum
-            first, last = micro_step == 0, micro_step == config.accum - 1
+            loss += model.forward(inputs, targets) / plan.accum
+            first, last = micro_step == 0, micro_step == plan.accum - 1
             model.backward(scale, first, average_replicas=average and last)
         cluster.before_metrics(method.steps)
         # Norm, loss and votes share one small all-reduce. A vote ends the round or, in the warm-up,
@@ -80,10 +81,10 @@ def train(setup, mesh, stop):
 
 def load_batch(setup, mesh, cluster, step: int, micro_step: int) -> list:
     """This rank's inputs and targets, (batch_size, block_size) int64 each, on its device."""
-    config = setup.config
+    config, plan = setup.config, setup.plan
     tensors = data.train_batch(
         setup.corpus, config.seed, step, micro_step, mesh.rank, mesh.world_size,
-        config.batch_size, config.accum, config.block_size,
+        plan.batch_size, plan.accum, config.block_size,
     )  # fmt: skip
     tensors = cluster.batch(tensors, setup.corpus.vocab_size, step, micro_step)
     if mesh.device.type == "cuda":  # pinned, so that the copy does not block the host
@@ -98,7 +99,7 @@ def check_finite(model, method):
     if not math.isfinite(norm + loss) and not repaired:
         raise UserError(
             f"diverged at step {method.steps - model.metrics_lag}: loss {loss:.4g}, "
-            f"gradient norm {norm:.4g}; lower --lr, or raise --lr_warmup_steps"
+            f"gradient norm {norm:.4g}; {STEADIER}"
         )
 
 
@@ -110,8 +111,7 @@ def at_round_end(setup, model, method, log, stop):
     over, stopping = progress >= config.max_steps, stop.agreed(method)
     if due(log.evaluated_at, config.eval_interval) and not over:
         log.eval(method, evaluate(setup, model, method, log.clock))
-    interval = config.checkpoint_interval
-    if stopping or due(log.saved_at, interval) or over and interval:
+    if stopping or over or due(log.saved_at, config.checkpoint_interval):
         began = time.perf_counter()
         with paused(method, log.clock):
             path = checkpoint.save(setup, model, method, log.state(method))
@@ -125,6 +125,8 @@ def finish(setup, model, method, log):
     method.finish()
     val_loss = evaluate(setup, model, method, log.clock, parameters=model.master)
     log.eval(method, val_loss)
+    if not math.isfinite(val_loss):
+        raise UserError(f"diverged: the validation loss at the end is {val_loss}; {STEADIER}")
     path = Path(setup.config.out_dir, "model.pt")
     if model.mesh.replica == 0:
         save_model(path, model, setup.corpus.tokenizer, setup.describe(model.mesh))
@@ -163,7 +165,7 @@ def evaluate(setup, model, method, clock, parameters=None) -> float:
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, rows
     batches = data.validation_batches(
         setup.corpus, config.eval_batches, mesh.rank, mesh.world_size,
-        config.batch_size, config.block_size,
+        setup.plan.batch_size, config.block_size,
     )  # fmt: skip
     with paused(method, clock):
         if parameters is None:
@@ -189,10 +191,8 @@ def main(argv: list):
     setup, store = launch.start(argv, METHODS)
     if setup.config.dry_run:
         return setup.plan.show(setup.corpus)
-    launch.keep_freed_memory()
     mesh = launch.make_mesh(setup, store)
     setup.plan.show(setup.corpus)
-    print(flush=True)
     train(setup, mesh, launch.StopRequest(setup.config.save_on_exit))
 
 

@@ -46,7 +46,7 @@ LR, DECAY, CLIP = 1e-3, 0.1, 1.0
 ROUNDS = f"--sync_warmup_steps 0 --tau 1 --max_steps {2**30}".split()  # a sync after every step
 LINK = {"link_mbps", "link_latency_ms"}
 NO_EFFECT = {f.name for f in dataclasses.fields(simulate.Config)} - LINK
-NO_EFFECT |= {"method", "resume", "dry_run", "accum"}
+NO_EFFECT |= {"method", "resume", "dry_run", "accum", "tokens_per_step"}
 
 
 @dataclass
@@ -232,7 +232,6 @@ def main(argv: list):
         Path(config.json).parent.mkdir(parents=True, exist_ok=True)
         open(config.json, "a").close()  # is it possible? Now, not after the measurements
     device, backend = launch.open_groups(config, store)
-    launch.keep_freed_memory()  # as in train.py; here it also speeds up the others
     link = simulate.SimulatedLink(config, config.shards, device) if config.limits_link else None
     mesh = Mesh(config.shards, device, config.timeout_s, backend, link)
     shape = (2, config.batch_size, config.block_size)

@@ -13,10 +13,13 @@ import math
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lab.rows import GRAY, METHODS, in_order, read_run
-from plumbing.config import Parser, UserError, run_command
+from plumbing.config import NOT_RESUMED, Parser, UserError, run_command
 
+# These may differ between the runs of a line.
+SAME_LINE = NOT_RESUMED | {"seed", "mesh", "n_params", "corpus_hash", "torch", "device_name"}
 VARIANTS = (
     ("o", ":"), ("s", "-."), ("^", (0, (1, 3))), ("v", (0, (5, 1, 1, 1))), ("D", "--"), ("X", "-"),
 )  # fmt: skip
@@ -37,20 +40,23 @@ class Panel:
 
 
 def lines_of(rows: list, panel: Panel) -> dict:
-    """(method, variant) -> points (x, mean y, lowest y, highest y), in the order of METHODS and
-    of x. Rows with the same x are seeds."""
+    """(method, variant) -> points (mean x, mean y, lowest y, highest y), in the order of METHODS
+    and of x. Rows with the same x, and the k-th points of curves, are seeds."""
     lines = {}
     for row in in_order(rows):
         if panel.where.items() <= row.items():
             points = lines.setdefault((row["method"], row.get("variant")), defaultdict(list))
             xs, ys = row[panel.x], row[panel.y]
-            for x, y in zip(xs, ys) if isinstance(xs, list) else [(xs, ys)]:
+            curve = zip(xs, ys) if isinstance(xs, list) else [(xs, ys)]
+            for k, (x, y) in enumerate(curve):
                 if panel.xlim[0] <= x <= panel.xlim[1]:
-                    points[x].append(y)
-    return {
-        label: [(x, sum(ys) / len(ys), min(ys), max(ys)) for x, ys in sorted(points.items())]
-        for label, points in lines.items() if points
-    }  # fmt: skip
+                    points[k if isinstance(xs, list) else x].append((x, y))
+    mean = lambda values: sum(values) / len(values) if len(set(values)) > 1 else values[0]
+    found = {}
+    for label, points in lines.items():
+        columns = [list(zip(*seeds)) for _, seeds in sorted(points.items())]
+        found[label] = [(mean(xs), sum(ys) / len(ys), min(ys), max(ys)) for xs, ys in columns]
+    return {label: line for label, line in found.items() if line}
 
 
 def checksum(panels_lines: list) -> str:
@@ -124,19 +130,31 @@ def draw(rows: list, panels: list, path):
         figure.savefig(path, format="svg", transparent=True, metadata=metadata)
 
 
+def variant(run: dict, runs: list) -> str:
+    """The flags of the run that differ between the runs of its method, but for the seed."""
+    flags = run["config"]
+    others = [other["config"] for other in runs if other["config"]["method"] == flags["method"]]
+    return ", ".join(
+        f"{name} {value}" for name, value in flags.items()
+        if name not in SAME_LINE and any(other.get(name) != value for other in others)
+    )  # fmt: skip
+
+
 def main():
     parser = Parser(description="Draw the validation loss of runs side by side.")
     parser.add_argument("runs", nargs="+", metavar="FOLDER", help="a run's out_dir")
     parser.add_argument("--out", default="curves.svg", help="the picture (default: curves.svg)")
     args = parser.parse_args()
-    runs = {folder: read_run(folder) for folder in args.runs}
-    methods = [run["config"]["method"] for run in runs.values()]
-    rows = []
-    for (folder, run), method in zip(runs.items(), methods):
+    if not args.out.endswith(".svg"):
+        raise UserError(f"--out {args.out}: pictures are SVG; name it {Path(args.out).stem}.svg")
+    runs = [read_run(folder) for folder in args.runs]
+    for folder, run in zip(args.runs, runs):
         if not run["step"]:
             raise UserError(f"{folder}: the run has no evaluation yet")
-        variant = folder if methods.count(method) > 1 else ""
-        rows.append(run | {"method": method, "variant": variant})
+        if None in run["val_loss"]:
+            raise UserError(f"{folder}: a validation loss of the run is not finite")
+    own = lambda run: {"method": run["config"]["method"], "variant": variant(run, runs)}
+    rows = [run | own(run) for run in runs]
     panels = [
         Panel("tokens", "val_loss", "tokens"),
         Panel("train_s", "val_loss", "seconds of training"),

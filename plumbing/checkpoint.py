@@ -50,9 +50,11 @@ def list_checkpoints(folder) -> list:
     return sorted(found, key=lambda path: int(NAME.fullmatch(path.name)[1]))
 
 
-def choose(resume: str, out_dir: str) -> Path | None:
+def choose(resume: str, out_dir: str, overwrite: bool) -> Path | None:
     """The checkpoint to continue, None to start afresh. resume: "", "auto" or a folder (a run's or
     a checkpoint's). Raises UserError if there is none, or if two runs would mix in out_dir."""
+    if resume and overwrite:
+        raise UserError("--resume, --overwrite: give only one of them")
     own = list_checkpoints(out_dir)
     if own:  # a run that is writing there could remove what this one reads
         os.close(lock(out_dir, fcntl.LOCK_SH))
@@ -65,10 +67,12 @@ def choose(resume: str, out_dir: str) -> Path | None:
                 f"--resume {resume[:200]}: there is no checkpoint; "
                 "name a run's folder or a checkpoint-... in it"
             )
-    if own and not (found and found[-1].samefile(own[-1])):
+    earlier = bool(own) or Path(out_dir, "model.pt").exists()
+    if earlier and not overwrite and not (own and found and found[-1].samefile(own[-1])):
+        last = f"--resume auto continues {own[-1].name}; otherwise " if own else ""
         raise UserError(
-            f"--out_dir {out_dir} has checkpoints of an earlier run, the last is {own[-1].name}: "
-            "--resume auto continues it; otherwise name another --out_dir or delete them"
+            f"--out_dir {out_dir} has an earlier run: {last}name another --out_dir, or delete "
+            "that run with --overwrite"
         )
     return found[-1] if found else None
 
@@ -178,10 +182,12 @@ def complete(unfinished, final, state: dict) -> str:
     return ""
 
 
-def clean_up(folder):
-    """Remove what a killed run has left. Rank 0 calls it before training."""
-    for path in Path(folder).glob("checkpoint*.tmp"):
+def clean_up(folder, overwrite: bool):
+    """Remove what a killed run has left, or an earlier run. Rank 0 calls it before training."""
+    for path in Path(folder).glob("checkpoint*" if overwrite else "checkpoint*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
+    for name in ("model.pt", "metrics.jsonl") if overwrite else ():
+        Path(folder, name).unlink(missing_ok=True)
 
 
 def one_line(error) -> str:
@@ -196,6 +202,8 @@ def damaged(path, error) -> UserError:
     what = f"{type(error).__name__}: {one_line(error)}"
     if isinstance(error, KeyError):
         what = f"it has no {error}; perhaps another version of the code wrote it"
+    if not path.exists():
+        return UserError(f"checkpoint {path} is gone: another run writes there; start again")
     earlier = [other.name for other in list_checkpoints(path.parent) if other.name < path.name]
     hint = f"delete it, and --resume auto continues {earlier[-1]}" if earlier else "delete it"
     return UserError(f"checkpoint {path} is damaged ({what}): {hint}")
@@ -240,10 +248,10 @@ def check_resume(saved: dict, config, given: dict, corpus, tokens_per_step: int,
         reason = "was trained on another corpus: name a corpus with --data"
     elif local and config.method != flags["method"]:
         reason = f"is past the warm-up of {flags['method']}: keep this method"
-    elif take != took and not {"batch_size", "accum"} & given.keys():
+    elif take != took and not {"batch_size", "accum", "tokens_per_step"} & given.keys():
         reason = (
             f"took {took:,} tokens per step, these ranks take {take:,}: keep the number with "
-            "--batch_size or --accum, or confirm the change by giving one of them"
+            f"--tokens_per_step {took}, or confirm the change with --batch_size or --accum"
         )
     if reason:
         raise UserError(f"checkpoint {path} {reason}")

@@ -142,12 +142,15 @@ class Config:
     eval_batches: int = option(16, "validation batches of 16 windows", low=1, below=10**6)
     timeout_s: float = option(600.0, "seconds to wait for a silent rank", above=0, below=1e7)
     # checkpoints
-    checkpoint_interval: int = option(0, "steps between checkpoints (at round ends); 0: none")
+    checkpoint_interval: int = option(
+        0, "steps between checkpoints (at round ends); 0: only one, when the training is over"
+    )
     keep: int = option(2, "checkpoints to keep", low=1)
     save_on_exit: bool = option(False, "at SIGTERM or Ctrl-C, save and stop at the next round end")
     resume: str = option(
         "", "checkpoint, or folder with checkpoints, to continue; auto: the last in OUT_DIR, if any"
     )
+    overwrite: bool = option(False, "delete the earlier run in OUT_DIR")
     # model
     model: str = option("tiny", "preset for flags that are not given", choices=list(PRESETS))
     n_layer: int = option(4, "blocks", low=1, below=10_000)
@@ -158,6 +161,9 @@ class Config:
     data: str = option("", "corpus folder made by data.py (default: Python's standard library)")
     batch_size: int = option(8, "sequences per rank and micro-step", low=1)
     accum: int = option(1, "micro-steps per step; their gradients are averaged", low=1, below=10**6)
+    tokens_per_step: int = option(
+        0, "of all ranks. accum follows from it, and batch_size is the largest; 0: not given"
+    )
     # inner
     lr: float = option(3e-3, "peak inner (AdamW) learning rate")
     min_lr_ratio: float = option(0.1, "final learning rate / peak learning rate")
@@ -208,7 +214,8 @@ GROUPS = {  # first flag of each group of --help -> its title
     "sync_warmup_steps": "synchronization (methods with local steps)",
 }
 # Flags of this machine or this start: a resumed run does not take them from the checkpoint.
-NOT_RESUMED = {"out_dir", "device", "backend", "replicas", "resume", "profile", "dry_run"}
+NOT_RESUMED = {"out_dir", "device", "backend", "replicas", "resume", "overwrite", "profile"}
+NOT_RESUMED |= {"dry_run"}
 
 
 def parse(argv: list, methods: dict, simulation_class, saved: dict | None = None) -> tuple:

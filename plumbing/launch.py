@@ -74,7 +74,7 @@ def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
     out_dir = config.out_dir or str(resumed) or f"out/{config.method}"
     path = saved = None
     if config.resume or not config.dry_run:
-        path = checkpoint.choose(config.resume, out_dir)
+        path = checkpoint.choose(config.resume, out_dir, config.overwrite)
     if path:
         saved = checkpoint.read(path, rank, world_size)
     # Once more: flags that are not given come from the checkpoint.
@@ -85,6 +85,8 @@ def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
     check_mesh(config, world_size)
     resolve_device(config)
     config.check(world_size // config.shards)
+    if config.profile and config.max_steps - (saved["progress"] if saved else 0) < 4:
+        raise UserError("--profile: it needs at least 4 steps; raise --max_steps")
     method = methods[config.method]
     if config.virtual_clock and not method.barrier:
         working = ", ".join(name for name, each in methods.items() if each.barrier)
@@ -154,7 +156,7 @@ def rendezvous(rank: int, world_size: int):
     with translate_comm_errors():
         try:
             store = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
-        except ValueError as error:  # a variable is missing
+        except (ValueError, dist.DistNetworkError) as error:  # no variable, a port in use
             raise UserError(f"{error}; start the ranks with torchrun") from None
         store.set(f"hello/{rank}", os.urandom(16).hex())
         while not valid and time.monotonic() < deadline:
@@ -197,7 +199,7 @@ def start(argv: list, methods: dict) -> tuple:
         if rank == 0 and not setup.config.dry_run:
             Path(setup.config.out_dir).mkdir(parents=True, exist_ok=True)
             checkpoint.lock(setup.config.out_dir)
-            checkpoint.clean_up(setup.config.out_dir)
+            checkpoint.clean_up(setup.config.out_dir, setup.config.overwrite)
     store.set_timeout(timedelta(seconds=setup.config.timeout_s))
     return setup, store
 
@@ -207,6 +209,7 @@ def open_groups(config, store, barrier: bool = True) -> tuple:
     crosses_replicas) names the backend of a group, see mesh.Mesh. auto: nccl on GPUs; on CPUs shm
     for groups within one machine, else gloo. A simulated link, and a method without a barrier (see
     method.py), need a transport with a thread of its own, so not shm."""
+    keep_freed_memory()
     (rank, world_size), device = environment(), torch.device(config.device)
     if config.device == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", 0))

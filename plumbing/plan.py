@@ -47,8 +47,25 @@ class Plan:
         self.master = torch.promote_types(self.dtype, torch.float32)
         self.shard_bytes = sum(each.shard_size for each in self.layouts) * self.master.itemsize
         self.on_cpu = config.device == "cpu"
-        self.tokens_per_micro_step = config.batch_size * config.block_size
-        self.tokens_per_step = world_size * config.accum * self.tokens_per_micro_step
+        self.batch_size, self.accum = self.micro_steps()
+        self.tokens_per_micro_step = self.batch_size * config.block_size
+        self.tokens_per_step = world_size * self.accum * self.tokens_per_micro_step
+
+    def micro_steps(self) -> tuple:
+        """(sequences per rank and micro-step, micro-steps per step). With --tokens_per_step a rank
+        has as few micro-steps as --batch_size allows."""
+        config, one = self.config, self.world_size * self.config.block_size  # a sequence per rank
+        if not config.tokens_per_step:
+            return config.batch_size, config.accum
+        sequences, rest = divmod(config.tokens_per_step, one)
+        if rest or config.accum > 1:
+            below = f"{sequences * one} or " if sequences else ""
+            reason = f"{self.world_size} ranks take {below}{(sequences + 1) * one}"
+            reason = reason if rest else "it rules the micro-steps; leave out --accum"
+            raise UserError(f"--tokens_per_step {config.tokens_per_step}: {reason}")
+        fits = range(min(config.batch_size, sequences), 0, -1)
+        batch_size = next(n for n in fits if sequences % n == 0)
+        return batch_size, sequences // batch_size
 
     def memory(self) -> dict:
         """Bytes that one rank holds for good, by kind."""
@@ -92,16 +109,19 @@ class Plan:
         return numbers * self.dtype.itemsize + 2 * logits * self.master.itemsize
 
     def check_memory(self):
-        """Raise UserError if a rank needs more than the machine has."""
-        needed = sum(self.memory().values()) + self.activations()
+        """Raise UserError if the ranks of this machine need more than it has."""
+        needed, ranks = self.memory(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        needed.pop("shared memory", 0)  # the ranks share it
+        needed = sum(needed.values()) + self.activations()
         if self.on_cpu:
             there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         else:
-            there = torch.cuda.get_device_properties(0).total_memory
-        if needed > there:
+            devices = min(ranks, torch.cuda.device_count())
+            there = devices * torch.cuda.get_device_properties(0).total_memory
+        if ranks * needed > there:
             raise UserError(
-                f"a rank needs about {size(needed)} of memory and has {size(there)}: lower "
-                "--batch_size or the model's size, or use more --shards (see --dry_run)"
+                f"a rank needs about {size(needed)} of memory, and {ranks} here have {size(there)} "
+                "together: lower --batch_size or the model's size, or use more --shards"
             )
 
     def sync_bytes(self) -> float:
@@ -124,11 +144,11 @@ class Plan:
             f"data    {config.data or 'standard library'}: {len(corpus.tokens):,} tokens, "
             f"{corpus.tokenizer} ({corpus.hash})",
             f"memory  per rank: {kinds}; activations about {size(self.activations())}",
-            f"step    {self.world_size} ranks x {config.accum} micro-steps "
-            f"x {config.batch_size} sequences x {config.block_size} tokens "
+            f"step    {self.world_size} ranks x {self.accum} micro-steps "
+            f"x {self.batch_size} sequences x {config.block_size} tokens "
             f"= {self.tokens_per_step:,} tokens",
         ]
-        print("\n".join(lines + (self.round_lines() if M > 1 else [])))
+        print("\n".join(lines + (self.round_lines() if M > 1 else [])) + "\n", flush=True)
 
     def round_lines(self) -> list:
         config, tokens = self.config, self.tokens_per_step

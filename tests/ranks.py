@@ -206,7 +206,10 @@ def watch_syncs(method):
 def _train(corpus_folder, transport, tamper, out_dir, options):
     train.print_sample = lambda path: None  # 200 tokens take as long as ten steps
     with tempfile.TemporaryDirectory() as out:
-        out = Path(out_dir or out)
+        same = [out_dir or out]
+        if dist.is_initialized():  # that of rank 0 on all ranks
+            dist.broadcast_object_list(same)
+        out = Path(same[0])
         out.mkdir(parents=True, exist_ok=True)
         argv = [*flags(**options), "--data", corpus_folder, "--out_dir", str(out)]
         setup = launch.set_up(argv, train.METHODS, dist.get_rank(), dist.get_world_size())

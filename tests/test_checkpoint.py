@@ -243,7 +243,7 @@ class Executed:
         return os.mkdir, ("executed",)
 
 
-OTHER_RUN = "has checkpoints of an earlier run, the last is checkpoint-0000000"
+OTHER_RUN = "has an earlier run: --resume auto continues checkpoint-0000000"
 EARLIER = "delete it, and --resume auto continues checkpoint-00000007"
 S, R, OLD_PICKLE = "state.json", "rank-00001.pt", dict(_use_new_zipfile_serialization=False)
 FLAGS = [  # flags; ranks; what the line must say, "" if the run can continue
@@ -251,11 +251,14 @@ FLAGS = [  # flags; ranks; what the line must say, "" if the run can continue
     ("--resume= --out_dir {tmp}/run", 2, OTHER_RUN),
     ("--resume {tmp}/run/checkpoint-00000007", 2, OTHER_RUN),
     ("--resume {tmp}/run --out_dir {tmp}/old", 2, OTHER_RUN),
+    ("--resume= --out_dir {tmp}/run --overwrite", 2, ""),
+    ("--resume auto --out_dir {tmp}/done", 2, "has an earlier run: name another --out_dir, or del"),
     ("--resume {tmp}/run --n_layer 3", 2, "has another shape: leave out --n_layer"),
     ("--resume {tmp}/run --method diloco", 2, "is past the warm-up of edit"),
     ("--resume {tmp}/run --block_size 16", 2, "took 32 tokens per step, these ranks take 64"),
     ("--resume {tmp}/run", 1, "took 32 tokens per step, these ranks take 16"),
     ("--resume {tmp}/run --batch_size 2", 1, ""),
+    ("--resume {tmp}/run --tokens_per_step 32", 1, ""),
     ("--resume {tmp}/run --data {tmp}/wide", 2, "has another vocabulary"),
     ("--resume {tmp}/moved", 2, "trained on another corpus"),
     ("--resume {tmp}/moved --data {tmp}/new", 2, ""),
@@ -291,6 +294,8 @@ def test_wrong_flags_and_damaged_files_are_refused_in_one_line_and_nothing_is_ex
     moved = shutil.copytree(saved_run, tmp_path / "moved") / "checkpoint-00000009"
     edit_state(moved, lambda state: state["flags"].update(data=str(tmp_path / "new")))
     last = shutil.copytree(saved_run, tmp_path / "run") / "checkpoint-00000009"
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "model.pt").touch()
     if damage:
         damage(last)
     # Each rank checks its share of the files.
@@ -298,3 +303,8 @@ def test_wrong_flags_and_damaged_files_are_refused_in_one_line_and_nothing_is_ex
     assert any(errors) == bool(message)
     assert all(message in error and "\n" not in error for error in filter(None, errors))
     assert not (tmp_path / "executed").exists()
+
+
+def test_checkpoint_that_another_run_has_just_removed_is_not_called_damaged(tmp_path):
+    with pytest.raises(UserError, match="is gone: another run writes there"):
+        checkpoint.read(tmp_path / "checkpoint-00000007")

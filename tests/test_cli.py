@@ -1,10 +1,12 @@
 """Wrong input: one clear line, exit code 2 on every rank, no traceback, no hang, nothing left."""
 
 import dataclasses
+import io
 import json
 import os
 import pickle
 import re
+import socket
 import subprocess
 import sys
 
@@ -17,7 +19,7 @@ import sample
 import simulate
 import train
 from plumbing import config as config_module
-from plumbing import launch
+from plumbing import checkpoint, launch
 from plumbing.config import Config, parse, run_command
 from ranks import ROOT, Launch, flags
 
@@ -50,6 +52,10 @@ train --resume nowhere                  | --resume nowhere: there is no checkpoi
 train --out_dir NAME                    | File name too long
 train --out_dir a\x07b                  | --out_dir 'a\\x07b': must be printable
 train --out_dir /dev/null/run           | error: /dev/null/run: Not a directory
+train --overwrite --resume auto         | --resume, --overwrite: give only one of them
+train --profile --max_steps 3           | --profile: it needs at least 4 steps
+train --tokens_per_step 100             | --tokens_per_step 100: 1 ranks take 96 or 104
+train --tokens_per_step 96 --accum 2    | leave out --accum
 train --backend nccl                    | --backend nccl
 train --device cuda                     | use --device cpu
 train --data nowhere                    | --data nowhere: No such file
@@ -144,6 +150,47 @@ def test_wrong_input_is_refused_in_one_line(
     (error,) = written.err.splitlines()
     assert error.startswith(f"{program}.py: error: ") and message in error
     assert len(error) < 600 and written.out == "" and not list(tmp_path.iterdir())
+
+
+def test_port_in_use_is_named(run_here, monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        variables = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+        for name, value in (variables | {"MASTER_PORT": str(server.getsockname()[1])}).items():
+            monkeypatch.setenv(name, value)
+        assert run_here("train", []) == 2
+    assert "EADDRINUSE" in capsys.readouterr().err
+
+
+def test_loss_that_is_not_finite_at_the_end_is_a_divergence(
+    run_here, corpus_folder, tmp_path, capsys
+):
+    argv = flags(method="minibatch", lr=1e12, lr_warmup_steps=0, max_steps=1, data=corpus_folder)
+    assert run_here("train", [*argv, "--dtype", "fp32", "--out_dir", str(tmp_path)]) == 2
+    assert "diverged: the validation loss at the end is nan; lower" in capsys.readouterr().err
+    assert not (tmp_path / "model.pt").exists()
+
+
+def test_characters_that_a_terminal_lacks_are_replaced(run_here, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
+    run_command("sample.py", lambda: print("\u03c0"))
+    assert sys.stdout.buffer.getvalue() == b"?\n"
+
+
+def test_new_run_replaces_an_earlier_one_only_with_overwrite(
+    run_here, corpus_folder, tmp_path, capsys, monkeypatch
+):
+    argv = [*flags(data=corpus_folder, max_steps=4), "--out_dir", str(tmp_path), "--device", "cpu"]
+    monkeypatch.setattr(checkpoint, "lock", lambda *_: os.open(os.devnull, os.O_RDONLY))
+    assert run_here("train", argv) is None
+    assert run_here("train", argv) == 2
+    ways = "--resume auto continues checkpoint-00000004; otherwise name another --out_dir, or "
+    assert ways + "delete that run with --overwrite" in capsys.readouterr().err
+    assert run_here("train", [*argv, "--max_steps", "6", "--resume", "auto"]) is None
+    monkeypatch.setattr(train, "evaluate", None)
+    with pytest.raises(TypeError):
+        run_here("train", [*argv, "--max_steps", "2", "--overwrite"])
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"checkpoint-00000002", "metrics.jsonl"}  # not the earlier run's model
 
 
 def differ_in_lr(argv, rank, *more):

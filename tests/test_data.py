@@ -2,7 +2,11 @@
 Wrong input of the command line is in test_cli.py."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +15,7 @@ import torch
 
 import data
 from plumbing.config import UserError
+from ranks import ROOT
 
 
 def batch(corpus, step=0, micro=0, rank=0, world=1, size=2, accum=1, T=8, seed=1):
@@ -118,3 +123,19 @@ def test_without_a_network_the_line_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(data.tiktoken, "get_encoding", None)  # calling it raises an error
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR.*--tokenizer byte"):
         data.tokenizer("gpt2")
+    monkeypatch.setattr(data.tiktoken, "get_encoding", time.sleep)
+    monkeypatch.setattr(data, "DOWNLOAD_S", 0.1)
+    with pytest.raises(UserError, match="no answer in 0.1 s"):
+        data.tokenizer(5)
+
+
+def test_ended_program_leaves_no_unfinished_folder(tmp_path):
+    os.mkfifo(tmp_path / "in.txt")
+    argv = [sys.executable, ROOT / "data.py", "--input", "in.txt", "--out", "out"]
+    process = subprocess.Popen(argv, cwd=tmp_path)
+    with open(tmp_path / "in.txt", "w"):  # it waits for text
+        while not list(tmp_path.glob("out.partial-*")):
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]

@@ -174,19 +174,29 @@ def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
 
 def test_plot_draws_records_of_runs(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
-    for k, (name, method) in enumerate((("a", "edit"), ("b", "edit"), ("c", "diloco"))):
-        config = json.dumps({"event": "config", "method": method})
+    edit, seen = dict(method="edit", tau=8, seed=1), []
+    configs = edit, edit | dict(seed=2), edit | dict(tau=4), dict(method="diloco", tau=2)
+    for k, (name, config) in enumerate(zip("abdc", configs)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text(
-            config + "\n" + json.dumps({"event": "eval"} | dict.fromkeys(rows.CURVES, k))
-        )
-    folders, out = [str(tmp_path / name) for name in "abc"], tmp_path / "x.svg"
+        config, curve = json.dumps({"event": "config"} | config), dict.fromkeys(rows.CURVES, k)
+        text = config + "\n" + json.dumps({"event": "eval"} | curve)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    folders, out = [str(tmp_path / name) for name in "abdc"], tmp_path / "x.svg"
+    draw = lambda rows, panels, path: seen.append((rows, panels)) or drawn(rows, panels, path)
+    drawn = plot.draw
+    monkeypatch.setattr(plot, "draw", draw)
     monkeypatch.setattr(sys, "argv", ["plot.py", *folders, "--out", str(out)])
     plot.main()
-    texts = ["DiLoCo", *(f"EDiT, {folder}" for folder in folders[:2]), "tokens"]
+    texts = ["DiLoCo", "EDiT, tau 8", "EDiT, tau 4", "tokens"]
     assert all(f">{text}<" in out.read_text() for text in texts)
+    ((found, panels),) = seen  # seeds are one line: the mean, the lowest, the highest
+    assert plot.lines_of(found, panels[1])["edit", "tau 8"] == [(0.5, 0.5, 0, 1)]
     wrong = {config: "c: the run has no evaluation yet", '{"event": "config"}': "not the record"}
+    wrong |= {text.replace('"val_loss": 3', '"val_loss": null'): "c: a validation loss .* finite"}
     for record, message in wrong.items():
         (tmp_path / "c" / "metrics.jsonl").write_text(record)
         with pytest.raises(UserError, match=message):
             plot.main()
+    monkeypatch.setattr(sys, "argv", ["plot.py", *folders, "--out", "x.png"])
+    with pytest.raises(UserError, match="pictures are SVG; name it x.svg"):
+        plot.main()

@@ -12,6 +12,7 @@ import torch
 
 import train
 from plumbing import launch
+from plumbing.config import UserError
 from ranks import flags, run_training
 
 # test_relatives.py has the traffic of methods without a barrier.
@@ -82,6 +83,27 @@ def test_planned_memory_is_within_a_tenth_of_the_peak(more, corpus_folder):
     # Rank 0 also gathers the model at the end, to write it.
     measured = held - plan.memory()["shared memory"] + run.ranks[1]["watched"]
     assert measured == pytest.approx(held + plan.activations(), rel=0.1)
+
+
+def test_ranks_of_a_machine_must_fit_into_its_memory_together(corpus_folder, monkeypatch):
+    plan = planned(corpus_folder, 2, backend="gloo")
+    needed = sum(plan.memory().values()) + plan.activations()
+    sizes = {"SC_PHYS_PAGES": 1.5 * needed / 4096, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(os, "sysconf", sizes.get)
+    plan.check_memory()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="a rank needs about 0.4 MB of memory, and 2 here have"):
+        plan.check_memory()
+
+
+def test_tokens_per_step_rule_the_micro_steps_and_keep_the_global_batch(corpus_folder):
+    flags = dict(method="minibatch", tokens_per_step=24 * 8, dtype="fp64", batch_size=5)
+    expected = {1: (4, 6), 2: (4, 3), 4: (3, 2), 8: (3, 1), 24: (1, 1)}
+    for ranks, (batch_size, accum) in expected.items():
+        plan = planned(corpus_folder, ranks, **flags)
+        assert (plan.batch_size, plan.accum, plan.tokens_per_step) == (batch_size, accum, 192)
+    one, four = (run_training(n, corpus_folder, max_steps=3, **flags) for n in (1, 4))
+    assert one.losses == pytest.approx(four.losses, rel=1e-12)
 
 
 def test_dry_run_of_7b_on_64_gpus_is_right_and_takes_no_memory(corpus_folder, capsys):

@@ -37,7 +37,7 @@ def bytes_of_fragments(f, M, sizes):
 
 @pytest.mark.parametrize("case, mesh, transport", SENDING, ids=str)
 def test_bytes_equal_the_docstrings_and_the_plan(case, mesh, transport, corpus_folder):
-    (M, N), f = mesh, run_config(**flags_of(case, mesh))
+    (M, _), f = mesh, run_config(**flags_of(case, mesh))
     rows, sizes = trained(corpus_folder, mesh, transport)[case].rows("sync"), layer_sizes(f)
     sent, planned = [row["sync_bytes"] for row in rows], 8 * sum(sizes) * f.sent_vectors(M)  # fp64
     if f.method == "co2":
