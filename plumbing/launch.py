@@ -264,8 +264,12 @@ class Stopped(Exception):
 
     def __init__(self, number: int, step: int, path):
         self.exit_code, rank = 128 + number, os.environ.get("RANK", "0")
+        elastic = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
         line = f"stopped by {signal.Signals(number).name} after step {step}; "
         line += f"--resume auto continues from {path}"
+        # torchrun sends SIGTERM, too, when a node joins. Then its agents fail without a clear line.
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and elastic:
+            line += "; to let nodes join, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         super().__init__(line if rank == "0" else "")
 
 

@@ -52,7 +52,7 @@ def test_limits_of_lines_are_kept():
         "plumbing": (count(inside("plumbing")), 1595),
         "lab": (count(inside("lab")), 1110),
         "product": (count(PRODUCT), 5580),
-        "tests": (count(TESTS), 4050),
+        "tests": (count(TESTS), 4110),
         "README.md": (count([ROOT / "README.md"]), 160),
     }
     for path in inside("relatives"):

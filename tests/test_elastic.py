@@ -1,0 +1,123 @@
+"""Slow: a run on two nodes loses one and gains one, as torchrun --nnodes 1:2 allows. Two agents on
+this machine stand for the nodes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from plumbing.checkpoint import list_checkpoints
+from ranks import ROOT, flags
+
+pytestmark = pytest.mark.slow
+STEPS = 2000
+TRAIN = flags(method="edit", n_layer=2, n_embd=32, n_head=2, block_size=32, batch_size=8, tau=8)
+TRAIN += "--device cpu --dtype fp32 --tokens_per_step 1024 --sync_warmup_steps 40 --lr 0.003".split()
+TRAIN += f"--max_steps {STEPS} --log_interval 1 --checkpoint_interval 50".split()
+TRAIN += "--resume auto --save_on_exit".split()
+
+
+def last_step(folder) -> int:
+    return max((int(path.name.split("-")[1]) for path in list_checkpoints(folder)), default=0)
+
+
+def rows(folder) -> list:
+    """The complete lines of the record."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def wait_until(done, agents, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, [agent.log.read_text()[-3000:] for agent in agents]
+        time.sleep(0.1)
+
+
+def listening(port) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def node(tmp_path):
+    """node(folder, **environment): torchrun on one of at most two nodes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port, agents = server.getsockname()[1], []
+
+    def start(folder, **environment):
+        torchrun = "-m torch.distributed.run --nnodes 1:2 --nproc_per_node 1 --max-restarts 5"
+        torchrun += f" --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{port} --rdzv_id elastic"
+        torchrun += " --rdzv_conf last_call_timeout=3,keep_alive_interval=1"
+        argv = [sys.executable, *torchrun.split(), "train.py", *TRAIN]
+        argv += ["--out_dir", str(folder)]
+        log = tmp_path / f"log-{len(agents)}"
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        options = dict(stdout=open(log, "w"), stderr=subprocess.STDOUT, start_new_session=True)
+        agents.append(subprocess.Popen(argv, cwd=ROOT, env=environment, **options))
+        agents[-1].log = log
+        while not listening(port):  # the first agent has the store
+            time.sleep(0.1)
+        return agents[-1]
+
+    start.agents = agents
+    yield start
+    for agent in agents:
+        kill(agent)
+
+
+def kill(agent):
+    """The node is gone: the agent and its worker."""
+    if agent.poll() is None:
+        workers = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        for process in (agent.pid, *map(int, workers)):
+            os.kill(process, signal.SIGKILL)
+        agent.wait()
+
+
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def test_run_goes_on_when_a_node_is_lost_and_when_one_joins(node, tmp_path):
+    calm, run = tmp_path / "calm", tmp_path / "run"
+    first, second = node(calm, **OWN_STORE), node(calm, **OWN_STORE)
+    assert [first.wait(300), second.wait(300)] == [0, 0], first.log.read_text()
+
+    stays, lost = node(run, **OWN_STORE), node(run, **OWN_STORE)
+    agents = [stays, lost]
+    wait_until(lambda: last_step(run) >= 300, agents)
+    began = time.monotonic()
+    kill(lost)
+    worlds = lambda: [row["world_size"] for row in rows(run) if "world_size" in row]
+    wait_until(lambda: worlds() == [2, 1], agents)
+    alone_s = time.monotonic() - began
+    wait_until(lambda: last_step(run) >= 400, agents)
+    agents.append(node(run, **OWN_STORE))
+    began = time.monotonic()
+    wait_until(lambda: worlds() == [2, 1, 2], agents)
+    together_s = time.monotonic() - began
+    assert [stays.wait(300), agents[-1].wait(300)] == [0, 0], stays.log.read_text()
+
+    found = rows(run)
+    steps = [row for row in found if row["event"] == "step"]
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
+    assert [row["tokens"] for row in steps] == [1024 * step for step in range(1, STEPS + 1)]
+    losses = [rows(folder)[-1]["val_loss"] for folder in (calm, run)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    resumed = [row["step"] for row in found if row["event"] == "resume"]
+    print(f"alone after {alone_s:.0f} s, together after {together_s:.0f} s, from steps {resumed};")
+    print("validation losses, undisturbed and disturbed:", *losses)
+
+
+def test_torchrun_that_cannot_take_a_node_in_is_told_how(node, tmp_path):
+    stays = node(tmp_path / "run")
+    wait_until(lambda: last_step(tmp_path / "run") > 0, [stays])
+    joins = node(tmp_path / "run")
+    way_out = "to let nodes join, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    wait_until(lambda: way_out in stays.log.read_text(), [stays, joins])
