@@ -170,11 +170,24 @@ def windows(corpus: Corpus, starts: np.ndarray, block_size: int):
 
 def train_batch(corpus, seed, step, micro_step, rank, world_size, batch_size, accum, block_size):
     """The batch of `rank` in micro-step `micro_step` of `step`: (inputs, targets)."""
-    philox = np.random.Philox(key=seed, counter=[0, 0, 0, step])
-    starts = np.random.Generator(philox).integers(
-        0, corpus.train_tokens - block_size, size=(accum, world_size, batch_size)
-    )
-    return windows(corpus, starts[micro_step, rank], block_size)
+
+    def starts(step):
+        philox = np.random.Philox(key=seed, counter=[0, 0, 0, step])
+        size, last = (accum, world_size, batch_size), corpus.train_tokens - block_size
+        return np.random.Generator(philox).integers(0, last, size=size)[micro_step, rank]
+
+    read_ahead(corpus, starts(step + 1), block_size)
+    return windows(corpus, starts(step), block_size)
+
+
+def read_ahead(corpus, starts, block_size: int):
+    """Let the system read these windows in the background: a network file may be slow."""
+    memory = getattr(corpus.tokens, "base", None)
+    for start in starts if isinstance(memory, mmap.mmap) else ():
+        first = int(start) * corpus.tokens.itemsize
+        page = first // mmap.PAGESIZE * mmap.PAGESIZE
+        size = first - page + (block_size + 1) * corpus.tokens.itemsize
+        memory.madvise(mmap.MADV_WILLNEED, page, size)
 
 
 def validation_batches(corpus, eval_batches, rank, world_size, batch_size, block_size):

@@ -46,15 +46,21 @@ class Config(LocalConfig):  # the paper's tau is H = 500
 
 
 def nesterov(anchor, momentum, d, lr, mu, kept=None):
-    """One step of torch.optim.SGD(nesterov=True), in place. kept: a scalar tensor. If it is 0, d
-    must be 0 and nothing changes, bit for bit. If it is 1 or None, the step is taken."""
+    """One step of torch.optim.SGD(nesterov=True), in place. anchor and momentum may be in pinned
+    host memory (--offload). kept: a scalar tensor. If it is 0, d must be 0 and nothing changes, bit
+    for bit. If it is 1 or None, the step is taken. Returns the new anchor on the device of d."""
+    a, b = (vector.to(d.device, non_blocking=True) for vector in (anchor, momentum))
     # b <- mu b + d;  a <- a - lr (d + mu b)
     if kept is None:
         options = {"dampening": 0, "weight_decay": 0, "nesterov": mu > 0, "maximize": False}
-        sgd([anchor], [d], [momentum], lr=lr, momentum=mu, fused=True, **options)
+        sgd([a], [d], [b], lr=lr, momentum=mu, fused=True, **options)
     else:
-        momentum.mul_(mu**kept).add_(d)
-        anchor.addcmul_(d, kept, value=-lr).addcmul_(momentum, kept, value=-lr * mu)
+        b.mul_(mu**kept).add_(d)
+        a.addcmul_(d, kept, value=-lr).addcmul_(b, kept, value=-lr * mu)
+    if a is not anchor:  # they were on the host
+        anchor.copy_(a, non_blocking=True)
+        momentum.copy_(b, non_blocking=True)
+    return a
 
 
 class DiLoCo(Method):
@@ -65,14 +71,13 @@ class DiLoCo(Method):
         self.anchor.copy_(self.model.master)
 
     def sync(self):
-        x, outer = self.model.master, self.config
+        x, views, outer = self.model.master, self.model.views, self.config
         # d_i = a - x_i, in the storage of x_i
-        for a, x_l in zip(self.model.views(self.anchor), self.model.masters):
+        for a, x_l in zip(views(self.anchor), self.model.masters):
             torch.sub(a.to(x.device, non_blocking=True), x_l, out=x_l)
         self.exchange(norms=self.model.norm(x))  # for the record
         # d = 1/M sum_i d_i
         self.average(x)
-        d = x.to(self.anchor.device)  # on the host with --offload
-        nesterov(self.anchor, self.momentum, d, outer.outer_lr, outer.outer_momentum)
         # x_i <- a
-        x.copy_(self.anchor)
+        for a, b, d in zip(views(self.anchor), views(self.momentum), self.model.masters):
+            d.copy_(nesterov(a, b, d, outer.outer_lr, outer.outer_momentum))

@@ -150,7 +150,7 @@ class EDiT(Method):
         squares = []
         for a, x in zip(self.anchors, self.model.masters):
             # d_i = a - x_i, in the storage of x_i
-            d = torch.sub(self.to_device(a), x, out=x)
+            d = torch.sub(a.to(x.device, non_blocking=True), x, out=x)
             squares.append(d.norm() ** 2)
         squares = torch.stack(squares)
         # [shard] all-reduce, L scalars, once per round
@@ -179,11 +179,8 @@ class EDiT(Method):
                 clip = clip_factor(self.model.norm(dbar), self.config.pseudo_grad_clip)
             self.clips.append(clip)
             dhat, lr, mu = dbar.mul_(clip), self.config.outer_lr, self.config.outer_momentum
-            anchor, momentum = self.to_device(self.anchors[l]), self.to_device(self.momenta[l])
-            nesterov(anchor, momentum, dhat, lr, mu, kept=self.any_kept[l])
-            self.model.masters[l].copy_(anchor)
-            self.anchors[l].copy_(anchor, non_blocking=True)  # nothing to do without --offload
-            self.momenta[l].copy_(momentum, non_blocking=True)
+            anchor, momentum, kept = self.anchors[l], self.momenta[l], self.any_kept[l]
+            self.model.masters[l].copy_(nesterov(anchor, momentum, dhat, lr, mu, kept))
         if l == len(self.model.layers) - 1:
             self.end_sync()
 
@@ -202,10 +199,6 @@ class EDiT(Method):
 
     def compute_weights(self, G):
         return replica_weights(G, self.flagged, self.config.weighted_averaging)
-
-    def to_device(self, vector):
-        """A layer of an outer vector on the device: itself or, with --offload, a copy."""
-        return vector.to(self.mesh.device, non_blocking=True)
 
     def drain(self):
         super().drain()

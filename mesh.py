@@ -49,7 +49,7 @@ def translate_comm_errors():
     """torch reports lost neighbours as RuntimeError."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # a fault of this rank's GPU
         raise
     except RuntimeError as error:
         text = str(error).strip().split("\n")[0]

@@ -7,7 +7,7 @@
 
     ours    a mini-batch step, as in train.py
     fsdp2   torch's fully_shard with the same layers, batch, dtype, fused AdamW and clipping
-    plain   on one rank, in place of fsdp2: an ordinary training loop
+    plain   on one CPU rank, in place of fsdp2: an ordinary training loop
     bound   as many independent single processes at once as there are ranks
 
 With --sync every step ends with a sync. The table shows how long a sync of EDiT and of DiLoCo
@@ -90,14 +90,17 @@ class OurStep:
         method.after_step(LR, metrics)
 
 
-def torch_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
-    """The same with torch's own means: FSDP2 or, on one rank, whole fp32 parameters and autocast
-    (as in nanoGPT)."""
+def torch_step(plan: Plan, mesh: Mesh, batch: torch.Tensor) -> dict:
+    """The same with torch's own means: FSDP2 or, on one CPU rank, whole fp32 parameters and
+    autocast (as in nanoGPT)."""
     config, dtype = plan.config, plan.dtype
     model = Llama(plan.model_config).to(mesh.device)
     for layer in model.layers if config.compile else ():
         layer.compile()
-    if mesh.world_size > 1:
+    sharded = mesh.world_size > 1 or mesh.device.type == "cuda"
+    if sharded:
+        if not dist.is_initialized():
+            dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
         names = ("replica", "shard") if mesh.replicas > 1 else ("shard",)
         nccl = mesh.device.type == "cuda" and config.backend in ("auto", "nccl")
         backend = "nccl" if nccl else "gloo"
@@ -111,7 +114,7 @@ def torch_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
             fully_shard(layer, mesh=grid, mp_policy=policy, reshard_after_forward=not last)
         fully_shard(model, mesh=grid, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY, fused=True)
-    cast = mesh.world_size == 1 and dtype == torch.bfloat16
+    cast = not sharded and dtype == torch.bfloat16
 
     def step():
         with torch.autocast(mesh.device.type, torch.bfloat16, enabled=cast):
@@ -121,7 +124,7 @@ def torch_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return {"fsdp2" if sharded else "plain": step}
 
 
 # ---- timing ----
@@ -170,7 +173,7 @@ def speedups(times: dict) -> dict:
 def compare_steps(plans: list, mesh: Mesh, batch: torch.Tensor) -> list:
     (plan,) = plans
     steps = {"ours": OurStep(plan, mesh, batch)}
-    steps["fsdp2" if mesh.world_size > 1 else "plain"] = torch_step(plan, mesh, batch)
+    steps |= torch_step(plan, mesh, batch)
     if mesh.world_size > 1:
         steps["bound"] = OurStep(plan, Mesh(1, mesh.device, alone=True), batch)
     row = speedups(alternate(mesh, steps, plan.config))

@@ -285,7 +285,7 @@ def fill(vector, saved: list, model):
     """vector <- this rank's shards, from the flat vectors of all saved shards."""
     first, n = 0, model.mesh.shard_index
     for layout, place in zip(model.layouts, model.views(vector)):
-        size = -(-layout.used // len(saved))  # of a saved shard
+        size = layout.size_of_shard(len(saved))
         if len(saved) == model.mesh.shards:
             place.copy_(saved[n][first : first + size])
         else:

@@ -130,7 +130,7 @@ class Config:
     )
     dtype: str = option(
         "auto",
-        "of the layers. auto: bf16 where it is native, else fp32. fp64: master parameters too",
+        "of the layers. auto: bf16 where native, else fp32 (without TF32). fp64: masters, too",
         choices=["auto", "fp32", "bf16", "fp64"],
     )
     compile: bool = option(False, "torch.compile each layer")

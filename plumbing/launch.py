@@ -124,12 +124,8 @@ def resolve_device(config):
         raise UserError("--backend nccl: it is for --device cuda; use --backend gloo")
     if config.dry_run or config.device == "cpu":  # a dry run may be for another machine
         return
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if gpus == 0 or config.backend in ("auto", "nccl") and local_rank >= gpus:
-        raise UserError(
-            f"--device cuda: torch finds {gpus} CUDA devices here; use --device cpu, lower "
-            "--nproc_per_node, or let the ranks share a GPU with --backend shm"
-        )
+    if gpus == 0:
+        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
 
 
 def has_native_bf16(device: str) -> bool:
@@ -215,7 +211,7 @@ def open_groups(config, store, barrier: bool = True) -> tuple:
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    machines = [""] * world_size
+    machines, gpus = [""] * world_size, [None] * world_size
 
     def backend(ranks, crosses_replicas):
         preferred = config.backend
@@ -234,8 +230,14 @@ def open_groups(config, store, barrier: bool = True) -> tuple:
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
             )
             atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-            # [sync] all-gather of objects, all ranks, once per run
+            # [sync] all-gather of objects, all ranks, twice per run
             dist.all_gather_object(machines, shm.machine_id())
+            if device.type == "cuda":
+                dist.all_gather_object(gpus, str(torch.cuda.get_device_properties(device).uuid))
+    if config.backend in ("auto", "nccl") and len(set(gpus)) < world_size and gpus[0]:
+        raise UserError(
+            "--backend nccl: some ranks share a GPU; lower --nproc_per_node, or use --backend shm"
+        )
     return device, backend
 
 

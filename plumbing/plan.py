@@ -105,14 +105,16 @@ class Plan:
         if self.on_cpu and self.dtype == torch.bfloat16 and config.block_size <= 1024:
             blocks = 1 if config.recompute else config.n_layer
             numbers += blocks * tokens * config.n_head * config.block_size
-        logits = min(tokens * self.vocab_size, model.LOGITS)
-        return numbers * self.dtype.itemsize + 2 * logits * self.master.itemsize
+        logits = min(tokens * self.vocab_size, model.LOGITS[config.device])
+        # Embedding and head sum their gradients in fp32 (model.widen), one of them at a time.
+        wide = 0 if self.dtype == self.master else 2 * self.vocab_size * config.n_embd
+        return numbers * self.dtype.itemsize + (2 * logits + wide) * self.master.itemsize
 
     def check_memory(self):
         """Raise UserError if the ranks of this machine need more than it has."""
-        needed, ranks = self.memory(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        needed.pop("shared memory", 0)  # the ranks share it
-        needed = sum(needed.values()) + self.activations()
+        ranks, elsewhere = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), ("shared memory", "the host")
+        kinds = [n for kind, n in self.memory().items() if not kind.endswith(elsewhere)]
+        needed = sum(kinds) + self.activations()
         if self.on_cpu:
             there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         else:

@@ -333,7 +333,7 @@ def quantized_mean(d, N, form, w=None):
     w = w or [1 / M] * M
     if M == 1 or form == "none":
         return weighted(d, w)
-    pieces = zip(*(F.pad(di, (0, -size % N)).chunk(N) for di in d))  # of each of the N ranks
+    pieces = zip(*(F.pad(di, (0, -size % (16 * N))).chunk(N) for di in d))  # of each of the N ranks
     means = [weighted([rounded(v, form) for v in own], w) for own in pieces]
     if M > 2:  # who has the mean of a piece sends it quantized, too
         means = [rounded(piece, form) for piece in means]
@@ -450,8 +450,7 @@ class Simulation:
 
 class Sick:
     """After each inner step in `steps` (counted from 0) the distance of some replicas to the anchor
-    is `factor` (NaN, inf, 100) times as large; one_element: only that of the last element, which is
-    on the last shard. In the reference, or as a training's tamper."""
+    is `factor` (NaN, inf, 100) times as large; one_element: only that of the last element. In the reference, or as a training's tamper."""
 
     def __init__(self, factor, replicas, *steps, one_element=False):
         self.factor, self.replicas, self.steps = factor, replicas, steps
@@ -459,7 +458,10 @@ class Sick:
 
     def __call__(self, method, model, mesh):
         after_step = method.after_step
-        here = mesh.shard_index == mesh.shards - 1 or not self.one_element
+        shard, place = divmod(model.layouts[-1].used - 1, model.layouts[-1].shard_size)
+        place -= model.layouts[-1].shard_size  # counted from the end; padding follows it
+        self.part = slice(place, place + 1 or None) if self.one_element else self.part
+        here = mesh.shard_index == shard or not self.one_element
 
         def spoil_and_end_step(*args):
             if here and method.steps in self.steps and mesh.replica in self.replicas:

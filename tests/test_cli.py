@@ -3,9 +3,11 @@
 import dataclasses
 import io
 import json
+import math
 import os
 import pickle
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -254,7 +256,10 @@ def test_presets_set_what_is_not_given():
 
 
 def test_run_leaves_a_record_and_a_model(tmp_path, corpus_folder, run_here, capsys):
-    argv = flags(data=corpus_folder, out_dir=tmp_path / "run", max_steps=7, tau=2)
+    corpus = shutil.copytree(corpus_folder, tmp_path / "corpus")
+    meta = json.loads((corpus / "meta.json").read_text())
+    (corpus / "meta.json").write_text(json.dumps(meta | {"bytes_per_token": 4.0}))
+    argv = flags(data=corpus, out_dir=tmp_path / "run", max_steps=7, tau=2)
     argv += "--sync_warmup_steps 1 --log_interval 3 --eval_interval 3 --method edit".split()
     run = Launch(1, tmp_path, *argv)
     assert (run.wait(), run.lines("err")) == ([0], [])
@@ -275,6 +280,7 @@ def test_run_leaves_a_record_and_a_model(tmp_path, corpus_folder, run_here, caps
     for row in rows[1:]:
         assert row.keys() == {"event", *expected[row["event"]].split()}
     assert rows[0]["method"] == "edit" and rows[0]["tau"] == 2 and rows[0]["world_size"] == 1
+    assert rows[-2]["bits_per_byte"] == pytest.approx(rows[-2]["val_loss"] / math.log(2) / 4)
     printed = "\n".join(run.lines("out"))
     assert "sync 0003 | tau 2 |" in printed and "sample  def " in printed
     argv = ["--model", str(tmp_path / "run" / "model.pt"), "--tokens", "3", "--prompt", "abc"]

@@ -79,6 +79,15 @@ def test_three_rounds_rolled_back_in_a_row_end_the_training(options, corpus_fold
         run_training(2, corpus_folder, Sick(math.nan, [0, 1], *steps), **options)
 
 
+def spoil(method, model, mesh):
+    model.master.fill_(math.nan)
+
+
+def test_only_a_sync_repairs_a_replica_so_the_warmup_ends_if_it_diverges(corpus_folder):
+    with pytest.raises(AssertionError, match="UserError: diverged at step 1: loss nan"):
+        run_training(2, corpus_folder, spoil, **ROUNDS)
+
+
 class LargestNew(TorchDispatchMode):
     """Elements of the largest tensor that is none of `known` and no view of them."""
 
@@ -168,3 +177,12 @@ def test_all_layers_are_sent_before_the_first_wait_and_arrive_in_the_forward():
     for l in range(L):
         expected += [f"wait: sync all-reduce {l}", f"compute {l}"]
     assert [each for each in events if "sync all-reduce" in each or "compute" in each] == expected
+
+
+def test_evaluation_between_round_end_and_forward_changes_neither_losses_nor_bytes(corpus_folder):
+    often, never = (
+        run_training(4, corpus_folder, **ROUNDS | dict(shards=2, eval_interval=n))
+        for n in (1, 10**6)
+    )
+    assert often.losses == never.losses and len(often.rows("eval")) > 3
+    assert [rank["sent"] for rank in often.ranks] == [rank["sent"] for rank in never.ranks]

@@ -62,6 +62,8 @@ def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path, monkeyp
     assert [row["world_size"] for row in resumed] == [1, 2] and 40 <= resumed[1]["step"] < 150
     assert [row["step"] for row in events if row["event"] == "step"] == [1, *range(2, 301, 2)]
     assert list_checkpoints(run.folder) == []
+    times = [row["step_ms"] for row in events if row["event"] == "step"]
+    assert run.row()["step_ms_curve"] == times[2:]  # without the first, slow step
     (row,) = json.loads((tmp_path / "small.json").read_text())
     assert row["seed"] == 1 and row["val_loss"] == events[-1]["val_loss"]
     assert [line.split("#")[1:] for line in row["command"].splitlines()] == [[" until step 40"], []]

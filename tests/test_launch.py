@@ -24,6 +24,7 @@ from ranks import ROOT, TINY, Launch, agent_store
 # More kills make a soak of it: KILLS=20 python -m pytest tests/test_launch.py -k kills
 KILLS = int(os.environ.get("KILLS", 2))
 RUN = [*TINY, *"--dtype fp32 --method edit --shards 2 --tau 4 --sync_warmup_steps 3".split()]
+RUN += ["--eval_interval", "6"]
 LOST = "error: lost contact with another rank ("
 
 
@@ -37,7 +38,7 @@ def assert_same(*folders):
     records = [map(json.loads, open(folder / "metrics.jsonl")) for folder in folders]
     names = ("event", "step", "loss", "shard_bytes")
     ours, expected = [
-        [[row[name] for name in names] for row in rows if row["event"] == "step"]
+        [[row.get(name) for name in names] for row in rows if row["event"] in ("step", "eval")]
         for rows in records
     ]
     assert ours == expected
@@ -211,10 +212,10 @@ def spoil_losses(rank, step):
     """The loss of rank 2 is NaN after a step."""
     forward, count = shard.ShardedModel.forward, []
 
-    def sick_forward(self, *args, **options):
-        count.append(None)
+    def sick_forward(self, *args, train=True, **options):
+        count.extend([None] * train)
         sick = len(count) > step and rank == 2
-        return forward(self, *args, **options) * (float("nan") if sick else 1)
+        return forward(self, *args, train=train, **options) * (float("nan") if sick else 1)
 
     shard.ShardedModel.forward = sick_forward
 

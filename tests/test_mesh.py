@@ -1,13 +1,14 @@
 """The grid and its collectives; which backend each group uses. all_to_all, send_receive and
 gather_in_background are in test_methods.py and test_relatives.py."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mesh import Mesh
+from mesh import Handle, Mesh, RankLostError, translate_comm_errors
 from plumbing import launch
 from ranks import run_ranks
 
@@ -67,6 +68,17 @@ def test_collectives_compute_and_count_what_they_promise():
                 assert sent[name] == pytest.approx(promised + in_world)
                 assert size > 1 or not any(key.startswith(name) for key in calls)
             assert (waited_s["others"] > 0) == (N < 4) and waited_s["link"] == 0
+
+
+def test_waits_for_a_link_and_for_others_are_told_apart_and_own_faults_from_lost_ranks():
+    waited_s, work = {"others": 0.0, "link": 0.0}, SimpleNamespace(link_s=0.04)
+    work.wait = lambda: time.sleep(0.05)
+    Handle([work], "", waited_s).wait()
+    assert waited_s["link"] == 0.04 and 0.01 <= waited_s["others"] < 0.04
+    own = torch.OutOfMemoryError, torch.AcceleratorError
+    for raised, error in *zip(own, own), (RuntimeError, RankLostError):
+        with pytest.raises(error), translate_comm_errors():
+            raise raised("x")
 
 
 @pytest.mark.parametrize(

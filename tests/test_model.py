@@ -42,7 +42,7 @@ def test_block_equals_its_formula_written_out():
 
 @pytest.mark.parametrize("logits", [1, 250, 10**6])
 def test_loss_in_chunks_equals_loss_and_gradients_of_whole_logits(monkeypatch, logits):
-    monkeypatch.setattr("model.LOGITS", logits)  # rows at a time: 1, 5, all 36
+    monkeypatch.setattr("model.LOGITS", {"cpu": logits})  # rows at a time: 1, 5, all 36
     targets = torch.randint(50, (3, 12))
     head, x = Llama(CONFIG, seed=1).layers[-1], torch.randn(3, 12, 16, requires_grad=True)
     whole = F.cross_entropy(head(x).flatten(0, 1), targets.flatten())
@@ -79,7 +79,7 @@ def test_bf16_gradients_of_embedding_and_output_are_summed_in_fp32(monkeypatch):
     tokens, x = torch.randint(50, (8, 1024)), torch.randn(8, 1024, 16).bfloat16()
     assert relative_error_of_bf16(embedding, embedding.weight, tokens) < 0.003
     for logits in (2**26, 50 * 64):  # whole; 128 chunks
-        monkeypatch.setattr("model.LOGITS", logits)
+        monkeypatch.setattr("model.LOGITS", {"cpu": logits})
         assert relative_error_of_bf16(head.bfloat16(), head.output.weight, x, tokens) < 0.01
 
 

@@ -96,6 +96,13 @@ def test_ranks_of_a_machine_must_fit_into_its_memory_together(corpus_folder, mon
         plan.check_memory()
 
 
+def test_only_the_softmax_of_bf16_on_cpus_grows_with_the_heads(corpus_folder):
+    size = dict(n_layer=3, n_embd=8, block_size=16, batch_size=4)
+    for dtype, elements in ("fp32", 0), ("bf16", 3 * (4 * 16) * 16 * (4 - 2)):
+        two, four = (planned(corpus_folder, 1, dtype=dtype, n_head=n, **size) for n in (2, 4))
+        assert four.activations() - two.activations() == 2 * elements
+
+
 def test_tokens_per_step_rule_the_micro_steps_and_keep_the_global_batch(corpus_folder):
     flags = dict(method="minibatch", tokens_per_step=24 * 8, dtype="fp64", batch_size=5)
     expected = {1: (4, 6), 2: (4, 3), 4: (3, 2), 8: (3, 1), 24: (1, 1)}
