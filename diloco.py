@@ -68,7 +68,7 @@ class DiLoCo(Method):
     shared = ("anchor", "momentum")
 
     def begin(self):
-        self.anchor.copy_(self.model.master)
+        self.anchor.copy_(self.model.master, non_blocking=True)  # --offload: on the host
 
     def sync(self):
         x, views, outer = self.model.master, self.model.views, self.config

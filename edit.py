@@ -142,7 +142,7 @@ class EDiT(Method):
 
     def begin(self):
         self.anchors, self.momenta = self.model.views(self.anchor), self.model.views(self.momentum)
-        self.anchor.copy_(self.model.master)
+        self.anchor.copy_(self.model.master, non_blocking=True)  # --offload: on the host
         self.statistics = self.model.master.new_zeros(3, len(self.anchors))
 
     def sync(self):

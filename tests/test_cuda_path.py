@@ -1,0 +1,100 @@
+"""The CUDA path of a training, on a device that is not there (gpu.py): its losses and parameters
+are those of a CPU, and a step that prints nothing waits for nothing but the step before it."""
+
+import contextlib
+import io
+import json
+from collections import deque
+
+import pytest
+import torch
+
+import train
+from a_edit import AEDiT
+from gpu import CPU, CUDA, Gpu, ImaginedMesh
+from plumbing import checkpoint, launch
+from plumbing.log import Log
+from ranks import flags
+from relatives.quantize import decode, encode
+from shard import ShardedModel
+
+# Rounds end at steps 7, 11, 15 and 17; 7 and 15 without a log line, EDiT's row follows a step later.
+FLAGS = dict(tau=4, sync_warmup_steps=3, max_steps=17, log_interval=4, eval_interval=8)
+FLAGS |= dict(eval_batches=1, dtype="fp64", shards=2, accum=2)
+METHODS = {name: {} for name in train.METHODS} | {
+    "a_edit": dict(tau_time_s=4, virtual_clock=True),
+    "streaming_diloco": dict(fragments=2, delay=1),
+    "streaming_edit": dict(fragments=2, delay=1),
+}
+CASES = [(name, more) for name, more in METHODS.items()]
+CASES += [(name, dict(offload=True)) for name in ("diloco", "edit")]
+CASES += [("edit", dict(recompute=True)), ("edit", dict(average_moments=True))]
+
+
+def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
+    """Rows of the record, the vectors of the last checkpoint, and of each step [did it write a
+    line or save?, what the host waited for]."""
+    argv = flags(method=method, device=device.type, out_dir=folder, data=corpus_folder)
+    argv += flags(**FLAGS | more)
+    steps, make = [], ShardedModel.__init__
+
+    def make_late(self, *args, **options):  # metrics are known one step late on both
+        make(self, *args, **options)
+        self.metrics_lag, self.metrics = 1, deque(maxlen=2)
+
+    def load_batch(setup, mesh, cluster, step, micro_step):
+        if gpu and micro_step == 0:
+            gpu.step, gpu.waits = step, []
+            steps.append([False, gpu.waits])
+        return load(setup, mesh, cluster, step, micro_step)
+
+    def note(function):
+        def noted(*args, **options):
+            steps[-1:] = [[True, waits] for _, waits in steps[-1:]]
+            return function(*args, **options)
+
+        return noted
+
+    load = train.load_batch
+    monkeypatch.setattr(ShardedModel, "__init__", make_late)
+    monkeypatch.setattr(train, "load_batch", load_batch)
+    monkeypatch.setattr(Log, "write", note(Log.write))
+    monkeypatch.setattr(checkpoint, "save", note(checkpoint.save))
+    for name in "sync", "end_sync":  # A-EDiT reads the steps, and waits for the clock
+        monkeypatch.setattr(AEDiT, name, note(getattr(AEDiT, name)))
+    monkeypatch.setattr(train, "print_sample", lambda path: None)
+    monkeypatch.setattr(checkpoint, "files", lambda path, state: [path / "rank-00000.pt"])
+    setup = launch.set_up(argv, train.METHODS, 0, 4)
+    folder.mkdir()
+    with contextlib.redirect_stdout(io.StringIO()):
+        train.train(setup, ImaginedMesh(device), launch.StopRequest(False))
+    monkeypatch.undo()
+    rows = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+    last = checkpoint.list_checkpoints(folder)[-1]
+    return rows, torch.load(last / "rank-00000.pt"), steps
+
+
+def numbers(rows, event):
+    times = {"step_ms", "train_s", "tokens_per_s", "stall_ms", "wait_others_ms", "wait_link_ms"}
+    values = [row[name] for row in rows if row["event"] == event for name in row.keys() - times]
+    values = [x for value in values for x in (value if isinstance(value, list) else [value])]
+    return sorted(value for value in values if isinstance(value, float))
+
+
+@pytest.mark.parametrize("method, more", CASES, ids=str)
+def test_training_equals_that_of_a_cpu_and_quiet_steps_wait_only_for_the_step_before(
+    method, more, tmp_path, corpus_folder, monkeypatch
+):
+    rows, vectors, _ = run(method, CPU, tmp_path / "cpu", corpus_folder, monkeypatch, **more)
+    with Gpu() as gpu:
+        folder, block = tmp_path / "gpu", torch.zeros(1, 256, dtype=torch.float64, device=CUDA)
+        decode(encode(block, "e3m0"), "e3m0", block.dtype)  # its constants are copied once
+        found, others, steps = run(method, CUDA, folder, corpus_folder, monkeypatch, gpu, **more)
+    for event in "step", "sync", "eval":
+        expected = numbers(rows, event)
+        assert numbers(found, event) == pytest.approx(expected, rel=1e-9, abs=1e-12), event
+        assert expected or method == "minibatch"
+    for name, vector in vectors.items():
+        torch.testing.assert_close(others[name], vector, rtol=1e-9, atol=1e-12)
+    quiet = [set(waits) for printed, waits in steps[1:] if not printed]
+    assert len(quiet) >= 4 and all(waits == {"event of 1 steps before"} for waits in quiet)
