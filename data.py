@@ -176,14 +176,15 @@ def train_batch(corpus, seed, step, micro_step, rank, world_size, batch_size, ac
         size, last = (accum, world_size, batch_size), corpus.train_tokens - block_size
         return np.random.Generator(philox).integers(0, last, size=size)[micro_step, rank]
 
-    read_ahead(corpus, starts(step + 1), block_size)
+    if isinstance(corpus.tokens.base, mmap.mmap):
+        read_ahead(corpus, starts(step + 1), block_size)
     return windows(corpus, starts(step), block_size)
 
 
 def read_ahead(corpus, starts, block_size: int):
     """Let the system read these windows in the background: a network file may be slow."""
-    memory = getattr(corpus.tokens, "base", None)
-    for start in starts if isinstance(memory, mmap.mmap) else ():
+    memory = corpus.tokens.base
+    for start in starts:
         first = int(start) * corpus.tokens.itemsize
         page = first // mmap.PAGESIZE * mmap.PAGESIZE
         size = first - page + (block_size + 1) * corpus.tokens.itemsize
@@ -234,12 +235,12 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = n
     """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json."""
     encoding = tokenizer(tokenizer_name)
     dtype = np.dtype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)
-    out = Path(out)
+    out = Path(os.path.abspath(out))
+    if out.exists():
+        raise UserError(f"--out {out} exists already: name a new folder or remove that one")
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     digest, text_bytes, count = hashlib.sha256(), 0, 0
     try:
-        if out.exists():
-            raise UserError(f"--out {out} exists already: name a new folder or remove that one")
         partial.mkdir(parents=True)
         with open(partial / "tokens.bin", "wb") as file:
             for text, ends in documents:

@@ -7,6 +7,7 @@ name), `config` (the run's flags). train.py writes it with save_model().
 
 import dataclasses
 import os
+from pathlib import Path
 
 import torch
 
@@ -44,6 +45,7 @@ def save_model(path, model, tokenizer: str, flags: dict):
         os.replace(unfinished, path)
     except (OSError, RuntimeError) as error:  # torch.save raises its own error after an OSError
         reason = getattr(error.__context__ or error, "strerror", None) or error
+        Path(unfinished).unlink(missing_ok=True)  # a full disk needs the room
         raise UserError(f"{path} could not be written: {reason}") from None
 
 
@@ -106,6 +108,7 @@ def print_sample(path):
         text = continue_text(model, encoding, prompt, count=200)
     except UserError as error:  # no vocabulary offline, a diverged model: the run itself is fine
         text = f"none: {error}"
+    print(f"model   {path}")
     print("sample  " + text.replace("\n", "\n        "))
 
 

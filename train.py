@@ -6,7 +6,7 @@ r"""Train a small Llama-style model with one of several synchronization methods.
         train.py --shards 8
 
 A method decides when and how replicas synchronize (method.py). To add one, write its file and name
-it in METHODS, or in relatives/__init__.py. Evaluations, checkpoints and stops are at round ends.
+it in METHODS. Evaluations, checkpoints and stops are at round ends.
 """
 
 import math
@@ -53,14 +53,12 @@ def train(setup, mesh, stop):
         method.before_step()
         lr = set_learning_rate(optimizer, method.progress, config)
         cluster.before_step(optimizer, method.steps)
-        average = method.averages_gradients
-        # The gradient is a mean over micro-steps, the N ranks of a replica and, if averaged, the
-        # M replicas.
+        average, loss = method.averages_gradients, 0.0
+        # The gradient is a mean over micro-steps and ranks, of this replica or of all.
         scale = 1 / (plan.accum * (mesh.world_size if average else mesh.shards))
-        loss = 0.0
         for micro_step in range(plan.accum):
-            inputs, targets = load_batch(setup, mesh, cluster, method.steps, micro_step)
-            loss += model.forward(inputs, targets) / plan.accum
+            batch = load_batch(setup, mesh, cluster, method.steps, micro_step)
+            loss += model.forward(*batch) / plan.accum
             first, last = micro_step == 0, micro_step == plan.accum - 1
             model.backward(scale, first, average_replicas=average and last)
         cluster.before_metrics(method.steps)
@@ -81,10 +79,9 @@ def train(setup, mesh, stop):
 
 def load_batch(setup, mesh, cluster, step: int, micro_step: int) -> list:
     """This rank's inputs and targets, (batch_size, block_size) int64 each, on its device."""
-    config, plan = setup.config, setup.plan
     tensors = data.train_batch(
-        setup.corpus, config.seed, step, micro_step, mesh.rank, mesh.world_size,
-        plan.batch_size, plan.accum, config.block_size,
+        setup.corpus, setup.config.seed, step, micro_step, mesh.rank, mesh.world_size,
+        setup.plan.batch_size, setup.plan.accum, setup.config.block_size,
     )  # fmt: skip
     tensors = cluster.batch(tensors, setup.corpus.vocab_size, step, micro_step)
     if mesh.device.type == "cuda":  # pinned, so that the copy does not block the host
@@ -113,8 +110,13 @@ def at_round_end(setup, model, method, log, stop):
         log.eval(method, evaluate(setup, model, method, log.clock))
     if stopping or over or due(log.saved_at, config.checkpoint_interval):
         began = time.perf_counter()
-        with paused(method, log.clock):
-            path = checkpoint.save(setup, model, method, log.state(method))
+        try:
+            with paused(method, log.clock):
+                path = checkpoint.save(setup, model, method, log.state(method))
+        except UserError as error:
+            if not over:
+                raise
+            return print(f"saved   none: {error}")  # a full disk may have room for model.pt
         log.saved(method, path, time.perf_counter() - began)
         if stopping:
             raise launch.Stopped(stopping, method.steps, path)
@@ -132,7 +134,6 @@ def finish(setup, model, method, log):
         save_model(path, model, setup.corpus.tokenizer, setup.describe(model.mesh))
     log.end(method, val_loss)
     if model.mesh.rank == 0:
-        print(f"model   {path}")
         print_sample(path)
 
 
@@ -175,8 +176,7 @@ def evaluate(setup, model, method, clock, parameters=None) -> float:
             x.copy_(parameters)
         model.invalidate_gathered()
         for inputs, targets, rows in batches:
-            inputs, targets = inputs.to(mesh.device), targets.to(mesh.device)
-            loss = model.forward(inputs, targets, train=False)
+            loss = model.forward(inputs.to(mesh.device), targets.to(mesh.device), train=False)
             total += torch.tensor([loss.item() * rows, rows], dtype=torch.float64)
         total = total.to(mesh.device)
         # [sync] all-reduce, all ranks, 2 scalars, once per evaluation

@@ -19,7 +19,8 @@ from lab.rows import GRAY, METHODS, in_order, read_run
 from plumbing.config import NOT_RESUMED, Parser, UserError, run_command
 
 # These may differ between the runs of a line.
-SAME_LINE = NOT_RESUMED | {"seed", "mesh", "n_params", "corpus_hash", "torch", "device_name"}
+SAME_LINE = NOT_RESUMED | {"seed", "mesh", "micro_steps", "micro_batch", "n_params"}
+SAME_LINE |= {"corpus_hash", "torch", "device_name"}
 VARIANTS = (
     ("o", ":"), ("s", "-."), ("^", (0, (1, 3))), ("v", (0, (5, 1, 1, 1))), ("D", "--"), ("X", "-"),
 )  # fmt: skip
@@ -146,7 +147,8 @@ def main():
     parser.add_argument("--out", default="curves.svg", help="the picture (default: curves.svg)")
     args = parser.parse_args()
     if not args.out.endswith(".svg"):
-        raise UserError(f"--out {args.out}: pictures are SVG; name it {Path(args.out).stem}.svg")
+        name = Path(args.out).with_suffix(".svg")
+        raise UserError(f"--out {args.out}: pictures are SVG; name it {name}")
     runs = [read_run(folder) for folder in args.runs]
     for folder, run in zip(args.runs, runs):
         if not run["step"]:

@@ -174,19 +174,26 @@ def complete(unfinished, final, state: dict) -> str:
         (unfinished / "state.json").write_text(json.dumps(state, indent=1))
         os.rename(unfinished, final)
         for old in list_checkpoints(final.parent)[: -state["flags"]["keep"]]:
-            half_removed = old.with_suffix(".tmp")  # must not look complete
-            os.rename(old, half_removed)
-            shutil.rmtree(half_removed, ignore_errors=True)
+            remove(old)
     except OSError as error:
         return one_line(error)
     return ""
 
 
+def remove(path):
+    """Remove a checkpoint. It must not look complete while some of its files are gone."""
+    half_removed = path.with_suffix(".tmp")
+    os.rename(path, half_removed)
+    shutil.rmtree(half_removed, ignore_errors=True)
+
+
 def clean_up(folder, overwrite: bool):
     """Remove what a killed run has left, or an earlier run. Rank 0 calls it before training."""
-    for path in Path(folder).glob("checkpoint*" if overwrite else "checkpoint*.tmp"):
+    for path in list_checkpoints(folder) if overwrite else ():
+        remove(path)
+    for path in Path(folder).glob("checkpoint*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
-    for name in ("model.pt", "metrics.jsonl") if overwrite else ():
+    for name in ("model.pt.tmp", "model.pt", "metrics.jsonl") if overwrite else ("model.pt.tmp",):
         Path(folder, name).unlink(missing_ok=True)
 
 
@@ -293,3 +300,5 @@ def fill(vector, saved: list, model):
             own = whole[n * layout.shard_size : (n + 1) * layout.shard_size]
             place[: len(own)] = own  # the rest is padding, 0
         first += size
+    if first != len(saved[0]):
+        raise ValueError(f"a vector has {len(saved[0])} elements, not {first}")

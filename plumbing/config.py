@@ -162,7 +162,7 @@ class Config:
     batch_size: int = option(8, "sequences per rank and micro-step", low=1)
     accum: int = option(1, "micro-steps per step; their gradients are averaged", low=1, below=10**6)
     tokens_per_step: int = option(
-        0, "of all ranks. accum follows from it, and batch_size is the largest; 0: not given"
+        0, "of all ranks; accum and the micro-batch (at most batch_size) follow; 0: from batch_size"
     )
     # inner
     lr: float = option(3e-3, "peak inner (AdamW) learning rate")
@@ -230,7 +230,11 @@ def parse(argv: list, methods: dict, simulation_class, saved: dict | None = None
             fields.setdefault(f.name, f)
             defaults.setdefault(f.name, {})[owner] = f.default
     given = read_flags(argv, fields, defaults, list(methods))
-    values = {k: v for k, v in (saved or {}).items() if k not in NOT_RESUMED} | given
+    values = {k: v for k, v in (saved or {}).items() if k not in NOT_RESUMED}
+    for name, other in ("tokens_per_step", "accum"), ("accum", "tokens_per_step"):
+        if name in given:  # the saved one gives way
+            values.pop(other, None)
+    values |= given
     values = PRESETS[values.get("model", "tiny")] | values
     method = methods[values.get("method", Config.method)]
     bases = (method.Config, simulation_class, Config)

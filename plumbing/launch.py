@@ -6,7 +6,7 @@ exists. The ranks exchange the result through the store of torchrun: either all 
     reason of the end       what happens                                            exit code
     wrong input             all ranks end before training, rank 0 prints a line     2
     full disk               all ranks end after the failed checkpoint, likewise     2
-    divergence              the rank that finds it ends, the others lose it         2 (others 1)
+    divergence              the ranks that find it end, the others lose them        2 (others 1)
     a rank is lost          gloo, shm: the others end at once or after --timeout_s  1
     SIGTERM, Ctrl-C         at once; with --save_on_exit at the next round end,     128 + signal
                             after a checkpoint
@@ -23,7 +23,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -60,6 +60,7 @@ class Setup:
         return vars(self.config) | {
             "world_size": mesh.world_size,
             "mesh": {"replicas": mesh.replicas, "shards": mesh.shards},
+            "micro_steps": self.plan.accum, "micro_batch": self.plan.batch_size,
             "n_params": self.plan.n_params,
             "corpus_hash": self.corpus.hash,
             "torch": str(torch.__version__),
@@ -137,8 +138,12 @@ def has_native_bf16(device: str) -> bool:
 
 
 def environment() -> tuple:
-    """(rank, world size) that torchrun has set; (0, 1) without it."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    """(rank, world size) that torchrun has set; (0, 1) without it. Raises UserError."""
+    with suppress(ValueError):
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if 0 <= rank < world_size:
+            return rank, world_size
+    raise UserError("RANK and WORLD_SIZE describe no run: start the ranks with torchrun")
 
 
 def rendezvous(rank: int, world_size: int):
@@ -195,14 +200,14 @@ def start(argv: list, methods: dict) -> tuple:
         if rank == 0 and not setup.config.dry_run:
             Path(setup.config.out_dir).mkdir(parents=True, exist_ok=True)
             checkpoint.lock(setup.config.out_dir)
-            checkpoint.clean_up(setup.config.out_dir, setup.config.overwrite)
     store.set_timeout(timedelta(seconds=setup.config.timeout_s))
     return setup, store
 
 
 def open_groups(config, store, barrier: bool = True) -> tuple:
     """Start torch.distributed. Returns (this rank's device, backend), where backend(ranks,
-    crosses_replicas) names the backend of a group, see mesh.Mesh. auto: nccl on GPUs; on CPUs shm
+    crosses_replicas) names the backend of a group, see mesh.Mesh. Raises UserError if NCCL ranks
+    share a GPU. auto: nccl on GPUs; on CPUs shm
     for groups within one machine, else gloo. A simulated link, and a method without a barrier (see
     method.py), need a transport with a thread of its own, so not shm."""
     keep_freed_memory()
@@ -230,7 +235,7 @@ def open_groups(config, store, barrier: bool = True) -> tuple:
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
             )
             atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-            # [sync] all-gather of objects, all ranks, twice per run
+            # [sync] all-gather of objects, all ranks, once per run (GPUs: twice)
             dist.all_gather_object(machines, shm.machine_id())
             if device.type == "cuda":
                 dist.all_gather_object(gpus, str(torch.cuda.get_device_properties(device).uuid))
@@ -245,6 +250,8 @@ def make_mesh(setup: Setup, store) -> Mesh:
     config = setup.config
     device, backend = open_groups(config, store, setup.plan.method.barrier)
     link = simulate.SimulatedLink(config, config.shards, device) if config.limits_link else None
+    if environment()[0] == 0:  # nothing can be refused any more; the others wait in Mesh()
+        checkpoint.clean_up(config.out_dir, config.overwrite)
     with translate_comm_errors():
         return Mesh(config.shards, device, config.timeout_s, backend, link)
 
@@ -266,7 +273,7 @@ class Stopped(Exception):
 
     def __init__(self, number: int, step: int, path):
         self.exit_code, rank = 128 + number, os.environ.get("RANK", "0")
-        elastic = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+        elastic = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and number == signal.SIGTERM
         line = f"stopped by {signal.Signals(number).name} after step {step}; "
         line += f"--resume auto continues from {path}"
         # torchrun sends SIGTERM, too, when a node joins. Then its agents fail without a clear line.

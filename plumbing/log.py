@@ -2,7 +2,8 @@
 
 Rank 0 writes one JSON object per row; its first key is `event`. `step` counts finished inner steps.
 
-    config  all flags, world_size, mesh, n_params, corpus_hash, torch, device_name
+    config  all flags, world_size, mesh, micro_steps and micro_batch (of a rank), n_params,
+            corpus_hash, torch, device_name
     resume  the same and step: a run continues from a checkpoint here. Rows that were written after
             that checkpoint are removed, so every step is in the file once
     step    step, tokens, loss, lr, grad_norm, step_ms, train_s, tokens_per_s, shard_bytes,
@@ -174,7 +175,8 @@ class Log:
         """Open the file. The record of the run that this one continues may be its beginning."""
         setup, saved, self.last["step"] = self.setup, self.setup.saved, method.steps
         if self.config.profile:
-            self.tracer = start_tracing(self.config, self.mesh.rank)
+            steps = int(self.config.max_steps - method.progress)
+            self.tracer = start_tracing(self.config.out_dir, self.mesh.rank, steps)
         if self.mesh.rank != 0:
             return
         same_file = bool(saved) and setup.path.parent.resolve() == self.path.parent.resolve()
@@ -299,11 +301,11 @@ def resume_line(setup, step: int, now: dict) -> str:
     return "; ".join([f"resume  {setup.path}: step {step}, {mesh}", *differ])
 
 
-def start_tracing(config, rank: int):
-    """torch's profiler: three steps go to a file, after the first ones, which also allocate."""
-    first = min(4, max(0, config.max_steps - 4))
+def start_tracing(out_dir, rank: int, steps: int):
+    """torch's profiler: three of the next `steps` steps go to a file, not the first ones."""
+    first = min(4, steps - 4)
     steps = torch.profiler.schedule(wait=first, warmup=1, active=3, repeat=1)
-    path = Path(config.out_dir, f"trace-{rank}.json")
+    path = Path(out_dir, f"trace-{rank}.json")
 
     def write(tracer):
         tracer.export_chrome_trace(str(path))

@@ -70,6 +70,7 @@ train --method streaming_diloco --tau 8 --fragments 2 --delay 4 | below tau / fr
 train --method streaming_diloco --tau 8 --fragments 8 --delay 0 | at most one per layer
 train --method streaming_diloco --alpha 1.5 | --alpha 1.5: must be at most 1
 train --method noloco                   | --method noloco: it needs at least two replicas
+train RANK=1                            | RANK and WORLD_SIZE describe no run
 train RANK=0 WORLD_SIZE=2               | MASTER_ADDR expected, but not set; start the ranks with torchrun
 data                                    | --out
 data --input IN/nowhere --out new       | No such file
@@ -188,11 +189,26 @@ def test_new_run_replaces_an_earlier_one_only_with_overwrite(
     ways = "--resume auto continues checkpoint-00000004; otherwise name another --out_dir, or "
     assert ways + "delete that run with --overwrite" in capsys.readouterr().err
     assert run_here("train", [*argv, "--max_steps", "6", "--resume", "auto"]) is None
+    (tmp_path / "checkpoint-best").mkdir()
     monkeypatch.setattr(train, "evaluate", None)
     with pytest.raises(TypeError):
         run_here("train", [*argv, "--max_steps", "2", "--overwrite"])
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"checkpoint-00000002", "metrics.jsonl"}  # not the earlier run's model
+    # not the earlier run's model; what is no checkpoint stays
+    assert names == {"checkpoint-00000002", "metrics.jsonl", "checkpoint-best"}
+
+
+def test_disk_without_room_for_the_last_checkpoint_costs_only_that(
+    run_here, corpus_folder, tmp_path, capsys, monkeypatch
+):
+    def full(*_):
+        raise OSError(28, "No space left")
+
+    monkeypatch.setattr(checkpoint, "write_vectors", full)
+    argv = [*flags(data=corpus_folder, max_steps=2), "--out_dir", str(tmp_path)]
+    assert run_here("train", argv) is None
+    assert "saved   none: no checkpoint could be written" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "model.pt"}
 
 
 def differ_in_lr(argv, rank, *more):
@@ -253,6 +269,12 @@ def test_presets_set_what_is_not_given():
     config, given = parse(argv, train.METHODS, simulate.Config)
     assert (config.n_layer, config.n_embd, config.lr, config.tau) == (3, 768, 0.5, 9)
     assert given == dict(model="124m", n_layer=3, lr=0.5, tau=9)
+
+
+def test_accum_and_tokens_per_step_replace_each_other_in_a_resumed_run():
+    for flag, other in ("accum", "tokens_per_step"), ("tokens_per_step", "accum"):
+        config, _ = parse([f"--{flag}", "64"], train.METHODS, simulate.Config, {other: 2})
+        assert getattr(config, flag) == 64 and getattr(config, other) == getattr(Config, other)
 
 
 def test_run_leaves_a_record_and_a_model(tmp_path, corpus_folder, run_here, capsys):
