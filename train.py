@@ -110,13 +110,14 @@ def at_round_end(setup, model, method, log, stop):
         log.eval(method, evaluate(setup, model, method, log.clock))
     if stopping or over or due(log.saved_at, config.checkpoint_interval):
         began = time.perf_counter()
-        try:
-            with paused(method, log.clock):
-                path = checkpoint.save(setup, model, method, log.state(method))
-        except UserError as error:
-            if not over:
-                raise
-            return print(f"saved   none: {error}")  # a full disk may have room for model.pt
+        with paused(method, log.clock):
+            state = log.state(method)
+            try:
+                path = checkpoint.save(setup, model, method, state)
+            except UserError as error:
+                if not over:
+                    raise
+                return print(f"saved   none: {error}")  # a full disk may have room for model.pt
         log.saved(method, path, time.perf_counter() - began)
         if stopping:
             raise launch.Stopped(stopping, method.steps, path)
@@ -189,11 +190,10 @@ def evaluate(setup, model, method, clock, parameters=None) -> float:
 
 def main(argv: list):
     setup, store = launch.start(argv, METHODS)
-    if setup.config.dry_run:
-        return setup.plan.show(setup.corpus)
-    mesh = launch.make_mesh(setup, store)
     setup.plan.show(setup.corpus)
-    train(setup, mesh, launch.StopRequest(setup.config.save_on_exit))
+    if not setup.config.dry_run:
+        mesh = launch.make_mesh(setup, store)
+        train(setup, mesh, launch.StopRequest(setup.config.save_on_exit))
 
 
 if __name__ == "__main__":
