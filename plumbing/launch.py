@@ -206,10 +206,10 @@ def start(argv: list, methods: dict) -> tuple:
 
 def open_groups(config, store, barrier: bool = True) -> tuple:
     """Start torch.distributed. Returns (this rank's device, backend), where backend(ranks,
-    crosses_replicas) names the backend of a group, see mesh.Mesh. Raises UserError if NCCL ranks
-    share a GPU. auto: nccl on GPUs; on CPUs shm
+    crosses_replicas) names the backend of a group, see mesh.Mesh. auto: nccl on GPUs; on CPUs shm
     for groups within one machine, else gloo. A simulated link, and a method without a barrier (see
-    method.py), need a transport with a thread of its own, so not shm."""
+    method.py), need a transport with a thread of its own, so not shm. Raises UserError if NCCL
+    would get ranks that share a GPU."""
     keep_freed_memory()
     (rank, world_size), device = environment(), torch.device(config.device)
     if config.device == "cuda":

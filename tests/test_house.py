@@ -52,7 +52,7 @@ def test_limits_of_lines_are_kept():
         "plumbing": (count(inside("plumbing")), 1620),
         "lab": (count(inside("lab")), 1115),
         "product": (count(PRODUCT), 5635),
-        "tests": (count(TESTS), 4515),
+        "tests": (count(TESTS), 4540),
         "README.md": (count([ROOT / "README.md"]), 160),
     }
     for path in inside("relatives"):

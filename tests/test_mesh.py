@@ -1,6 +1,7 @@
 """The grid and its collectives; which backend each group uses. all_to_all, send_receive and
 gather_in_background are in test_methods.py and test_relatives.py."""
 
+import contextlib
 import time
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from mesh import Handle, Mesh, RankLostError, translate_comm_errors
 from plumbing import launch
+from plumbing.config import UserError
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -103,3 +105,19 @@ def test_groups_use_shm_within_a_machine(
     device, choose = launch.open_groups(config, None, barrier)
     groups = [([0, 1], False), ([0, 1], True), ([1, 2], True)]  # ranks; crosses replicas?
     assert [choose(*group) for group in groups] == expected and device == CPU
+
+
+@pytest.mark.parametrize("backend, uuids", [("auto", "abcd"), ("shm", "aabb"), ("auto", "aabb")])
+def test_ranks_that_share_a_gpu_are_refused_for_nccl(monkeypatch, backend, uuids):
+    monkeypatch.setattr(launch, "environment", lambda: (0, 4))
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
+    gather = lambda things, own: things.__setitem__(slice(None), uuids)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    stand_ins = dict(device_count=lambda: 1, set_device=lambda device: None)
+    stand_ins |= dict(get_device_properties=lambda device: SimpleNamespace(uuid=uuids[0]))
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    config = SimpleNamespace(device="cuda", backend=backend, timeout_s=1.0)
+    refused = pytest.raises(UserError, match="some ranks share a GPU; lower --nproc_per_node")
+    with refused if (backend, uuids) == ("auto", "aabb") else contextlib.nullcontext():
+        assert launch.open_groups(config, None)[0] == torch.device("cuda", 0)
