@@ -30,7 +30,7 @@ from sample import print_sample, save_model
 from shard import ShardedModel
 from simulate import Cluster, VirtualClock
 
-STEADIER = "lower --lr, or raise --lr_warmup_steps"
+HINT = "lower --lr, or raise --lr_warmup_steps"
 METHODS = {"minibatch": MiniBatch, "diloco": DiLoCo, "edit": EDiT, "a_edit": AEDiT} | RELATIVES
 
 
@@ -96,7 +96,7 @@ def check_finite(model, method):
     if not math.isfinite(norm + loss) and not repaired:
         raise UserError(
             f"diverged at step {method.steps - model.metrics_lag}: loss {loss:.4g}, "
-            f"gradient norm {norm:.4g}; {STEADIER}"
+            f"gradient norm {norm:.4g}; {HINT}"
         )
 
 
@@ -129,7 +129,7 @@ def finish(setup, model, method, log):
     val_loss = evaluate(setup, model, method, log.clock, parameters=model.master)
     log.eval(method, val_loss)
     if not math.isfinite(val_loss):
-        raise UserError(f"diverged: the validation loss at the end is {val_loss}; {STEADIER}")
+        raise UserError(f"diverged: the validation loss at the end is {val_loss}; {HINT}")
     path = Path(setup.config.out_dir, "model.pt")
     if model.mesh.replica == 0:
         save_model(path, model, setup.corpus.tokenizer, setup.describe(model.mesh))

@@ -4,10 +4,11 @@
         state.json       progress, flags, mesh, corpus; counters and scalars of each replica
         rank-00000.pt    the vectors of rank 0: a dict of flat tensors; one file per rank
 
-A checkpoint is taken at a round end. Then the method's `shared` vectors and, in most methods, the
-parameters are equal in all replicas, and only the ranks of replica 0 write them. AdamW's moments
-and `private` vectors are written by every rank. In the warm-up (always, in mini-batch) replicas are
-equal in everything, so only replica 0 writes. Saving reads vectors and changes nothing.
+Checkpoints are taken at round ends, the last one at the end of the training. There the method's
+`shared` vectors and, in most methods, the parameters are equal in all replicas, and only the ranks
+of replica 0 write them. AdamW's moments and `private` vectors are written by every rank. In the
+warm-up (always, in mini-batch) replicas are equal in everything, so only replica 0 writes. Saving
+reads vectors and changes nothing.
 
 The folder is written as checkpoint.tmp and gets its name when all ranks have written their files.
 So list_checkpoints() finds only complete ones, whenever a rank is killed.

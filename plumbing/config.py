@@ -162,7 +162,9 @@ class Config:
     batch_size: int = option(8, "sequences per rank and micro-step", low=1)
     accum: int = option(1, "micro-steps per step; their gradients are averaged", low=1, below=10**6)
     tokens_per_step: int = option(
-        0, "of all ranks; accum and the micro-batch (at most batch_size) follow; 0: from batch_size"
+        0,
+        "tokens of all ranks per step; sets accum and the micro-batch, at most batch_size. "
+        "0: accum and batch_size set them",
     )
     # inner
     lr: float = option(3e-3, "peak inner (AdamW) learning rate")
