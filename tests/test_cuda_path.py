@@ -18,6 +18,7 @@ from ranks import flags
 from relatives.quantize import decode, encode
 from shard import ShardedModel
 
+pytestmark = pytest.mark.skipif(bool(torch.version.cuda), reason="torch would ask for a real GPU")
 # Rounds end at steps 7, 11, 15 and 17; 7 and 15 without a log line, EDiT's row follows a step later.
 FLAGS = dict(tau=4, sync_warmup_steps=3, max_steps=17, log_interval=4, eval_interval=8)
 FLAGS |= dict(eval_batches=1, dtype="fp64", shards=2, accum=2)
