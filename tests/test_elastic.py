@@ -17,9 +17,11 @@ from ranks import ROOT, flags
 
 pytestmark = pytest.mark.slow
 STEPS = 2000
-TRAIN = flags(method="edit", n_layer=2, n_embd=32, n_head=2, block_size=32, batch_size=8, tau=8)
+TRAIN = flags(method="edit", n_layer=2, n_embd=32, n_head=2, block_size=32, batch_size=8, tau=16)
 TRAIN += "--device cpu --dtype fp32 --tokens_per_step 1024 --sync_warmup_steps 40 --lr 0.003".split()
 TRAIN += f"--max_steps {STEPS} --log_interval 1 --checkpoint_interval 50".split()
+# Fewer windows, and the loss would be noise.
+TRAIN += "--eval_interval 1000 --eval_batches 128".split()
 TRAIN += "--resume auto --save_on_exit".split()
 
 
