@@ -59,8 +59,9 @@ class Embedding(nn.Module):
 
 def rotary_angles(positions: int, channels: int, base: float = 10000.0) -> torch.Tensor:
     """angle[t, k] = t * base^(-2k/D), radians, (positions, channels / 2)."""
-    frequency = base ** (-torch.arange(0, channels, 2).float() / channels)
-    return torch.outer(torch.arange(positions).float(), frequency)
+    cpu = torch.device("cpu")  # on `meta` torch would import its compiler: 0.8 s
+    frequency = base ** (-torch.arange(0, channels, 2, device=cpu).float() / channels)
+    return torch.outer(torch.arange(positions, device=cpu).float(), frequency)
 
 
 def rotate(x, cos, sin):

@@ -105,7 +105,7 @@ def print_sample(path):
     try:
         model, encoding = load_model(path)
         prompt = "def " if encoding.name == "byte" else "The "
-        text = continue_text(model, encoding, prompt, count=200)
+        text = continue_text(model, encoding, prompt, count=100)
     except UserError as error:  # no vocabulary offline, a diverged model: the run itself is fine
         text = f"none: {error}"
     print(f"model   {path}")

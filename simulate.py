@@ -178,8 +178,7 @@ class Cluster:
     def before_step(self, optimizer, step: int):
         """Change the learning rate that train.py has just set for this step."""
         if self.disturbances.hits(self.disturbances.scaled, step, self.mesh.replica):
-            for group in optimizer.param_groups:
-                group["lr"] *= self.disturbances.scaled[3]
+            optimizer.lr *= self.disturbances.scaled[3]
         if self.pauses:
             self.began, self.waited = time.perf_counter(), sum(self.mesh.waited_s.values())
 

@@ -40,7 +40,7 @@ def train(setup, mesh, stop):
     model = ShardedModel(plan.model_config, mesh, plan.dtype, config.seed, config.recompute)
     for layer in model.layers if config.compile else ():
         layer.compile()
-    optimizer = model.adamw(config.weight_decay, betas=(config.beta1, config.beta2))
+    optimizer = model.adamw(config.weight_decay, (config.beta1, config.beta2))
     clock = VirtualClock(config, mesh) if config.virtual_clock else Clock(mesh.device)
     cluster = Cluster(config, mesh, clock)  # simulates stragglers and sick replicas, if asked to
     log = Log(setup, mesh, clock)
@@ -51,7 +51,7 @@ def train(setup, mesh, stop):
 
     while method.progress < config.max_steps:
         method.before_step()
-        lr = set_learning_rate(optimizer, method.progress, config)
+        lr = optimizer.lr = learning_rate(method.progress, config)
         cluster.before_step(optimizer, method.steps)
         average, loss = method.averages_gradients, 0.0
         # The gradient is a mean over micro-steps and ranks, of this replica or of all.
@@ -138,18 +138,14 @@ def finish(setup, model, method, log):
         print_sample(path)
 
 
-def set_learning_rate(optimizer, progress: float, config) -> float:
+def learning_rate(progress: float, config) -> float:
     """Linear warm-up, then a cosine from lr to min_lr_ratio * lr at max_steps."""
     if progress < config.lr_warmup_steps:
-        lr = config.lr * (progress + 1) / config.lr_warmup_steps
-    else:
-        t = progress - config.lr_warmup_steps
-        t = min(1.0, t / max(1, config.max_steps - config.lr_warmup_steps))
-        cosine = 0.5 * (1 + math.cos(math.pi * t))
-        lr = config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    return lr
+        return config.lr * (progress + 1) / config.lr_warmup_steps
+    t = progress - config.lr_warmup_steps
+    t = min(1.0, t / max(1, config.max_steps - config.lr_warmup_steps))
+    cosine = 0.5 * (1 + math.cos(math.pi * t))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
 @contextmanager

@@ -72,7 +72,8 @@ class OurStep:
         self.model = ShardedModel(plan.model_config, mesh, plan.dtype, recompute=recompute)
         for layer in self.model.layers if config.compile else ():
             layer.compile()
-        self.optimizer = self.model.adamw(DECAY, lr=LR)
+        self.optimizer = self.model.adamw(DECAY, (0.9, 0.999))  # torch's default
+        self.optimizer.lr = LR
         self.record = RoundRecord(mesh, Clock(mesh.device))
         self.method = METHODS[config.method](self.model, mesh, config, self.record)
 

@@ -284,8 +284,7 @@ def load(setup, model, optimizer, method, clock):
         raise
     except Exception as error:
         raise damaged(path, error) from None
-    for parameter in optimizer.state.values():
-        parameter["step"].fill_(method.steps)
+    optimizer.set_steps(method.steps)
     model.invalidate_gathered()
 
 

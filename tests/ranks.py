@@ -31,9 +31,8 @@ from shard import ShardedModel
 
 ROOT, CPU = Path(__file__).resolve().parent.parent, torch.device("cpu")
 context = multiprocessing.get_context("forkserver")
-# Imported once instead of in every rank: besides train what tests import, and torch._dynamo, which
-# the first optimizer step imports.
-context.set_forkserver_preload(["train", "lab.bench", "pytest", "torch._dynamo"])
+# Imported once instead of in every rank: besides train what tests import.
+context.set_forkserver_preload(["train", "lab.bench", "pytest"])
 
 
 def _rank_main(rank, world_size, folder, function, args):

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import data
+import shard
 import simulate
 from ranks import train_all
 from simulate import FRAMING, Cluster, Disturbances, SimulatedLink, VirtualClock
@@ -104,12 +104,14 @@ def watch_steps(method, model, mesh):
 
     model.forward = look
 
-    def note_lr(optimizer, *_):
-        if isinstance(optimizer, torch.optim.AdamW):  # DiLoCo's outer optimizer is SGD
-            seen[-1].insert(0, optimizer.param_groups[0]["lr"])
+    step = shard.AdamW.step
+    shard.AdamW.step = lambda self: seen[-1].insert(0, self.lr) or step(self)
 
-    hook = register_optimizer_step_pre_hook(note_lr)
-    return lambda: hook.remove() or seen
+    def end():
+        shard.AdamW.step = step
+        return seen
+
+    return end
 
 
 def test_disturbances_hit_the_named_replica_and_steps_only(corpus, corpus_folder):
