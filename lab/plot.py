@@ -141,6 +141,15 @@ def variant(run: dict, runs: list) -> str:
     )  # fmt: skip
 
 
+def local_bytes(run: dict, warmup: int) -> list:
+    """sync_bytes of each evaluation, less those of the warm-up (mini-batch has none: of as many
+    steps), in which all steps send the same."""
+    steps = run["config"].get("sync_warmup_steps", warmup)
+    known = [row for row in run["steps"] if row["step"] <= steps]
+    each = known[-1]["sync_bytes"] / known[-1]["step"] if known else 0.0
+    return [max(0.0, sent - steps * each) for sent in run["sync_bytes"]]
+
+
 def main():
     parser = Parser(description="Draw the validation loss of runs side by side.")
     parser.add_argument("runs", nargs="+", metavar="FOLDER", help="a run's out_dir")
@@ -156,11 +165,12 @@ def main():
         if None in run["val_loss"]:
             raise UserError(f"{folder}: a validation loss of the run is not finite")
     own = lambda run: {"method": run["config"]["method"], "variant": variant(run, runs)}
-    rows = [run | own(run) for run in runs]
+    warmup = max(run["config"].get("sync_warmup_steps", 0) for run in runs)
+    rows = [run | own(run) | {"local_bytes": local_bytes(run, warmup)} for run in runs]
     panels = [
         Panel("tokens", "val_loss", "tokens"),
         Panel("train_s", "val_loss", "seconds of training"),
-        Panel("sync_bytes", "val_loss", "bytes over the slow links, per rank"),
+        Panel("local_bytes", "val_loss", "bytes over the slow links after the warm-up, per rank"),
     ]
     draw(rows, panels, args.out)
     print(f"picture {args.out}")

@@ -16,6 +16,7 @@ checkpoint that a run resumes from, else of the --model preset, else its default
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import signal
@@ -23,6 +24,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 STOPS = {signal.SIGINT, signal.SIGTERM}
 
@@ -67,12 +69,20 @@ def run_command(program: str, main):
     except Exception as error:
         code, line = explain(error)
     if line:
+        report_to_torchrun(line)
         time.sleep(rank != "0")  # rank 0 first: when it has ended, torchrun ends this rank
         kind = "error: " if code < 128 else ""  # a signal is none
         print(f"{program}: {kind}{line}", file=sys.stderr, flush=True)
     with suppress(OSError):
         print(end="", flush=True)
     os._exit(code)  # destructors could wait for lost ranks
+
+
+def report_to_torchrun(line: str):
+    """torchrun prints a long report of ranks that fail. It shall end with this line."""
+    report = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    with suppress(OSError, KeyError):
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report))
 
 
 class Parser(argparse.ArgumentParser):

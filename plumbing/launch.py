@@ -19,6 +19,7 @@ import atexit
 import ctypes
 import dataclasses
 import hashlib
+import math
 import os
 import signal
 import sys
@@ -81,6 +82,8 @@ def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
     # Once more: flags that are not given come from the checkpoint.
     config, given = parse(argv, methods, simulate.Config, saved["flags"] if saved else {})
     config.out_dir = out_dir
+    if saved and "shards" not in given:  # the mesh follows the ranks
+        config.shards = math.gcd(config.shards, world_size)
     if config.dry_run:
         world_size = config.replicas * config.shards or max(world_size, config.shards)
     check_mesh(config, world_size)
@@ -111,6 +114,7 @@ def check_mesh(config, world_size: int):
         mesh = f"--replicas {M} --shards {N}" if M else f"--shards {N}"
         raise UserError(
             f"{mesh}: {world_size} ranks do not form such a mesh; change --nproc_per_node"
+            + (f" or give --shards {math.gcd(world_size, N)}" if world_size % N else "")
         )
 
 

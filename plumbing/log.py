@@ -233,8 +233,12 @@ class Log:
             self.tracer.step()
         step, max_steps = method.steps, self.config.max_steps
         due = step % self.config.log_interval == 0 or step in (1, max_steps)
-        if not due or not self.file:
-            return
+        if due and self.file:
+            self._step_row(method, lr, metrics)
+        if step == getattr(self.config, "sync_warmup_steps", 0) < max_steps and self.file:
+            print(f"warm-up ends after step {step}: {self.config.method} begins", flush=True)
+
+    def _step_row(self, method, lr, metrics):
         grad_norm, loss, _ = metrics.read()
         now = self.now(method)
         passed = {name: now[name] - self.last[name] for name in now}
@@ -243,6 +247,7 @@ class Log:
         row["step_ms"] = 1e3 * seconds / max(passed["step"], 1)
         row["tokens_per_s"] = speed = passed["tokens"] / seconds
         row |= {f"{group}_bytes": round(count) for group, count in self.mesh.sent.items()}
+        max_steps = self.config.max_steps
         left = (max_steps - method.progress) * self.setup.plan.tokens_per_step
         minutes, seconds = divmod(round(left / speed) if speed else 0, 60)
         self.write("step", row, max_steps=max_steps, minutes=minutes, seconds=seconds)

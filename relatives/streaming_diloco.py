@@ -16,9 +16,8 @@ its outer step `delay` steps later.
 x_i is model.master, different in all replicas. anchor and momentum (b), (sum P/N,) each, are equal
 in all replicas at all times, and the anchor is the model to evaluate. Layer l belongs to fragment
 l mod F. With alpha 0 the local steps of a fragment between sending and landing are lost; with
-alpha 1 the other replicas are ignored. The paper's H is tau, its tau is delay. Deviations: (1) The
-paper's scaling for 4 bits is unknown, see quantize.py. (2) If delay > 0, a fragment is sent when
-step k+1 begins, so that nothing is in flight in a checkpoint after step k.
+alpha 1 the other replicas are ignored. The paper's H is tau, its tau is delay. Deviation: if delay
+> 0, a fragment is sent when step k+1 begins: a checkpoint after step k has nothing in flight.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N; in 4 bits 1/7.76 of it. Exposed per round: F
 max(0, T - delay * time of a step), where T is the time that a fragment takes on the link.
@@ -39,10 +38,13 @@ class Config(LocalConfig):  # paper: tau 100
     outer_lr: float = option(0.7, "outer learning rate (paper: 0.4)")
     outer_momentum: float = option(0.8, "outer Nesterov momentum (paper: 0.9)", below=1)
     fragments: int = option(4, "F, parts of the model; divides tau", low=1)
-    delay: int = option(2, "steps from sending a fragment to its outer step, below tau / F")
+    delay: int = option(-1, "steps from sending to outer step; -1: tau / F - 1, at most 2", low=-1)
     alpha: float = option(0.0, "weight of the local value when a fragment lands, 0 to 1")
     quantize: str = option("e3m0", "what is sent", choices=["none", "int8", "e3m0"])
     buffer_vectors = 0.5  # one of four fragments, sent and received
+
+    def __post_init__(self):
+        self.delay = min(2, self.tau // self.fragments - 1) if self.delay < 0 else self.delay
 
     def sent_vectors(self, replicas):
         return bytes_per_element(self.quantize) / 4 * super().sent_vectors(replicas)

@@ -155,6 +155,14 @@ def test_other_shards_continue_the_trajectory(tmp_path, corpus_folder):
             torch.testing.assert_close(run.model[name], value, rtol=1e-5, atol=1e-7)
 
 
+def test_mesh_of_a_resumed_run_follows_the_ranks(tmp_path, corpus_folder):
+    options = dict(max_steps=2, sync_warmup_steps=1, out_dir=tmp_path / "run")
+    run_training(4, corpus_folder, shards=4, **options)
+    for ranks, given, shards in (1, [], 1), (2, [], 2), (6, [], 2), (4, ["--shards", "1"], 1):
+        argv = ["--resume", str(tmp_path / "run"), "--batch_size", "2", *given]
+        assert launch.set_up(argv, train.METHODS, 0, ranks).config.shards == shards
+
+
 def keep_what_is_loaded(method, model, mesh):
     """Returns the parameters at the end. Then they become 0: run_training() expects equal ones."""
     parameters = []

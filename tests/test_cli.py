@@ -38,7 +38,7 @@ train --max_steps DIGITS                | --max_steps 999
 train --timeout_s 1e14                  | --timeout_s 1000
 train --batch_size 2000000000           | a rank needs about
 train --block_size 1000000000           | lower --block_size
-train --shards 3                        | --shards 3: 1 ranks do not form
+train --shards 3                        | do not form such a mesh; change --nproc_per_node or give --shards 1
 train --replicas 2                      | --replicas 2 --shards 1
 train --n_head 2 --n_embd 6             | --n_embd 6
 train --slow_replica 1:2                | --slow_replica 1:2: must be R:F, 0 <= R <= 0, 1 <= F
@@ -67,6 +67,7 @@ train --resume IN/loop/run              | run: Too many levels of symbolic links
 train --out_dir IN/loop/run             | run: Too many levels of symbolic links
 train --method streaming_diloco --tau 8 --fragments 3 | --fragments 3: must divide --tau 8
 train --method streaming_diloco --tau 8 --fragments 2 --delay 4 | below tau / fragments = 4
+train --method streaming_diloco --tau 8 --delay 2 | --delay 2: must be below tau / fragments = 2
 train --method streaming_diloco --tau 8 --fragments 8 --delay 0 | at most one per layer
 train --method streaming_diloco --alpha 1.5 | --alpha 1.5: must be at most 1
 train --method noloco                   | --method noloco: it needs at least two replicas
@@ -249,6 +250,7 @@ def test_full_and_closed_output_and_torchrun_give_one_line_or_none(corpus_folder
         lines = [error for error in errors.splitlines() if ".py: error: " in error]
         assert process.returncode == code and len(lines) == bool(message), (line, errors)
         assert message in "".join(lines) and 'train.py", line' not in errors
+        assert torchrun not in line or "traceback : argument --method" in errors  # at its end
         assert message or not errors
 
 
@@ -269,6 +271,14 @@ def test_presets_set_what_is_not_given():
     config, given = parse(argv, train.METHODS, simulate.Config)
     assert (config.n_layer, config.n_embd, config.lr, config.tau) == (3, 768, 0.5, 9)
     assert given == dict(model="124m", n_layer=3, lr=0.5, tau=9)
+
+
+@pytest.mark.parametrize("tau, delay", [(4, 0), (8, 1), (16, 2), (64, 2)])
+def test_default_delay_follows_the_rounds(tau, delay):
+    for method in ("streaming_diloco", "streaming_edit"):
+        config, _ = parse(["--method", method, "--tau", str(tau)], train.METHODS, simulate.Config)
+        config.check(2)
+        assert config.delay == delay
 
 
 def test_accum_and_tokens_per_step_replace_each_other_in_a_resumed_run():

@@ -178,10 +178,12 @@ def test_plot_draws_records_of_runs(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     edit, seen = dict(method="edit", tau=8, seed=1), []
     configs = edit, edit | dict(seed=2), edit | dict(tau=4), dict(method="diloco", tau=2)
+    warm = json.dumps(dict(event="step", step=2, sync_bytes=1)) + "\n"
     for k, (name, config) in enumerate(zip("abdc", configs)):
         (tmp_path / name).mkdir()
-        config, curve = json.dumps({"event": "config"} | config), dict.fromkeys(rows.CURVES, k)
-        text = config + "\n" + json.dumps({"event": "eval"} | curve)
+        config = json.dumps({"event": "config", "sync_warmup_steps": 4} | config)
+        curve = dict.fromkeys(rows.CURVES, k)
+        text = config + "\n" + warm + json.dumps({"event": "eval"} | curve)
         (tmp_path / name / "metrics.jsonl").write_text(text)
     folders, out = [str(tmp_path / name) for name in "abdc"], tmp_path / "x.svg"
     draw = lambda rows, panels, path: seen.append((rows, panels)) or drawn(rows, panels, path)
@@ -193,6 +195,7 @@ def test_plot_draws_records_of_runs(monkeypatch, tmp_path):
     assert all(f">{text}<" in out.read_text() for text in texts)
     ((found, panels),) = seen  # seeds are one line: the mean, the lowest, the highest
     assert plot.lines_of(found, panels[1])["edit", "tau 8"] == [(0.5, 0.5, 0, 1)]
+    assert [row["local_bytes"] for row in found] == [[0], [0], [0], [1]]  # 2 in the warm-up
     wrong = {config: "c: the run has no evaluation yet", '{"event": "config"}': "not the record"}
     wrong |= {text.replace('"val_loss": 3', '"val_loss": null'): "c: a validation loss .* finite"}
     for record, message in wrong.items():
