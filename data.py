@@ -5,10 +5,11 @@ A corpus is one flat array of token ids. Its last few percent are the validation
     tokens  [ ........................ train ........................ | . validation . ]
                                                                       ^ train_tokens
 
-On disk it is a folder with `tokens.bin` (uint16, or uint32 for large vocabularies), which is
-memory-mapped, and `meta.json`. The built-in corpus is the source text of the running Python's
-standard library, about 12 MB. A stable hash of each file's path puts about one file in twenty into
-the validation part.
+On disk it is a folder with `tokens.bin` (uint16, or uint32 for large vocabularies) and `meta.json`.
+Token files of other programs are read as they are: nanoGPT's train.bin (and val.bin beside it), and
+shards of llm.c and modded-nanogpt. All are memory-mapped, never copied. The built-in corpus is the
+source text of the running Python's standard library, about 12 MB. A stable hash of each file's path
+puts about one file in twenty into the validation part.
 
 The windows of a rank are a pure function of (seed, step, micro-step, rank): a counter-based
 generator (Philox) draws the starts of *all* windows of a global step, and each rank takes its rows.
@@ -19,7 +20,7 @@ generator (Philox) draws the starts of *all* windows of a global step, and each 
 So a checkpoint needs no state of the data, and the global batch does not depend on the mesh.
 
     python data.py --input book.txt more.jsonl --tokenizer byte --out my_corpus
-    torchrun ... train.py --data my_corpus
+    torchrun ... train.py --data my_corpus          # or --data train.bin; or --data a.bin b.bin
 
 Input is UTF-8. A .jsonl file has one document per line, in its field `text`; any other file is one
 document. Each document ends with the tokenizer's end-of-text token. (The paper's corpus is
@@ -27,6 +28,7 @@ HuggingFaceFW/fineweb-edu; the package `datasets` can write it as .jsonl.)
 """
 
 import hashlib
+import importlib
 import json
 import mmap
 import os
@@ -47,15 +49,60 @@ from plumbing.config import STOPS, Parser, UserError, check_limits, run_command
 VALIDATION_FRACTION = 0.05
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size
 DOWNLOAD_S = 60
+GPT2, GPT2_PADDED = 50257, 50304  # vocabularies
+HINT = "name token files (.bin), or make a corpus with data.py --input FILE --out DIR"
+UNKNOWN = "unknown"  # a tokenizer
+ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of Hugging Face's tokenizers
+HEADERS = {20240520: np.uint16, 20240801: np.uint32}  # magic numbers of llm.c: GPT-2, Llama 3
+FOREIGN = {  # files that are no text, and what to do with them
+    ".bin": "these are token ids: give the file itself to train.py --data",
+    ".parquet": "no text; convert it: python -c 'import pandas; pandas.read_parquet(\"FILE\")"
+    ".to_json(\"FILE.jsonl\", orient=\"records\", lines=True)'",
+}  # fmt: skip
 CHECKED_TOKENS = 2**24  # at the beginning of a corpus, when it is opened
+
+
+# ---- tokenizers ----
 
 
 def encode(encoding, text: str) -> np.ndarray:
     return encoding.encode_to_numpy(text, disallowed_special=())
 
 
-def tokenizer(name: str) -> tiktoken.Encoding:
-    """`byte` (256 bytes and end-of-text, works offline) or tiktoken's `gpt2` (downloaded once)."""
+class HuggingFaceTokenizer:
+    """A tokenizer.json with the methods of tiktoken.Encoding that this project uses. Needs the
+    package tokenizers. Raises UserError."""
+
+    def __init__(self, text: str):
+        try:
+            self.tokenizer = importlib.import_module("tokenizers").Tokenizer.from_str(text)
+        except ModuleNotFoundError:
+            raise UserError("a tokenizer.json needs a package: pip install tokenizers") from None
+        except Exception as error:  # the package has no class of its own for its errors
+            raise UserError(f"tokenizer.json: {str(error)[:200]}") from None
+        self.name, self.n_vocab = "tokenizer.json", self.tokenizer.get_vocab_size()
+        found = [self.tokenizer.token_to_id(name) for name in ENDS_OF_TEXT]
+        self.eot_token = next((token for token in found if token is not None), None)
+        if self.eot_token is None:
+            raise UserError(f"tokenizer.json has no end-of-text token: {', '.join(ENDS_OF_TEXT)}")
+
+    def encode(self, text: str, disallowed_special=()) -> list:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_to_numpy(self, text: str, disallowed_special=()) -> np.ndarray:
+        return np.array(self.encode(text), dtype=np.int64)
+
+    def decode(self, tokens: list, errors="replace") -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def tokenizer(name: str):
+    """`byte` (256 bytes and end-of-text, works offline), tiktoken's `gpt2` (downloaded once), or
+    the text of a tokenizer.json. Raises UserError."""
+    if name.startswith("{"):
+        return HuggingFaceTokenizer(name)
+    if name == UNKNOWN:
+        raise UserError("the token files do not name their tokenizer")
     if name == "byte":
         return tiktoken.Encoding(
             "byte",
@@ -82,21 +129,57 @@ def tokenizer(name: str) -> tiktoken.Encoding:
     return found[0]
 
 
+# ---- corpora ----
+
+
+class TokenFiles:
+    """Memory-mapped arrays of token ids, one after the other, as one flat array."""
+
+    def __init__(self, arrays: list):
+        self.arrays, self.ends = arrays, np.cumsum([len(array) for array in arrays])
+        for array in arrays:
+            # Batches read at random positions. Reading ahead would cost milliseconds per batch.
+            array.base.madvise(mmap.MADV_RANDOM)
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def _place(self, position):
+        """(which array, position in it)"""
+        which = np.searchsorted(self.ends, position, side="right")
+        return which, position - np.concatenate([[0], self.ends])[which]
+
+    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
+        which, places = self._place(positions)
+        found = np.empty(positions.shape, self.arrays[0].dtype)
+        for i in np.unique(which):
+            found[which == i] = self.arrays[i][places[which == i]]
+        return found
+
+    def read_ahead(self, starts: np.ndarray, count: int):
+        """Let the system read these windows in the background: a network file may be slow."""
+        for i, place in zip(*self._place(starts)):
+            array = self.arrays[i]
+            first = array.offset + int(place) * array.itemsize
+            page = first // mmap.PAGESIZE * mmap.PAGESIZE
+            array.base.madvise(mmap.MADV_WILLNEED, page, first - page + count * array.itemsize)
+
+
 @dataclass
 class Corpus:
-    tokens: np.ndarray  # flat token ids; a memory map if it comes from a folder
+    tokens: np.ndarray | TokenFiles  # flat token ids
     train_tokens: int  # the first so many are for training, the rest for validation
-    tokenizer: str
+    tokenizer: str  # byte, gpt2, the text of a tokenizer.json, or UNKNOWN
     vocab_size: int
-    bytes_per_token: float  # bytes of text per token: turns nats per token into bits per byte
-    hash: str  # of all tokens: equal on all ranks if they have the same corpus
+    bytes_per_token: float  # of text: turns nats per token into bits per byte; NaN: not known
+    hash: str  # of the tokens: equal on all ranks if they have the same corpus
 
     def check(self, tokens):
         """Raise UserError unless all these tokens are in the vocabulary."""
         if len(tokens) and (worst := tokens.max()) >= self.vocab_size:
             raise UserError(
                 f"the corpus contains token {worst}, but its vocabulary has {self.vocab_size} "
-                "tokens: make it again with data.py"
+                "tokens: make it again with data.py, or give a larger --vocab_size"
             )
 
 
@@ -123,31 +206,78 @@ def standard_library() -> Corpus:
     return Corpus(tokens, train_tokens, "byte", encoding.n_vocab, 1.0, digest)
 
 
-def load(folder: str | None) -> Corpus:
-    """Open a corpus folder (None: the built-in corpus). Raises UserError if it is missing or
-    damaged."""
-    if folder is None:
-        return standard_library()
-    try:
-        meta = json.loads(Path(folder, "meta.json").read_text())
-        dtype = {"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]]
-        tokens = np.memmap(Path(folder, "tokens.bin"), dtype, mode="r")
-        corpus = Corpus(
-            tokens, int(meta["train_tokens"]), str(meta["tokenizer"]), int(meta["vocab_size"]),
-            float(meta["bytes_per_token"]), str(meta["hash"]),
-        )  # fmt: skip
-        if len(corpus.tokens) != meta["tokens"] or not 0 <= corpus.train_tokens <= meta["tokens"]:
-            raise ValueError(f"tokens.bin has {len(corpus.tokens):,} tokens")
-        if not 0 < corpus.bytes_per_token < np.inf:
-            raise ValueError(f"meta.json has bytes_per_token {corpus.bytes_per_token}")
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or f"damaged ({str(error)[:100]})"
-        hint = "make a corpus with python data.py --input FILE --out DIR"
-        raise UserError(f"--data {folder[:200]}: {reason}; {hint}") from None
-    corpus.check(corpus.tokens[:CHECKED_TOKENS])
-    # Batches read at random positions. Reading ahead would cost milliseconds per batch.
-    tokens.base.madvise(mmap.MADV_RANDOM)
+def load(data: str | None, vocab_size: int = 0) -> Corpus:
+    """Open a corpus. data: a folder that data.py has made; token files, or folders of them, with
+    ":" between them; or None, the built-in corpus. vocab_size: of token files (0: GPT-2's), else at
+    least the corpus's. Raises UserError if it is missing or damaged."""
+    if data is None:
+        corpus = standard_library()
+    else:
+        try:
+            of_ours = Path(data, "meta.json").exists()
+            corpus = (load_folder if of_ours else load_token_files)(data, vocab_size or GPT2)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            reason = getattr(error, "strerror", None) or f"damaged ({str(error)[:100]})"
+            raise UserError(f"--data {data[:200]}: {reason}; {HINT}") from None
+    if vocab_size and vocab_size < corpus.vocab_size:
+        raise UserError(f"--vocab_size {vocab_size}: the corpus has {corpus.vocab_size} tokens")
+    corpus.vocab_size = vocab_size or corpus.vocab_size
+    arrays = corpus.tokens.arrays if isinstance(corpus.tokens, TokenFiles) else []
+    for array in arrays:
+        corpus.check(array[: CHECKED_TOKENS // len(arrays)])
     return corpus
+
+
+def load_folder(folder: str, _) -> Corpus:
+    meta = json.loads(Path(folder, "meta.json").read_text())
+    dtype = {"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]]
+    tokens = TokenFiles([np.memmap(Path(folder, "tokens.bin"), dtype, mode="r")])
+    name = str(meta["tokenizer"])
+    if name == "tokenizer.json":
+        name = Path(folder, name).read_text()
+    corpus = Corpus(
+        tokens, int(meta["train_tokens"]), name, int(meta["vocab_size"]),
+        float(meta["bytes_per_token"]), str(meta["hash"]),
+    )  # fmt: skip
+    if len(tokens) != meta["tokens"] or not 0 <= corpus.train_tokens <= meta["tokens"]:
+        raise ValueError(f"tokens.bin has {len(tokens):,} tokens")
+    if not 0 < corpus.bytes_per_token < np.inf:
+        raise ValueError(f"meta.json has bytes_per_token {corpus.bytes_per_token}")
+    return corpus
+
+
+def load_token_files(data: str, vocab_size: int) -> Corpus:
+    """Files with "val" in their name are the validation part; without any, the last few percent."""
+    paths = []
+    for path in map(Path, data.split(":")):
+        path.stat()  # an error that says what is wrong with it
+        paths += sorted(path.glob("*.bin")) if path.is_dir() else [path]
+    beside = [path.with_name(path.name.replace("train", "val")) for path in paths]
+    paths += [path for path in beside if path.exists() and path not in paths]
+    if not paths or any(path.suffix != ".bin" for path in paths):
+        raise UserError(f"--data {data[:200]}: no token files; {HINT}")
+    parts, digest = {False: [], True: []}, hashlib.sha256()  # by: is it for validation?
+    for path in paths:
+        array = open_token_file(path)
+        parts["val" in path.name].append(array)
+        for piece in array[: 2**19], array[-(2**19) :]:  # all of it could take minutes
+            digest.update(f"{len(array)} ".encode() + piece.tobytes())
+    tokens = TokenFiles(parts[False] + parts[True])
+    train_tokens = sum(map(len, parts[False]))
+    if not parts[True]:
+        train_tokens = int(len(tokens) * (1 - VALIDATION_FRACTION))
+    name = "gpt2" if vocab_size in (GPT2, GPT2_PADDED) else UNKNOWN
+    return Corpus(tokens, train_tokens, name, vocab_size, np.nan, digest.hexdigest()[:16])
+
+
+def open_token_file(path: Path) -> np.memmap:
+    """nanoGPT's are bare uint16; llm.c's begin with 256 int32: magic, version, number of tokens."""
+    header = np.fromfile(path, np.int32, 256)
+    dtype = HEADERS.get(header[0]) if len(header) == 256 else None
+    array = np.memmap(path, dtype or np.uint16, mode="r", offset=1024 if dtype else 0)
+    if dtype and len(array) != header[2]:
+        raise ValueError(f"{path.name} has {len(array):,} tokens, its header says {header[2]:,}")
+    return array
 
 
 def check_windows(corpus: Corpus, block_size: int):
@@ -176,19 +306,9 @@ def train_batch(corpus, seed, step, micro_step, rank, world_size, batch_size, ac
         size, last = (accum, world_size, batch_size), corpus.train_tokens - block_size
         return np.random.Generator(philox).integers(0, last, size=size)[micro_step, rank]
 
-    if isinstance(corpus.tokens.base, mmap.mmap):
-        read_ahead(corpus, starts(step + 1), block_size)
+    if isinstance(corpus.tokens, TokenFiles):
+        corpus.tokens.read_ahead(starts(step + 1), block_size + 1)
     return windows(corpus, starts(step), block_size)
-
-
-def read_ahead(corpus, starts, block_size: int):
-    """Let the system read these windows in the background: a network file may be slow."""
-    memory = corpus.tokens.base
-    for start in starts:
-        first = int(start) * corpus.tokens.itemsize
-        page = first // mmap.PAGESIZE * mmap.PAGESIZE
-        size = first - page + (block_size + 1) * corpus.tokens.itemsize
-        memory.madvise(mmap.MADV_WILLNEED, page, size)
 
 
 def validation_batches(corpus, eval_batches, rank, world_size, batch_size, block_size):
@@ -211,6 +331,8 @@ def validation_batches(corpus, eval_batches, rank, world_size, batch_size, block
 def text_documents(paths):
     """Yield (piece of text, does its document end there?). Raises UserError for wrong input."""
     for path in map(Path, paths):
+        if path.suffix in FOREIGN:
+            raise UserError(f"--input {path}: {FOREIGN[path.suffix]}")
         line_number = 0
         try:
             with open(path, encoding="utf-8", newline="") as file:
@@ -231,10 +353,27 @@ def text_documents(paths):
             raise UserError(f"--input {path}: {line}") from None
 
 
+def read_tokenizer(name: str) -> tuple:
+    """--tokenizer -> (argument of tokenizer(), size of the vocabulary). name: byte, gpt2, or a
+    folder with a tokenizer.json. The model's config.json beside it may say a larger vocabulary."""
+    if name in ("byte", "gpt2"):
+        return name, tokenizer(name).n_vocab
+    try:
+        text = Path(name, "tokenizer.json").read_text()
+        config = Path(name, "config.json")
+        model = json.loads(config.read_text())["vocab_size"] if config.exists() else 0
+        return text, max(int(model), tokenizer(text).n_vocab)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or f"damaged ({str(error)[:100]})"
+        hint = "give byte, gpt2, or a folder with a tokenizer.json"
+        raise UserError(f"--tokenizer {name[:200]}: {reason}; {hint}") from None
+
+
 def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = np.inf) -> dict:
     """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json."""
-    encoding = tokenizer(tokenizer_name)
-    dtype = np.dtype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)
+    name, vocab_size = read_tokenizer(tokenizer_name)
+    encoding = tokenizer(name)
+    dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     out = Path(os.path.abspath(out))
     if out.exists():
         raise UserError(f"--out {out} exists already: name a new folder or remove that one")
@@ -257,11 +396,13 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = n
         if text_bytes == 0:
             raise UserError("the input has no text: nothing was written")
         meta = {
-            "tokenizer": tokenizer_name, "vocab_size": encoding.n_vocab, "dtype": dtype.name,
+            "tokenizer": encoding.name, "vocab_size": vocab_size, "dtype": dtype.name,
             "tokens": count, "train_tokens": int(count * (1 - VALIDATION_FRACTION)),
             "bytes_per_token": text_bytes / count, "hash": digest.hexdigest()[:16],
         }  # fmt: skip
         (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        if encoding.name == "tokenizer.json":
+            (partial / encoding.name).write_text(name)
         partial.rename(out)
         return meta
     finally:
@@ -272,7 +413,8 @@ def main():
     parser = Parser(description="Turn text into a corpus folder for train.py --data.")
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl (field text) or text")
-    add("--tokenizer", choices=["byte", "gpt2"], default="byte", help="(default: byte)")
+    help = "byte, gpt2, or a folder with a tokenizer.json (default: byte)"
+    add("--tokenizer", default="byte", metavar="NAME", help=help)
     add("--out", required=True, metavar="DIR", help="new folder")
     add("--max_tokens", type=float, default=1e18, help="stop after so many tokens (default: none)")
     args = parser.parse_args()

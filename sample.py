@@ -68,14 +68,14 @@ def load_model(path: str):
 
 
 @torch.no_grad()
-def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0):
-    """Yield `count` more token ids, each drawn given the last block_size ones. temperature 0: the
-    most likely one; top_k 0: draw from all."""
+def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0, n_vocab=None):
+    """Yield `count` more token ids below n_vocab, each drawn given the last block_size ones.
+    temperature 0: the most likely one; top_k 0: draw from all."""
     generator = torch.Generator().manual_seed(seed)
     tokens = list(tokens)
     for _ in range(count):
         context = torch.tensor([tokens[-model.config.block_size :]])  # (1, T)
-        logits = model(context)[0, -1].double()  # (V,); a tiny temperature is 0 in fp32
+        logits = model(context)[0, -1, :n_vocab].double()  # (V,); a tiny temperature is 0 in fp32
         if not logits.isfinite().all():
             raise UserError("the model's output is not finite: its training has diverged")
         logits -= logits.max()
@@ -93,7 +93,7 @@ def continue_text(model, encoding, prompt: str, **options) -> str:
     """The prompt and the model's continuation. An empty prompt starts a new document."""
     tokens = encoding.encode(prompt, disallowed_special=())
     start = tokens or [encoding.eot_token]
-    for token in generate(model, start, **options):
+    for token in generate(model, start, n_vocab=encoding.n_vocab, **options):
         if token == encoding.eot_token:  # the document ends here
             break
         tokens.append(token)

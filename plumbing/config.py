@@ -168,7 +168,10 @@ class Config:
     n_embd: int = option(128, "channels", low=1)
     block_size: int = option(128, "context, tokens", low=1)
     # data
-    data: str = option("", "corpus folder made by data.py (default: Python's standard library)")
+    data: str = option(
+        "", "corpus folder made by data.py, or .bin token files (default: Python's standard library)"
+    )
+    vocab_size: int = option(0, "of token files (0: 50257, GPT-2's), or to pad the corpus's")
     batch_size: int = option(8, "sequences per rank and micro-step", low=1)
     accum: int = option(1, "micro-steps per step; their gradients are averaged", low=1, below=10**6)
     tokens_per_step: int = option(
@@ -268,10 +271,13 @@ def read_flags(argv: list, fields: dict, defaults: dict, methods: list) -> dict:
             kind = {"choices": choices}
         else:
             kind = {"type": type(f.default), "metavar": type(f.default).__name__.upper()}
+        if name == "data":
+            kind["nargs"] = "+"
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
         group.add_argument(f"--{name}", default=None, help=help, **kind)
     given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
+    given |= {"data": ":".join(given["data"])} if "data" in given else {}
     for name, value in given.items():
         check_limits(name, value, fields[name].metadata)
     return given

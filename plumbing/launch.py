@@ -98,7 +98,7 @@ def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
             f"--virtual_clock: replicas of {config.method} do not wait for each other; it works "
             f"with {working}"
         )
-    corpus = data.load(config.data or None)
+    corpus = data.load(config.data or None, config.vocab_size)
     data.check_windows(corpus, config.block_size)
     plan = Plan(config, method, corpus.vocab_size, world_size)
     if not config.dry_run:

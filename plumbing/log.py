@@ -150,8 +150,7 @@ LINES = {  # what is printed of a row
     "sync": "sync {round:04d} | tau {steps} | pseudo-grad {norms} | weights {weights} | "
     "dropped {dropped} | clip {clip:.2f} | {sent} | stall {stall_ms:.0f} ms "
     "(others {wait_others_ms:.0f}, link {wait_link_ms:.0f})",
-    "eval": "eval {step:05d} | val loss {val_loss:.4f} nats/token | "
-    "{bits_per_byte:.3f} bits/byte{more}",
+    "eval": "eval {step:05d} | val loss {val_loss:.4f} nats/token{more}",
     "end": "done | {step} steps in {train_s:.0f} s | {tokens_per_s:,.0f} tok/s | "
     "val loss {val_loss:.4f} | peak {peak} on rank 0",
 }
@@ -281,7 +280,8 @@ class Log:
             row = self.now(method) | {"val_loss": val_loss, "bits_per_byte": bits}
             row |= {"sync_bytes": round(self.mesh.sent["sync"])}
             row |= {} if spread is None else {"spread": spread}
-            self.write("eval", row, more="" if spread is None else f" | spread {spread:.3g}")
+            more = f" | {bits:.3f} bits/byte" if math.isfinite(bits) else ""  # not of token files
+            self.write("eval", row, more=more + (f" | spread {spread:.3g}" if spread else ""))
 
     def end(self, method, val_loss: float):
         if self.tracer:

@@ -144,7 +144,7 @@ class Plan:
             f"{config.n_head} heads, {config.n_embd} channels, context {config.block_size}, "
             f"vocabulary {self.vocab_size}",
             f"data    {config.data or 'standard library'}: {len(corpus.tokens):,} tokens, "
-            f"{corpus.tokenizer} ({corpus.hash})",
+            f"{'tokenizer.json' if '{' in corpus.tokenizer else corpus.tokenizer} ({corpus.hash})",
             f"memory  per rank: {kinds}; activations about {size(self.activations())}",
             f"step    {self.world_size} ranks x {self.accum} micro-steps "
             f"x {self.batch_size} sequences x {config.block_size} tokens "

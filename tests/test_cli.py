@@ -62,6 +62,8 @@ train --backend nccl                    | --backend nccl
 train --device cuda                     | use --device cpu
 train --data nowhere                    | --data nowhere: No such file
 train --data \udcff                     | --data
+train --data IN/text.txt                | no token files; name token files (.bin), or make
+train --data IN/tokens.bin --block_size 2 --vocab_size 9 | its vocabulary has 9 tokens
 train --data IN/loop/corpus             | corpus: Too many levels of symbolic links
 train --resume IN/loop/run              | run: Too many levels of symbolic links
 train --out_dir IN/loop/run             | run: Too many levels of symbolic links
@@ -81,6 +83,9 @@ data --input IN/empty.txt --out new     | no text
 data --input IN/bad.jsonl --out new     | line 2 is not a JSON object
 data --input IN/deep.jsonl --out new    | line 2 is not a JSON object
 data --input IN/half-pair.jsonl --out new | line 2 is not a JSON object
+data --input IN/tokens.bin --out new    | token ids: give the file itself to train.py --data
+data --input IN/a.parquet --out new     | to_json
+data --input IN/text.txt --out new --tokenizer gpt3 | give byte, gpt2, or a folder with
 data --input IN/text.txt --out IN       | exists already
 data --input IN/text.txt --out NAME     | File name too long
 data --input IN/text.txt --out IN/loop/new | Too many levels of symbolic links
@@ -108,6 +113,7 @@ def inputs(tmp_path_factory):
     torch.save({"model": {}}, folder / "foreign.pt")
     half = (folder / "foreign.pt").read_bytes()[:500]
     files = {"text.txt": b"some text " * 100, "empty.txt": b"", "latin.txt": b"\xe9"}
+    files |= {"tokens.bin": bytes(range(100)), "a.parquet": b"PAR1"}
     files |= {"half.pt": half, "pickle.pt": pickle.dumps(os.system, 2)}
     lines = {"bad": b"{", "half-pair": b'{"text": "\\ud800"}', "deep": b'{"text": ' + b"[" * 10**5}
     files |= {f"{name}.jsonl": b'{"text": "good"}\n' + line for name, line in lines.items()}

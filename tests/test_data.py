@@ -2,6 +2,7 @@
 Wrong input of the command line is in test_cli.py."""
 
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -67,6 +68,10 @@ def test_builtin_corpus_is_megabytes_of_python_split_by_file():
     assert b"import " in corpus.tokens[corpus.train_tokens :].astype(np.uint8).tobytes()
 
 
+def ids(corpus) -> list:
+    return corpus.tokens[np.arange(len(corpus.tokens))].tolist()
+
+
 def test_written_corpus_holds_every_document_up_to_max_tokens(tmp_path, monkeypatch, capsys):
     text = "naïve\r\n\tπ 🙂 <|endoftext|>" + "x" * 1000
     (tmp_path / "a.txt").write_bytes(text.encode())
@@ -76,13 +81,13 @@ def test_written_corpus_holds_every_document_up_to_max_tokens(tmp_path, monkeypa
     data.main()
     expected = [token for part in (text, "first", "second") for token in [*part.encode(), 256]]
     count, corpus = len(expected), data.load("out")
-    assert corpus.tokens.tolist() == expected and corpus.train_tokens == int(count * 0.95)
+    assert ids(corpus) == expected and corpus.train_tokens == int(count * 0.95)
     assert f"out: {count:,} tokens (byte)" in capsys.readouterr().out
     assert corpus.bytes_per_token == pytest.approx((count - 3) / count)
     documents = (("x" * 3, i % 3 == 2) for i in range(3000))  # three pieces each
     meta = data.write_corpus(documents, "byte", "new/cut/", max_tokens=25)  # in a document
     assert (meta["tokens"], meta["bytes_per_token"]) == (25, 23 / 25)
-    assert data.load("new/cut").tokens.tolist() == ([120] * 9 + [256]) * 2 + [120] * 5
+    assert ids(data.load("new/cut")) == ([120] * 9 + [256]) * 2 + [120] * 5
 
 
 def write_folder(folder, ids, **changes):
@@ -119,14 +124,64 @@ def test_wrong_meta_data_few_and_foreign_tokens_are_refused(tmp_path, monkeypatc
         list(data.validation_batches(corpus, 1, 0, 1, 16, 8))
 
 
+def write_shard(path, tokens, magic=20240520, dtype=np.uint16, count=None):
+    """As llm.c and modded-nanogpt write it."""
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, 1, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.array(tokens, dtype).tobytes())
+    return str(path)
+
+
+def test_token_files_of_other_programs_are_read_in_place(tmp_path):
+    ramp = np.arange(1000, dtype=np.uint16)
+    ramp[:900].tofile(tmp_path / "train.bin")  # as nanoGPT
+    ramp[900:].tofile(tmp_path / "val.bin")
+    corpus = data.load(str(tmp_path / "train.bin"), vocab_size=1000)
+    assert (ids(corpus), corpus.train_tokens, corpus.vocab_size) == (ramp.tolist(), 900, 1000)
+    assert all(isinstance(array.base, mmap.mmap) for array in corpus.tokens.arrays)
+    seen = torch.cat(batch(corpus, size=12800))
+    assert seen.min() == 0 and seen.max() == 899 and (seen.diff() == 1).all()
+    (tmp_path / "val.bin").unlink()
+    assert data.load(str(tmp_path / "train.bin")).train_tokens == 855  # the usual share
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for name, part in ("val_0", ramp[900:]), ("train_2", ramp[7:900]), ("train_1", ramp[:7]):
+        write_shard(shards / f"x_{name}.bin", part)
+    for names in str(shards), ":".join(str(shards / f"x_train_{i}.bin") for i in (1, 2)):
+        corpus = data.load(names, vocab_size=1000)
+        assert (len(corpus.tokens), corpus.train_tokens) == (1000 if names == str(shards) else 900,
+                                                             900 if names == str(shards) else 855)
+        seen = torch.cat(batch(corpus, size=12800))
+        assert seen.min() == 0 and (seen.diff() == 1).all()  # windows cross the files' ends
+    assert data.load(names).hash != data.load(str(shards)).hash
+    large = write_shard(tmp_path / "llama.bin", [0, 100_000], 20240801, np.uint32)
+    assert ids(data.load(large, vocab_size=128_256)) == [0, 100_000]
+    with pytest.raises(UserError, match="its vocabulary has 50257 tokens: .* larger --vocab_size"):
+        data.load(large)
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    wrong = {write_shard(tmp_path / "cut.bin", ramp, count=9): "1,000 tokens, its header says 9"}
+    wrong |= {str(tmp_path / "odd.bin"): "damaged", str(tmp_path): "odd.bin|cut.bin"}
+    (tmp_path / "empty.bin").touch()
+    wrong |= {str(tmp_path / "empty.bin"): "damaged", __file__: "no token files; name"}
+    for path, message in wrong.items():
+        with pytest.raises(UserError, match=f"^--data .*({message})"):
+            data.load(path)
+
+
+def test_vocabulary_may_be_padded_but_not_cut(corpus_folder):
+    assert data.load(str(corpus_folder), 320).vocab_size == 320
+    with pytest.raises(UserError, match="--vocab_size 256: the corpus has 257 tokens"):
+        data.load(str(corpus_folder), 256)
+
+
 def test_without_a_network_the_line_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(data.tiktoken, "get_encoding", None)  # calling it raises an error
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR.*--tokenizer byte"):
         data.tokenizer("gpt2")
-    monkeypatch.setattr(data.tiktoken, "get_encoding", time.sleep)
+    monkeypatch.setattr(data.tiktoken, "get_encoding", lambda name: time.sleep(5))
     monkeypatch.setattr(data, "DOWNLOAD_S", 0.1)
     with pytest.raises(UserError, match="no answer in 0.1 s"):
-        data.tokenizer(5)
+        data.tokenizer("gpt2")
 
 
 def test_ended_program_leaves_no_unfinished_folder(tmp_path):
