@@ -28,7 +28,6 @@ HuggingFaceFW/fineweb-edu; the package `datasets` can write it as .jsonl.)
 """
 
 import hashlib
-import importlib
 import json
 import mmap
 import os
@@ -36,23 +35,20 @@ import shutil
 import signal
 import sys
 import sysconfig
-import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 import torch
 
 from plumbing.config import STOPS, Parser, UserError, check_limits, run_command
+from tokenizer import UNKNOWN, encode, make_tokenizer, read_tokenizer
 
 VALIDATION_FRACTION = 0.05
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size
-DOWNLOAD_S = 60
 GPT2, GPT2_PADDED = 50257, 50304  # vocabularies
 HINT = "name token files (.bin), or make a corpus with data.py --input FILE --out DIR"
-UNKNOWN = "unknown"  # a tokenizer
-ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of Hugging Face's tokenizers
 HEADERS = {20240520: np.uint16, 20240801: np.uint32}  # magic numbers of llm.c: GPT-2, Llama 3
 FOREIGN = {  # files that are no text, and what to do with them
     ".bin": "these are token ids: give the file itself to train.py --data",
@@ -60,73 +56,6 @@ FOREIGN = {  # files that are no text, and what to do with them
     ".to_json(\"FILE.jsonl\", orient=\"records\", lines=True)'",
 }  # fmt: skip
 CHECKED_TOKENS = 2**24  # at the beginning of a corpus, when it is opened
-
-
-# ---- tokenizers ----
-
-
-def encode(encoding, text: str) -> np.ndarray:
-    return encoding.encode_to_numpy(text, disallowed_special=())
-
-
-class HuggingFaceTokenizer:
-    """A tokenizer.json with the methods of tiktoken.Encoding that this project uses. Needs the
-    package tokenizers. Raises UserError."""
-
-    def __init__(self, text: str):
-        try:
-            self.tokenizer = importlib.import_module("tokenizers").Tokenizer.from_str(text)
-        except ModuleNotFoundError:
-            raise UserError("a tokenizer.json needs a package: pip install tokenizers") from None
-        except Exception as error:  # the package has no class of its own for its errors
-            raise UserError(f"tokenizer.json: {str(error)[:200]}") from None
-        self.name, self.n_vocab = "tokenizer.json", self.tokenizer.get_vocab_size()
-        found = [self.tokenizer.token_to_id(name) for name in ENDS_OF_TEXT]
-        self.eot_token = next((token for token in found if token is not None), None)
-        if self.eot_token is None:
-            raise UserError(f"tokenizer.json has no end-of-text token: {', '.join(ENDS_OF_TEXT)}")
-
-    def encode(self, text: str, disallowed_special=()) -> list:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-    def encode_to_numpy(self, text: str, disallowed_special=()) -> np.ndarray:
-        return np.array(self.encode(text), dtype=np.int64)
-
-    def decode(self, tokens: list, errors="replace") -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=False)
-
-
-def tokenizer(name: str):
-    """`byte` (256 bytes and end-of-text, works offline), tiktoken's `gpt2` (downloaded once), or
-    the text of a tokenizer.json. Raises UserError."""
-    if name.startswith("{"):
-        return HuggingFaceTokenizer(name)
-    if name == UNKNOWN:
-        raise UserError("the token files do not name their tokenizer")
-    if name == "byte":
-        return tiktoken.Encoding(
-            "byte",
-            pat_str=r"[\s\S]{1,64}",  # short pieces keep tiktoken's merge loop linear
-            mergeable_ranks={bytes([i]): i for i in range(256)},
-            special_tokens={"<|endoftext|>": 256},
-        )
-    found, reason = [], [f"no answer in {DOWNLOAD_S} s"]
-
-    def fetch():
-        try:
-            found.append(tiktoken.get_encoding(name))
-        except Exception as error:  # requests raises many kinds; all mean that it failed
-            reason.append(type(error).__name__)
-
-    thread = threading.Thread(target=fetch, daemon=True)  # a firewall may never answer
-    thread.start()
-    thread.join(DOWNLOAD_S)
-    if not found:
-        raise UserError(
-            f"cannot download the {name} vocabulary ({reason[-1]}): connect once, point "
-            "TIKTOKEN_CACHE_DIR at a folder that has it, or use --tokenizer byte"
-        )
-    return found[0]
 
 
 # ---- corpora ----
@@ -169,7 +98,7 @@ class TokenFiles:
 class Corpus:
     tokens: np.ndarray | TokenFiles  # flat token ids
     train_tokens: int  # the first so many are for training, the rest for validation
-    tokenizer: str  # byte, gpt2, the text of a tokenizer.json, or UNKNOWN
+    tokenizer: str  # the argument of make_tokenizer()
     vocab_size: int
     bytes_per_token: float  # of text: turns nats per token into bits per byte; NaN: not known
     hash: str  # of the tokens: equal on all ranks if they have the same corpus
@@ -187,7 +116,7 @@ def standard_library() -> Corpus:
     """The built-in corpus: the .py files of Python's standard library, byte tokens."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
-    encoding, paths, parts = tokenizer("byte"), [], {"train": [], "validation": []}
+    encoding, paths, parts = make_tokenizer("byte"), [], {"train": [], "validation": []}
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - left_out
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
@@ -353,35 +282,32 @@ def text_documents(paths):
             raise UserError(f"--input {path}: {line}") from None
 
 
-def read_tokenizer(name: str) -> tuple:
-    """--tokenizer -> (argument of tokenizer(), size of the vocabulary). name: byte, gpt2, or a
-    folder with a tokenizer.json. The model's config.json beside it may say a larger vocabulary."""
-    if name in ("byte", "gpt2"):
-        return name, tokenizer(name).n_vocab
+@contextmanager
+def new_folder(out: str):
+    """Yields the path of a folder that becomes `out` at the end, or is removed after an error or
+    a signal. Raises UserError if there is an `out` already."""
+    out = Path(os.path.abspath(out))
+    if out.exists():
+        raise UserError(f"--out {out} exists already: name a new folder or remove that one")
+    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
+    for number in STOPS:  # an exception, so that the folder is removed
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-        text = Path(name, "tokenizer.json").read_text()
-        config = Path(name, "config.json")
-        model = json.loads(config.read_text())["vocab_size"] if config.exists() else 0
-        return text, max(int(model), tokenizer(text).n_vocab)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or f"damaged ({str(error)[:100]})"
-        hint = "give byte, gpt2, or a folder with a tokenizer.json"
-        raise UserError(f"--tokenizer {name[:200]}: {reason}; {hint}") from None
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = np.inf) -> dict:
     """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json."""
     name, vocab_size = read_tokenizer(tokenizer_name)
-    encoding = tokenizer(name)
+    encoding = make_tokenizer(name)
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-    out = Path(os.path.abspath(out))
-    if out.exists():
-        raise UserError(f"--out {out} exists already: name a new folder or remove that one")
-    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     digest, text_bytes, count = hashlib.sha256(), 0, 0
-    try:
-        partial.mkdir(parents=True)
-        with open(partial / "tokens.bin", "wb") as file:
+    with new_folder(out) as folder:
+        with open(folder / "tokens.bin", "wb") as file:
             for text, ends in documents:
                 tokens = encode(encoding, text).astype(dtype)
                 tokens = np.append(tokens, dtype.type(encoding.eot_token)) if ends else tokens
@@ -400,13 +326,10 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = n
             "tokens": count, "train_tokens": int(count * (1 - VALIDATION_FRACTION)),
             "bytes_per_token": text_bytes / count, "hash": digest.hexdigest()[:16],
         }  # fmt: skip
-        (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         if encoding.name == "tokenizer.json":
-            (partial / encoding.name).write_text(name)
-        partial.rename(out)
-        return meta
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            (folder / encoding.name).write_text(name)
+    return meta
 
 
 def main():
@@ -419,8 +342,6 @@ def main():
     add("--max_tokens", type=float, default=1e18, help="stop after so many tokens (default: none)")
     args = parser.parse_args()
     check_limits("max_tokens", args.max_tokens, {"low": 1})
-    for number in STOPS:  # an exception, so that write_corpus() removes its unfinished folder
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     meta = write_corpus(text_documents(args.input), args.tokenizer, args.out, args.max_tokens)
     count, train = meta["tokens"], meta["train_tokens"]
     print(f"{args.out}: {count:,} tokens ({args.tokenizer}), {train:,} of them for training")

@@ -41,10 +41,12 @@ class ModelConfig:
     n_embd: int = 128
     block_size: int = 128  # longest context, tokens
     vocab_size: int = 257
+    n_hidden: int = 0  # F; 0: 8/3 C, up to a multiple of 64
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
 
-    @property
-    def n_hidden(self) -> int:
-        return -(-8 * self.n_embd // 3 // 64) * 64  # F: 8/3 C, up to a multiple of 64
+    def __post_init__(self):
+        self.n_hidden = self.n_hidden or -(-8 * self.n_embd // 3 // 64) * 64
 
 
 class Embedding(nn.Module):
@@ -57,7 +59,7 @@ class Embedding(nn.Module):
         return F.embedding(tokens, widen(self.weight)).to(self.weight.dtype)  # (B, T, C)
 
 
-def rotary_angles(positions: int, channels: int, base: float = 10000.0) -> torch.Tensor:
+def rotary_angles(positions: int, channels: int, base: float) -> torch.Tensor:
     """angle[t, k] = t * base^(-2k/D), radians, (positions, channels / 2)."""
     cpu = torch.device("cpu")  # on `meta` torch would import its compiler: 0.8 s
     frequency = base ** (-torch.arange(0, channels, 2, device=cpu).float() / channels)
@@ -75,13 +77,13 @@ class Block(nn.Module):
         super().__init__()
         C, hidden = config.n_embd, config.n_hidden
         self.n_head = config.n_head
-        self.attention_norm = nn.RMSNorm(C, eps=1e-5)
+        self.attention_norm = nn.RMSNorm(C, config.norm_eps)
         self.qkv = nn.Linear(C, 3 * C, bias=False)
         self.out = nn.Linear(C, C, bias=False)
-        self.mlp_norm = nn.RMSNorm(C, eps=1e-5)
+        self.mlp_norm = nn.RMSNorm(C, config.norm_eps)
         self.gate_up = nn.Linear(C, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, C, bias=False)
-        angles = rotary_angles(config.block_size, C // config.n_head)
+        angles = rotary_angles(config.block_size, C // config.n_head, config.rope_base)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -134,7 +136,7 @@ def cross_entropy(x, weight, targets):
 class Head(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.norm = nn.RMSNorm(config.n_embd, eps=1e-5)
+        self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.output = nn.Linear(config.n_embd, config.vocab_size, bias=False)
 
     def forward(self, x, targets=None):

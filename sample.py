@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from data import tokenizer
-from model import Llama, ModelConfig
+from export import open_model
+from model import Llama
 from plumbing.config import Parser, UserError, check_limits, run_command
+from tokenizer import make_tokenizer
 
 
 def whole_model(model) -> dict:
@@ -50,21 +51,11 @@ def save_model(path, model, tokenizer: str, flags: dict):
 
 
 def load_model(path: str):
-    """(Llama, tiktoken.Encoding) from a model.pt. Raises UserError if it is no such file."""
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        model = Llama(ModelConfig(**saved["model_config"]))
-        model.load_state_dict(saved["model"])
-        name = saved["tokenizer"]
-    except OSError as error:
-        raise UserError(
-            f"--model {str(path)[:200]}: {error.strerror}; train.py writes it as OUT_DIR/model.pt"
-        ) from None
-    except Exception as error:  # files of other programs raise many kinds
-        raise UserError(
-            f"--model {path}: not a model.pt of train.py ({type(error).__name__})"
-        ) from None
-    return model, tokenizer(name)
+    """(Llama, tokenizer) from a model.pt or a folder of export.py. Raises UserError."""
+    source = open_model(path)
+    encoding, model = make_tokenizer(source.tokenizer), Llama(source.config)
+    model.load_state_dict(source.tensors)
+    return model, encoding
 
 
 @torch.no_grad()
@@ -115,7 +106,7 @@ def print_sample(path):
 def main():
     parser = Parser(description="Continue a prompt with a model trained by train.py.")
     add = parser.add_argument
-    add("--model", required=True, metavar="FILE", help="a run's model.pt")
+    add("--model", required=True, metavar="FILE", help="a run's model.pt, or a folder of export.py")
     add("--prompt", default="", help="text to continue (default: a new document)")
     add("--tokens", type=int, default=200, help="number of tokens to write (default: 200)")
     add("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")

@@ -45,8 +45,7 @@ def train(setup, mesh, stop):
     cluster = Cluster(config, mesh, clock)  # simulates stragglers and sick replicas, if asked to
     log = Log(setup, mesh, clock)
     method = METHODS[config.method](model, mesh, config, log.record)
-    if setup.saved:
-        checkpoint.load(setup, model, optimizer, method, clock)
+    checkpoint.load(setup, model, optimizer, method, clock)  # with --resume or --init_from
     log.start(method)
 
     while method.progress < config.max_steps:

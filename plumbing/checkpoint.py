@@ -243,7 +243,7 @@ def read(path, rank: int = 0, world_size: int = 1) -> dict:
 def check_resume(saved: dict, config, given: dict, corpus, tokens_per_step: int, path):
     """Raise UserError if the run cannot continue the checkpoint with these flags. given: the flags
     on the command line."""
-    flags, shape = saved["flags"], ("model", "n_layer", "n_head", "n_embd")
+    flags, shape = saved["flags"], "model n_layer n_head n_embd n_hidden rope_base norm_eps".split()
     other_shape = [f"--{name}" for name in shape if getattr(config, name) != flags[name]]
     local = not saved["replicas"][0]["averages_gradients"]
     took, take = saved["tokens_per_step"], tokens_per_step
@@ -266,8 +266,13 @@ def check_resume(saved: dict, config, given: dict, corpus, tokens_per_step: int,
 
 
 def load(setup, model, optimizer, method, clock):
-    """Continue setup's checkpoint. Every rank reads what it needs; no communication. Raises
-    UserError for files that do not contain what state.json promises."""
+    """Continue setup's checkpoint, or start from the model of --init_from, if there is one. Every
+    rank reads what it needs; no communication. Raises UserError for files that do not contain what
+    state.json promises."""
+    if setup.source:
+        return start_from(setup.source, model)
+    if not setup.saved:
+        return
     path, state, mesh = setup.path, setup.saved, model.mesh
     shards, replica = state["mesh"]["shards"], mesh.replica % len(state["replicas"])
     clock.start_at(state)
@@ -285,6 +290,16 @@ def load(setup, model, optimizer, method, clock):
     except Exception as error:
         raise damaged(path, error) from None
     optimizer.set_steps(method.steps)
+    model.invalidate_gathered()
+
+
+def start_from(source, model):
+    """Set the parameters. source: an export.Source."""
+    for l, (layout, master) in enumerate(zip(model.layouts, model.masters)):
+        whole = master.new_zeros(layout.padded)
+        for name, place in layout.cut(whole).items():
+            place.copy_(source.tensors.pop(f"layers.{l}.{name}"))  # frees it
+        master.copy_(whole.chunk(model.mesh.shards)[model.mesh.shard_index])
     model.invalidate_gathered()
 
 

@@ -16,6 +16,7 @@ checkpoint that a run resumes from, else of the --model preset, else its default
 
 import argparse
 import dataclasses
+import importlib
 import json
 import math
 import os
@@ -83,6 +84,14 @@ def report_to_torchrun(line: str):
     report = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
     with suppress(OSError, KeyError):
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(report))
+
+
+def optional(name: str):
+    """Import a module of a package that only some commands need. Raises UserError."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise UserError(f"this needs a package: pip install {name.split('.')[0]}") from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -167,6 +176,12 @@ class Config:
     n_head: int = option(4, "attention heads", low=1)
     n_embd: int = option(128, "channels", low=1)
     block_size: int = option(128, "context, tokens", low=1)
+    n_hidden: int = option(0, "channels in the MLP; 0: 8/3 n_embd, up to a multiple of 64")
+    rope_base: float = option(10000.0, "of the rotary positions", above=0)
+    norm_eps: float = option(1e-5, "of RMSNorm", above=0)
+    init_from: str = option(
+        "", "model.pt, or folder in Hugging Face's Llama format, to start from; sets the shape"
+    )
     # data
     data: str = option(
         "", "corpus folder made by data.py, or .bin token files (default: Python's standard library)"
@@ -230,7 +245,7 @@ GROUPS = {  # first flag of each group of --help -> its title
 }
 # Flags of this machine or this start: a resumed run does not take them from the checkpoint.
 NOT_RESUMED = {"out_dir", "device", "backend", "replicas", "resume", "overwrite", "profile"}
-NOT_RESUMED |= {"dry_run"}
+NOT_RESUMED |= {"dry_run", "init_from"}
 
 
 def parse(argv: list, methods: dict, simulation_class, saved: dict | None = None) -> tuple:

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 import data
 import simulate
+from export import Source, open_model
 from mesh import Mesh, translate_comm_errors
 from plumbing import checkpoint, shm
 from plumbing.config import STOPS, UserError, explain, parse
@@ -55,6 +56,7 @@ class Setup:
     plan: Plan
     path: Path | None = None  # the checkpoint to continue
     saved: dict | None = None  # its state.json
+    source: Source | None = None  # the model to start from, see --init_from
 
     def describe(self, mesh) -> dict:
         """What the record and the checkpoints say of the run."""
@@ -79,8 +81,10 @@ def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
         path = checkpoint.choose(config.resume, out_dir, config.overwrite)
     if path:
         saved = checkpoint.read(path, rank, world_size)
-    # Once more: flags that are not given come from the checkpoint.
-    config, given = parse(argv, methods, simulate.Config, saved["flags"] if saved else {})
+    source = open_model(config.init_from) if config.init_from and not saved else None
+    # Once more: flags that are not given come from the checkpoint, or from the model to start from.
+    flags = saved["flags"] if saved else vars(source.config) | {"vocab_size": 0} if source else {}
+    config, given = parse(argv, methods, simulate.Config, flags)
     config.out_dir = out_dir
     if saved and "shards" not in given:  # the mesh follows the ranks
         config.shards = math.gcd(config.shards, world_size)
@@ -101,11 +105,28 @@ def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
     corpus = data.load(config.data or None, config.vocab_size)
     data.check_windows(corpus, config.block_size)
     plan = Plan(config, method, corpus.vocab_size, world_size)
+    if source:
+        check_source(source, plan.model_config, corpus)
     if not config.dry_run:
         plan.check_memory()
     if saved:
         checkpoint.check_resume(saved, config, given, corpus, plan.tokens_per_step, path)
-    return Setup(config, given, corpus, plan, path, saved)
+    return Setup(config, given, corpus, plan, path, saved, source)
+
+
+def check_source(source: Source, config, corpus):
+    """Raise UserError if the run's model differs from the one to start from."""
+    theirs, ours = vars(source.config), vars(config)
+    if theirs["vocab_size"] != corpus.vocab_size:
+        raise UserError(
+            f"--init_from {source.path}: its vocabulary has {theirs['vocab_size']} tokens, the "
+            f"corpus has {corpus.vocab_size}: give the --data that it was trained on, make one with "
+            f"data.py --tokenizer {source.path}, or pad with --vocab_size"
+        )
+    other = [name for name in theirs if theirs[name] != ours[name] and name != "block_size"]
+    if other:
+        flags = " ".join(f"--{name}" for name in other)
+        raise UserError(f"--init_from {source.path} has another shape: leave out {flags}")
 
 
 def check_mesh(config, world_size: int):

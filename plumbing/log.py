@@ -188,6 +188,8 @@ class Log:
         if saved:
             self.write("resume", {"step": method.steps} | description)
             print(resume_line(setup, method.steps, description), flush=True)
+        if setup.source:
+            print("; ".join(filter(None, [f"init    {setup.source.path}", setup.source.notes])))
 
     def write(self, event: str, row: dict, **printed):
         """Write a row and print its line. printed: what the line has beside the row."""

@@ -36,8 +36,10 @@ class Plan:
                 "channels per head must be a whole, even number"
             )
         self.shards, self.replicas = config.shards, world_size // config.shards
-        shape = (config.n_layer, config.n_head, config.n_embd, config.block_size)
-        self.model_config = ModelConfig(*shape, vocab_size)
+        self.model_config = ModelConfig(
+            config.n_layer, config.n_head, config.n_embd, config.block_size, vocab_size,
+            config.n_hidden, config.rope_base, config.norm_eps,
+        )  # fmt: skip
         with torch.device("meta"):  # shapes without memory
             layers = [model.make_layer(self.model_config, l) for l in (0, 1, -1)]
         embedding, block, head = (Layout(layer, self.shards) for layer in layers)

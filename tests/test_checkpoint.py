@@ -163,6 +163,25 @@ def test_mesh_of_a_resumed_run_follows_the_ranks(tmp_path, corpus_folder):
         assert launch.set_up(argv, train.METHODS, 0, ranks).config.shards == shards
 
 
+def test_run_starts_from_a_model_on_any_mesh_with_any_method(tmp_path, corpus_folder, monkeypatch):
+    """No step changes a parameter: the rate is 0."""
+    trained = run_training(2, corpus_folder, out_dir=tmp_path / "run", max_steps=3, n_hidden=64)
+    init = dict(init_from=tmp_path / "run" / "model.pt", lr=0.0, max_steps=3, sync_warmup_steps=1)
+    methods = [method for method in train.METHODS if method != "a_edit"]
+    cases = [(None, None, init | dict(method=method, tau=4, shards=2)) for method in methods]
+    for run in train_all(4, corpus_folder, *cases):
+        for name, value in trained.model.items():
+            torch.testing.assert_close(run.model[name], value, rtol=1e-6, atol=1e-7)
+        assert f"init    {init['init_from']}" in run.printed
+    refuse = lambda *argv: launch.set_up([f"--init_from={init['init_from']}", *argv], train.METHODS, 0, 1)
+    data = f"--data={corpus_folder}"
+    with pytest.raises(UserError, match="another shape: leave out --n_layer --norm_eps"):
+        refuse(data, "--n_layer=3", "--norm_eps=0.1")
+    with pytest.raises(UserError, match="has 257 tokens, the corpus has 300: .* --vocab_size"):
+        refuse(data, "--vocab_size=300")
+    assert refuse(data, "--model=10m").plan.model_config.n_embd == 6
+
+
 def keep_what_is_loaded(method, model, mesh):
     """Returns the parameters at the end. Then they become 0: run_training() expects equal ones."""
     parameters = []

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import data
+import export
 import ranks
 import sample
 import simulate
@@ -89,19 +90,25 @@ data --input IN/text.txt --out new --tokenizer gpt3 | give byte, gpt2, or a fold
 data --input IN/text.txt --out IN       | exists already
 data --input IN/text.txt --out NAME     | File name too long
 data --input IN/text.txt --out IN/loop/new | Too many levels of symbolic links
+train --init_from IN/nowhere            | is no model (No such file or directory): name a model.pt
+train --init_from IN/foreign.pt         | is no model (it has no 'model_config')
+export                                  | --model
+export --model IN --out new             | is no model (No such file or directory)
+export --model IN/half.pt --out new     | is no model (
 sample                                  | --model
 sample --model IN/nowhere               | No such file
-sample --model IN                       | Is a directory
-sample --model IN/text.txt              | not a model.pt
-sample --model IN/half.pt               | not a model.pt
-sample --model IN/foreign.pt            | not a model.pt
-sample --model IN/pickle.pt             | not a model.pt
+sample --model IN                       | is no model (No such file or directory)
+sample --model IN/text.txt              | is no model
+sample --model IN/half.pt               | is no model
+sample --model IN/foreign.pt            | is no model
+sample --model IN/pickle.pt             | is no model
 sample --model x --seed DIGITS          | --seed
 """
 TABLE = [[part.strip() for part in line.split("|")] for line in WRONG.strip().splitlines()]
 PROGRAMS = {
     "train": lambda argv: run_command("train.py", lambda: train.main(argv)),
     "data": lambda argv: run_command("data.py", data.main),
+    "export": lambda argv: run_command("export.py", export.main),
     "sample": lambda argv: run_command("sample.py", sample.main),
 }
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import data
+import tokenizer
 from plumbing.config import UserError
 from ranks import ROOT
 
@@ -175,13 +176,13 @@ def test_vocabulary_may_be_padded_but_not_cut(corpus_folder):
 
 
 def test_without_a_network_the_line_says_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.setattr(data.tiktoken, "get_encoding", None)  # calling it raises an error
+    monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", None)  # calling it raises an error
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR.*--tokenizer byte"):
-        data.tokenizer("gpt2")
-    monkeypatch.setattr(data.tiktoken, "get_encoding", lambda name: time.sleep(5))
-    monkeypatch.setattr(data, "DOWNLOAD_S", 0.1)
+        tokenizer.make_tokenizer("gpt2")
+    monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", lambda name: time.sleep(5))
+    monkeypatch.setattr(tokenizer, "DOWNLOAD_S", 0.1)
     with pytest.raises(UserError, match="no answer in 0.1 s"):
-        data.tokenizer("gpt2")
+        tokenizer.make_tokenizer("gpt2")
 
 
 def test_ended_program_leaves_no_unfinished_folder(tmp_path):

@@ -1,0 +1,151 @@
+"""Models out and in, in Hugging Face's Llama format.
+
+    python export.py --model out/edit/model.pt --out my_model
+    torchrun ... train.py --init_from my_model --data my_corpus    # or --init_from out/edit/model.pt
+
+model.py is that architecture; only names and the fused matrices differ. What model.py does not have
+is replaced at loading: heads that share keys and values get copies of their own, a tied output
+matrix becomes a copy of the embedding. Anything else (biases, other norms, scaled rotary positions)
+is refused. Needs the package safetensors.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data import new_folder
+from model import ModelConfig, make_layer
+from plumbing.config import Parser, UserError, optional, run_command
+from tokenizer import UNKNOWN, to_json
+
+FIELDS = {  # of ModelConfig -> of config.json
+    "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size",
+    "block_size": "max_position_embeddings", "vocab_size": "vocab_size",
+    "n_hidden": "intermediate_size", "rope_base": "rope_theta", "norm_eps": "rms_norm_eps",
+}  # fmt: skip
+FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+TENSORS = {  # our matrix or gain -> theirs; several are its rows
+    "embedding": ["model.embed_tokens"], "norm": ["model.norm"], "output": ["lm_head"],
+    "attention_norm": ["input_layernorm"], "mlp_norm": ["post_attention_layernorm"],
+    "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "out": ["self_attn.o_proj"], "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+    "down": ["mlp.down_proj"],
+}  # fmt: skip
+
+
+@dataclass
+class Source:
+    """A model in files. tensors: model.Llama's state dict, in its shapes; mapped where they can."""
+
+    path: str
+    config: ModelConfig
+    tokenizer: str  # the argument of make_tokenizer()
+    tensors: dict
+    notes: str = ""  # what was replaced
+
+
+def shapes(config: ModelConfig) -> dict:
+    """Name in model.Llama's state dict -> shape."""
+    with torch.device("meta"):
+        layers = [make_layer(config, l).named_parameters() for l in range(config.n_layer + 2)]
+    return {f"layers.{l}.{name}": p.shape for l, named in enumerate(layers) for name, p in named}
+
+
+def their_names(config: ModelConfig, name: str) -> list:
+    """For example of layers.1.qkv.weight."""
+    layer, ours = int(name.split(".")[1]), name.split(".")[2]
+    block = f"model.layers.{layer - 1}." if 0 < layer <= config.n_layer else ""
+    return [f"{block}{each}.weight" for each in TENSORS["embedding" if layer == 0 else ours]]
+
+
+def open_model(path: str) -> Source:
+    """A model.pt of train.py, or a folder in Hugging Face's Llama format. Raises UserError, one
+    line that names what is missing, damaged or foreign."""
+    try:
+        if Path(path).is_dir():
+            source = open_folder(Path(path))
+        else:
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            config = ModelConfig(**saved["model_config"])
+            source = Source(path, config, saved["tokenizer"], saved["model"])
+        for name, shape in shapes(source.config).items():
+            if source.tensors[name].shape != shape:
+                raise UserError(f"{name} has shape {tuple(source.tensors[name].shape)}")
+        return source
+    except Exception as error:  # files of other programs raise many kinds
+        kind = str(error) if isinstance(error, UserError) else type(error).__name__
+        kind = f"it has no {error}" if isinstance(error, KeyError) else kind
+        hint = "name a model.pt of train.py, or a folder with config.json and model.safetensors"
+        reason = getattr(error, "strerror", None) or kind
+        raise UserError(f"{str(path)[:200]} is no model ({reason}): {hint}") from None
+
+
+def open_folder(folder: Path) -> Source:
+    theirs = json.loads((folder / "config.json").read_text())
+    (config, kv_heads), index = read_config(theirs), folder / "model.safetensors.index.json"
+    names, files, tensors = {"model.safetensors"}, {}, {}
+    if index.exists():  # a large model
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    for name in names:
+        files |= optional("safetensors.torch").load_file(folder / name)
+    if tied := theirs.get("tie_word_embeddings", False):
+        files["lm_head.weight"] = files["model.embed_tokens.weight"]
+    copies = config.n_head // kv_heads  # of each head of keys and values
+    for name in shapes(config):
+        found = [files[each] for each in their_names(config, name)]
+        if len(found) == 3:  # queries, keys, values
+            heads = [x.unflatten(0, (kv_heads, -1)) for x in found[1:]]  # (heads, D, C)
+            found[1:] = [x.repeat_interleave(copies, dim=0).flatten(0, 1) for x in heads]
+        tensors[name] = torch.cat(found) if len(found) > 1 else found[0]
+    notes = [f"{kv_heads} heads of keys and values are copied to {config.n_head}"] * (copies > 1)
+    notes += ["the tied output matrix is a copy of the embedding"] * tied
+    path = folder / "tokenizer.json"
+    tokenizer = path.read_text() if path.exists() else UNKNOWN
+    return Source(str(folder), config, tokenizer, tensors, "; ".join(notes))
+
+
+def read_config(theirs: dict) -> tuple:
+    """config.json -> (ModelConfig, heads of keys and values)."""
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    theirs = {"rope_theta": 10000.0, "rope_type": rope.get("type")} | theirs | rope
+    heads = theirs["num_attention_heads"]
+    fixed = FIXED | {"rope_type": "default", "head_dim": theirs["hidden_size"] // heads}
+    for field, value in (fixed | {"quantization_config": None}).items():
+        if theirs.get(field) not in (value, None):
+            raise UserError(f"config.json has {field} {theirs[field]}, model.py has {value}")
+    config = ModelConfig(**{ours: theirs[name] for ours, name in FIELDS.items()})
+    return config, theirs.get("num_key_value_heads") or heads
+
+
+def write_folder(source: Source, out: str):
+    """Write the new folder `out`, whole or not at all. Raises UserError."""
+    config, tensors = source.config, {}
+    for name in shapes(config):
+        theirs = their_names(config, name)
+        tensors |= dict(zip(theirs, map(torch.clone, source.tensors[name].chunk(len(theirs)))))
+    described = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()} | FIXED
+    described |= {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+    files = {"config.json": described}
+    if source.tokenizer != UNKNOWN:
+        files["tokenizer.json"], described["eos_token_id"] = to_json(source.tokenizer)
+        files["tokenizer_config.json"] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    with new_folder(out) as folder:
+        save_file = optional("safetensors.torch").save_file
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        for name, content in files.items():
+            (folder / name).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main():
+    parser = Parser(description="Write a model of train.py in Hugging Face's Llama format.")
+    parser.add_argument("--model", required=True, metavar="FILE", help="a run's model.pt")
+    parser.add_argument("--out", required=True, metavar="DIR", help="new folder")
+    args = parser.parse_args()
+    write_folder(open_model(args.model), args.out)
+    print(f"{args.out}: transformers.AutoModelForCausalLM.from_pretrained({args.out!r})")
+
+
+if __name__ == "__main__":
+    run_command("export.py", main)

@@ -1,0 +1,177 @@
+"""Models out and in, with the real client: transformers. `.ci/run` installs it, see
+requirements-ecosystem.txt."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+
+import data
+import export
+import tokenizer
+import train
+from model import Llama
+from plumbing import launch
+from plumbing.config import UserError
+from ranks import ROOT, Launch, run_training
+from sample import continue_text, load_model
+
+pytestmark = pytest.mark.ecosystem
+SHAPE = dict(n_layer=2, n_head=4, n_embd=32, block_size=64, dtype="fp32")
+THEIRS = dict(
+    hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=80,
+    vocab_size=300, max_position_embeddings=64,
+)  # fmt: skip
+
+
+@pytest.fixture
+def transformers(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = pytest.importorskip("transformers")
+    found.utils.logging.disable_progress_bar()
+    found.utils.logging.set_verbosity_error()
+    return found
+
+
+@pytest.fixture
+def model_pt(tmp_path, corpus_folder):
+    """The model of a short run, far from its initial values."""
+    options = SHAPE | dict(method="minibatch", max_steps=30, lr=0.05, batch_size=4)
+    run_training(1, corpus_folder, out_dir=tmp_path / "run", **options)
+    return tmp_path / "run" / "model.pt"
+
+
+def exported(model_pt, out):
+    export.write_folder(export.open_model(str(model_pt)), str(out))
+    return out
+
+
+def their_llama(transformers, folder, **more):
+    """A random model of theirs, saved."""
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**THEIRS | more))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder, max_shard_size=more.get("shard", "5GB"))
+    return model.eval()
+
+
+def test_exported_model_is_the_same_for_transformers(transformers, model_pt, tmp_path):
+    ours, encoding = load_model(model_pt)
+    folder = exported(model_pt, tmp_path / "out")
+    theirs, loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loaded.values()), loaded  # no missing, unexpected or other key
+    theirs, tokens = theirs.eval(), torch.randint(257, (3, 64))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=2e-5)
+    theirs_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = theirs_tokenizer("import os\n", return_tensors="pt")
+    assert prompt.input_ids.tolist() == [list(b"import os\n")]
+    written = theirs.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=0)
+    text = continue_text(ours, encoding, "import os\n", count=40, temperature=0.0)
+    assert theirs_tokenizer.decode(written[0]).removesuffix("<|endoftext|>") == text
+
+
+@pytest.mark.parametrize("more", [
+    dict(), dict(num_key_value_heads=2, tie_word_embeddings=True), dict(num_key_value_heads=1),
+    dict(rope_parameters={"rope_type": "default", "rope_theta": 500.0}, rms_norm_eps=1e-3),
+    dict(shard="40KB"),
+])  # fmt: skip
+@pytest.mark.parametrize("ranks, shards", [(1, 1), (4, 2)])
+def test_run_starts_from_their_model(transformers, corpus_folder, tmp_path, more, ranks, shards):
+    theirs = their_llama(transformers, tmp_path / "hf", **more)
+    (tmp_path / "run").mkdir()
+    np.arange(300, dtype=np.uint16).repeat(9).tofile(tmp_path / "train.bin")
+    argv = dict(init_from=tmp_path / "hf", data=tmp_path / "train.bin", vocab_size=300, lr=0.0)
+    argv |= dict(method="edit", batch_size=2, shards=shards, max_steps=3, sync_warmup_steps=1)
+    argv |= dict(tau=2, device="cpu", dtype="fp32", eval_batches=1, out_dir=tmp_path / "run")
+    launched = Launch(ranks, tmp_path / "log", *(f"--{k}={v}" for k, v in argv.items()))
+    assert (launched.wait(), launched.lines("err")) == ([0] * ranks, [])
+    (line,) = [line for line in launched.lines("out") if line.startswith("init")]
+    heads, tied = more.get("num_key_value_heads", 4), more.get("tie_word_embeddings", False)
+    assert (f"{heads} heads of keys and values are copied to 4" in line) == (heads < 4)
+    assert ("tied output matrix" in line) == tied
+    tokens = torch.randint(300, (2, 64))
+    for path in tmp_path / "hf", tmp_path / "run" / "model.pt":
+        source = export.open_model(str(path))
+        ours = Llama(source.config)
+        ours.load_state_dict(source.tensors)
+        with torch.no_grad():
+            torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_round_trip_is_exact(transformers, model_pt, tmp_path):
+    first = export.open_model(str(model_pt))
+    second = export.open_model(str(exported(model_pt, tmp_path / "out")))
+    assert first.config == second.config and not second.notes
+    assert first.tensors.keys() == second.tensors.keys()
+    assert all(torch.equal(x, second.tensors[name]) for name, x in first.tensors.items())
+    text = "def naïve():\r\n\treturn '\u03c0 \U0001f642'\n" * 7000
+    byte, fast = tokenizer.make_tokenizer("byte"), tokenizer.make_tokenizer(second.tokenizer)
+    tokens = byte.encode(text)
+    assert len(tokens) > 200_000 and fast.encode(text) == tokens and fast.decode(tokens) == text
+    assert (fast.eot_token, fast.n_vocab) == (256, 257)
+    again = exported(tmp_path / "out", tmp_path / "again")  # keeps their tokenizer.json
+    for name in "config.json", "model.safetensors", "tokenizer.json":
+        same = [(folder / name).read_bytes() for folder in (tmp_path / "out", again)]
+        assert json.loads(same[0]) == json.loads(same[1]) if name[-4:] == "json" else same[0] == same[1]
+
+
+def test_byte_pairs_of_tiktoken_give_the_same_tokens_in_a_tokenizer_json(transformers):
+    pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""  # GPT-2's
+    text, ranks = (ROOT / "RESULTS.md").read_text(), {bytes([i]): i for i in range(256)}
+    pairs = Counter(text[i : i + 2].encode() for i in range(len(text) - 1))
+    for pair, _ in pairs.most_common(200):
+        ranks.setdefault(pair, len(ranks))
+    for triple, _ in Counter(text[i : i + 3].encode() for i in range(len(text) - 2)).most_common(99):
+        if triple[:-1] in ranks:
+            ranks.setdefault(triple, len(ranks))
+    special = {"<|endoftext|>": len(ranks)}
+    encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    monkey = tokenizer.make_tokenizer
+    tokenizer.make_tokenizer = lambda name: encoding if name == "gpt2" else monkey(name)
+    try:
+        content, eot = tokenizer.to_json("gpt2")
+    finally:
+        tokenizer.make_tokenizer = monkey
+    fast = tokenizer.make_tokenizer(json.dumps(content))
+    assert eot == fast.eot_token == len(ranks) and fast.encode(text) == encoding.encode(text)
+
+
+def test_their_tokenizer_makes_a_corpus_and_a_model_that_is_exported_with_it(
+    transformers, tmp_path, monkeypatch
+):
+    tokenizers = pytest.importorskip("tokenizers")
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=290, special_tokens=["</s>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    text = (ROOT / "README.md").read_text()
+    trained.train_from_iterator([text], trainer)
+    their_llama(transformers, tmp_path / "hf")
+    trained.save(str(tmp_path / "hf" / "tokenizer.json"))
+    documents = data.text_documents([ROOT / "README.md"])
+    meta = data.write_corpus(documents, str(tmp_path / "hf"), str(tmp_path / "corpus"))
+    assert (meta["tokenizer"], meta["vocab_size"]) == ("tokenizer.json", 300)  # the model's
+    corpus = data.load(str(tmp_path / "corpus"))
+    ids = corpus.tokens[np.arange(len(corpus.tokens))]
+    assert trained.decode(ids[:-1].tolist()) == text and ids[-1] == 0
+    argv = [f"--init_from={tmp_path / 'hf'}", f"--data={tmp_path / 'corpus'}", "--method=minibatch"]
+    argv += f"--max_steps=2 --device=cpu --eval_batches=1 --out_dir={tmp_path / 'run'}".split()
+    launched = Launch(1, tmp_path / "log", *argv)
+    assert (launched.wait(), launched.lines("err")) == ([0], [])
+    folder = exported(tmp_path / "run" / "model.pt", tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert theirs(text).input_ids == ids[:-1].tolist()
+    model, encoding = load_model(str(folder))
+    assert continue_text(model, encoding, "README", count=5).startswith("README")
+    other = ["--n_layer=3", "--n_hidden=64"]
+    for more in [[each] for each in other]:
+        with pytest.raises(UserError, match=f"another shape: leave out {more[0][:6]}"):
+            launch.set_up([*argv, *more, "--overwrite"], train.METHODS, 0, 1)
