@@ -58,10 +58,10 @@ def translate_comm_errors():
 
 
 class Handle:
-    """A collective in flight. waited_s, if given, adds up the seconds that the host waits."""
+    """A collective in flight. mesh: whose waiting counts."""
 
-    def __init__(self, works=(), name="", waited_s=None):
-        self.works, self.name, self.waited_s = works, name, waited_s
+    def __init__(self, works=(), name="", mesh=None):
+        self.works, self.name, self.mesh = works, name, mesh
 
     def wait(self):
         if not self.works:
@@ -71,9 +71,10 @@ class Handle:
             for work in self.works:
                 work.wait()
                 link_s += getattr(work, "link_s", 0.0)  # waited for a simulated link
-        if self.waited_s:
-            self.waited_s["link"] += link_s
-            self.waited_s["others"] += time.perf_counter() - began - link_s
+        if self.mesh:
+            ended = time.perf_counter()
+            self.mesh.waited("others", began, ended - link_s)
+            self.mesh.waited("link", ended - link_s, ended)
         self.works = ()
 
     def is_completed(self) -> bool:
@@ -114,6 +115,7 @@ class Mesh:
         # Seconds that the host has waited for traffic between replicas. others: for other replicas
         # and a real link; link: for a simulated link. (For waits on NCCL see RoundRecord.stall().)
         self.waited_s = {"others": 0.0, "link": 0.0}
+        self.spans = None  # --timeline: a list of (name, begin, end), seconds of perf_counter()
 
     def _group(self, name, grid, row):
         process_groups = []
@@ -129,6 +131,14 @@ class Mesh:
             # [start] all-reduce, 1 scalar, once per group
             dist.all_reduce(torch.zeros(1, device=self.device), group=group.process_group)
         return group
+
+    def waited(self, cause: str, begin: float, end: float):
+        self.waited_s[cause] += end - begin
+        self.note(f"wait for {cause}", begin, end)
+
+    def note(self, name: str, begin: float, end: float):
+        if self.spans is not None:
+            self.spans.append((name, begin, end))
 
     @contextmanager
     def uncounted(self):
@@ -155,12 +165,12 @@ class Mesh:
         with translate_comm_errors(), record_function(name):
             works = start()
         if crosses_replicas:  # shm may wait here for a free slot
-            self.waited_s["others"] += time.perf_counter() - began
+            self.waited("others", began, time.perf_counter())
         self.calls[name] += 1
         self.sent["sync" if crosses_replicas else "shard"] += sent_bytes
         if crosses_replicas and self.link:
-            works = [self.link.carry(works, sent_bytes, hops)]
-        return Handle(works, name, self.waited_s if crosses_replicas else None)
+            works = [self.link.carry(works, sent_bytes, hops, self.note)]
+        return Handle(works, name, self if crosses_replicas else None)
 
     def all_gather(self, whole: torch.Tensor, group: Group) -> Handle:
         """Fill `whole` (flat, group.size equal pieces); this rank's own piece is in place."""

@@ -179,8 +179,7 @@ class Cluster:
         """Change the learning rate that train.py has just set for this step."""
         if self.disturbances.hits(self.disturbances.scaled, step, self.mesh.replica):
             optimizer.lr *= self.disturbances.scaled[3]
-        if self.pauses:
-            self.began, self.waited = time.perf_counter(), sum(self.mesh.waited_s.values())
+        self.began, self.waited = time.perf_counter(), sum(self.mesh.waited_s.values())
 
     def batch(self, tensors: tuple, vocab_size: int, step: int, micro_step: int) -> tuple:
         """The batch (inputs, targets), (B, T) each, or random tokens in its place."""
@@ -204,6 +203,7 @@ class Cluster:
 
     def after_step(self, method):
         """Each step with averaged gradients is a round."""
+        self.mesh.note("step", self.began, time.perf_counter())
         if self.virtual_clock and method.local_steps == 0:
             steps = [1] * self.mesh.replicas
             if not method.averages_gradients:
@@ -214,8 +214,9 @@ class Cluster:
 class Transfer:
     """A collective on the link. wait() returns when it has arrived, like torch's Work."""
 
-    def __init__(self, works, seconds, latency_s, on_cuda):
+    def __init__(self, works, seconds, latency_s, on_cuda, note):
         self.works, self.seconds, self.latency_s, self.on_cuda = works, seconds, latency_s, on_cuda
+        self.note = note  # Mesh.note
         self.begun, self.finish, self.error = threading.Event(), None, None
         self.link_s = 0.0  # how long wait() waited for the link, not for other ranks
 
@@ -239,10 +240,11 @@ class SimulatedLink:
         self.transfers = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def carry(self, works: list, sent_bytes: float, hops: int) -> Transfer:
+    def carry(self, works: list, sent_bytes: float, hops: int, note) -> Transfer:
         """Queue a collective in flight, torch's works, behind what is on the link already."""
         seconds = sent_bytes * FRAMING / self.bytes_per_s
-        transfer = Transfer(works, seconds, hops * self.latency_s, self.device.type == "cuda")
+        on_cuda = self.device.type == "cuda"
+        transfer = Transfer(works, seconds, hops * self.latency_s, on_cuda, note)
         self.transfers.put(transfer)
         return transfer
 
@@ -255,8 +257,10 @@ class SimulatedLink:
             try:
                 for work in transfer.works:
                     self._wait(work)
-                free = max(time.perf_counter(), free) + transfer.seconds
+                begin = max(time.perf_counter(), free)
+                free = begin + transfer.seconds
                 transfer.finish = free + transfer.latency_s
+                transfer.note("link", begin, free)
             except Exception as error:  # a lost neighbour: transfer.wait() raises it
                 transfer.error = error
             transfer.begun.set()

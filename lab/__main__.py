@@ -16,7 +16,8 @@ a seed that no other experiment reports. The others take the best settings from 
 import json
 import math
 
-from lab import timeline
+from lab import planner
+from lab import timeline as timeline_module
 from lab.plot import METHODS, Panel
 from lab.rows import over, times_and_losses
 from lab.runs import BASE, RESULTS, Experiment, Run, main
@@ -150,6 +151,34 @@ def link(seed, quick):
     return runs
 
 
+def replicas_of(run) -> list:
+    """A row per replica."""
+    command = {"command": run.command(*run.stages[0])}
+    return [run.columns | row | command for row in timeline_module.read_timeline(run.folder)]
+
+
+TITLE = "Lost time: two replicas on a slow link, replica 1 half as fast"
+
+
+@Experiment(
+    ("computing",), rows_of=replicas_of,
+    picture=lambda rows, path: timeline_module.draw(rows, path, TITLE),
+)  # fmt: skip
+def timeline(seed, quick):
+    """When does each replica compute, and when does it wait?"""
+    flags = {"link_mbps": 60, "slow_replica": "1:2", "batch_size": 16, "dtype": "fp32"}
+    flags |= {"sync_warmup_steps": 0, "eval_interval": 10**6, "checkpoint_interval": 0}
+    flags |= {"timeline": True, "log_interval": 8}
+    runs = []
+    for method in ("minibatch", "diloco", "edit", "co2", "streaming_diloco", "a_edit"):
+        flags["max_steps"] = {"minibatch": 16, "a_edit": 60}.get(method, 40)
+        # as long as 8 steps of the slow replica
+        rounds = {"tau_time_s": 2.6, "virtual_clock": False} if method == "a_edit" else {}
+        two, seedless = ((2, None),), {"seed": None}
+        runs.append(training(method, TUNING_SEED, 8, two, seedless, **flags | rounds))
+    return runs[:3] if quick else runs
+
+
 @Experiment(
     ("tokens_per_s", "val_loss"),
     combine=times_and_losses,
@@ -234,12 +263,12 @@ def elastic(seed, quick):
 
 
 @Experiment(
-    tuple(timeline.LEVELS),
-    combine=lambda rows: timeline.rows(), summary=timeline.needed,
+    tuple(planner.LEVELS),
+    combine=lambda rows: planner.rows(), summary=planner.needed,
     panels=[
         Panel("gbit_per_s", "utilization", "Gbit/s between replicas", "compute utilization",
               f"{model[:-1]} billion parameters", {"model": model}, log=10, xlim=(0.3, 1000))
-        for model in timeline.MODELS
+        for model in planner.MODELS
     ],
 )  # fmt: skip
 def scale(seed, quick):

@@ -15,6 +15,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lab import timeline
 from lab.rows import GRAY, METHODS, in_order, read_run
 from plumbing.config import NOT_RESUMED, Parser, UserError, run_command
 
@@ -154,10 +155,14 @@ def main():
     parser = Parser(description="Draw the validation loss of runs side by side.")
     parser.add_argument("runs", nargs="+", metavar="FOLDER", help="a run's out_dir")
     parser.add_argument("--out", default="curves.svg", help="the picture (default: curves.svg)")
+    parser.add_argument("--timeline", action="store_true", help="when they compute and wait")
     args = parser.parse_args()
     if not args.out.endswith(".svg"):
         name = Path(args.out).with_suffix(".svg")
         raise UserError(f"--out {args.out}: pictures are SVG; name it {name}")
+    if args.timeline:
+        timeline.draw([row for run in args.runs for row in timeline.read_timeline(run)], args.out)
+        return print(f"picture {args.out}")
     runs = [read_run(folder) for folder in args.runs]
     for folder, run in zip(args.runs, runs):
         if not run["step"]:

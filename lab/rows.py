@@ -30,7 +30,7 @@ METHODS = {  # in the order of all tables and figures: name, color, marker, line
     "a_edit": ("A-EDiT", "#009e73", "P", "-"),
 }
 CASE = (  # what distinguishes the rows, the seed apart
-    "method", "variant", "setting", "tau", "slowness", "clock", "disturbance", "link_mbps",
+    "method", "replica", "variant", "setting", "tau", "slowness", "clock", "disturbance", "link_mbps",
     "model", "gbit_per_s",
 )  # fmt: skip
 
@@ -40,8 +40,8 @@ CURVES = ("step", "tokens", "train_s", "sync_bytes", "val_loss")  # columns of t
 
 def read_run(folder) -> dict:
     """The record of a run: its rows `config` and `end` (None: it has not ended), a list per column
-    of its evaluations, and `steps`, the list of its step rows. Raises UserError for a file that is
-    not a record."""
+    of its evaluations, `steps`, the list of its step rows, and `rounds`, the steps of each replica
+    in each. Raises UserError for a file that is not a record."""
     path, rows = Path(folder, "metrics.jsonl"), defaultdict(list)
     try:
         for line in path.read_text().splitlines():
@@ -50,7 +50,8 @@ def read_run(folder) -> dict:
         curves = {name: [row[name] for row in rows["eval"]] for name in CURVES}
         config, end = rows["config"][0], rows["end"][0] if rows["end"] else None
         config["method"]  # a record without it is refused
-        return {"config": config, "end": end, "steps": rows["step"]} | curves
+        rounds = [row["steps"] for row in rows["sync"]]
+        return {"config": config, "end": end, "steps": rows["step"], "rounds": rounds} | curves
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path} is not the record of a run ({error})") from None
 
@@ -105,6 +106,7 @@ FORMATS = {  # column -> heading, format, factor
     "over_minibatch": ("over mini-batch", "{:+.1%}", 1), "step_ms": ("ms a step", "{:,.0f}", 1),
     "local_s": ("seconds after the warm-up", "{:,.0f}", 1),
     "tokens_per_s": ("tokens per second", "{:,.0f}", 1),
+    "computing": ("computes", "{:.0%}", 1),
     "over_one": ("over 1 replica", "{:+.1%}", 1), "excess": ("over undisturbed", "{:+.1%}", 1),
 }  # fmt: skip
 
@@ -120,7 +122,7 @@ def table(rows: list, columns: tuple) -> str:
         groups[tuple(row.get(name) for name in CASE)].append(row)
     for case, group in groups.items():
         case = (METHODS.get(case[0], case)[0], *case[1:])
-        cells = [str(case[i] or "") for i in keys]
+        cells = ["" if case[i] is None else str(case[i]) for i in keys]
         for name, (_, form, factor) in zip(columns, formats):
             values = [factor * row[name] for row in group]
             cell = form.format(statistics.mean(values))

@@ -144,6 +144,8 @@ class Experiment:
     panels: tuple = ()  # of the picture
     combine: object = list  # rows of the runs -> rows of the result
     summary: object = list  # rows of the result -> rows of the table
+    rows_of: object = lambda run: [run.row()]
+    picture: object = None  # in place of panels: draws (rows, path)
 
     def __call__(self, function):
         self.runs_of_seed, self.question = function, function.__doc__
@@ -164,14 +166,18 @@ def run_experiment(name: str, seeds: list, quick: bool):
     execute_all(runs)
     drawn = {column for panel in experiment.panels for column in (panel.x, panel.y)}
     kept = lambda row: {k: v for k, v in row.items() if k in drawn or not isinstance(v, list)}
-    rows = [kept(row) for row in experiment.combine([run.row() for run in runs])]
+    rows = [row for run in runs for row in experiment.rows_of(run)]
+    rows = [kept(row) for row in experiment.combine(rows)]
     folder.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
     (folder / f"{name}.json").write_text(f"[\n{lines}\n]\n")
     print(table(experiment.summary(rows), experiment.columns))
     print(f"results {folder / name}.json", flush=True)
+    picture = folder / f"{name}.svg"
     if experiment.panels:
-        draw(rows, experiment.panels, folder / f"{name}.svg")
+        draw(rows, experiment.panels, picture)
+    elif experiment.picture:
+        experiment.picture(json.loads((folder / f"{name}.json").read_text()), picture)
 
 
 def main():

@@ -1,107 +1,173 @@
-"""Compute utilization of every method, on paper: a simulated timeline of steps, layers and a link.
+"""When each replica of a run computes and waits: recorded with --timeline, drawn as a Gantt chart.
 
-    utilization(SCHEDULES["edit"], MODELS["10b"], 5.0)  # compute time / wall time at 5 Gbit/s
-    needed(rows())                      # the table: Gbit/s between the replicas for 50% to 99%
+    torchrun ... train.py --method edit --timeline --link_mbps 60 --slow_replica 1:2
+    python -m lab.plot --timeline out/edit out/diloco --out timeline.svg
 
-    compute               |forward 0 1 2|backward 2  1  0 |           |forward 0 1 2| ...
-    link, mini-batch                              | 2 | 1 | 0 |         # forward waits for all
-    link, EDiT                                            | 0 | 1 | 2 | # layer l waits for layer l
-
-Assumptions:
-(1) M = 2 replicas. An all-reduce then sends as much as an exchange with one partner, so NoLoCo has
-    DiLoCo's timeline. A-EDiT's replicas are equally fast.
-(2) The L layers are equal: each has 1/L of the parameters. A backward takes twice a forward.
-(3) A replica has one link. It sends one layer after the other, first come, first served, without
-    latency. Traffic inside a replica, outer steps and EDiT's norms take no time.
-(4) An element takes 16 bits, and 4 in the streaming methods. This repository sends 32 and 4.1.
-(5) A round has H = 100 steps. Streaming methods: 3 layers per fragment, strided, one step of delay.
-(6) Mini-batch sends a layer when its backward is done. The other methods here start after the step:
-    the inner optimizer clips the gradient first, and its norm needs all layers.
-
-Source: the simulation is ours; models and grid are from arXiv 2501.18512. tests/test_timeline.py
-compares it with table 4 of that paper.
+A span is a pair (begin, end), in seconds. A step computes where it does not wait. The shares are
+over whole rounds, without the first and the last one, and each replica has its own: a window of
+seconds would cut rounds. On a GPU the host only queues most of its work: use gloo or shm there.
 """
 
-import itertools
+import json
+import zlib
 from collections import defaultdict
-from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 
-H = 100  # inner steps per round
-LEVELS = {"50%": 0.5, "80%": 0.8, "90%": 0.9, "95%": 0.95, "99%": 0.99}
+from lab.rows import GRAY, METHODS, read_run
+from plumbing.config import UserError, optional
 
-
-@dataclass
-class Model:
-    parameters: float
-    layers: int
-    step_s: float  # seconds of pure compute
-
-
-MODELS = {"1b": Model(1e9, 24, 0.1), "10b": Model(1e10, 48, 0.8), "100b": Model(1e11, 108, 4.9)}
+COMPUTES = ("#0072b2", "#5aa9d6")  # two shades, in turns, so that steps can be told apart
+WAITS = {"wait for link": ("#e69f00", "waits for the link"),
+         "wait for others": ("#d7d7d7", "waits for the other replica")}  # fmt: skip
+LINK = "#444444"
+SECONDS = 9.0  # that are drawn
 
 
-@dataclass
-class Schedule:
-    every: int = H  # steps between two syncs
-    bits: int = 16  # per element
-    blocks: int = 0  # layers per fragment; 0: all
-    delay: int = 0  # 0: the step after the sending one waits; 1: the step after that; ...
-    early: bool = False  # a layer is sent when its backward is done, else after the step
-    by_layer: bool = False  # layer l's forward waits for layer l, else the first for all
+def read_timeline(folder) -> list:
+    """A row per replica: method, replica, `computing` (share of the time), and spans by name, from
+    the beginning of the second round. Raises UserError if nothing was recorded."""
+    record, rows = read_run(folder), {}
+    for path in sorted(Path(folder).glob("timeline-*.json")):
+        found = json.loads(path.read_text())
+        rows.setdefault(found["replica"], found["spans"])
+    if not rows:
+        raise UserError(f"{folder}: the run has no timeline; train with --timeline")
+    begins = []
+    for replica, recorded in sorted(rows.items()):
+        spans = defaultdict(list)
+        for name, begin, end in recorded:
+            spans[name].append((begin, end))
+        rounds = [steps[replica] for steps in record["rounds"]] or [1] * len(spans["step"])
+        ends = list(accumulate(rounds, initial=len(spans["step"]) - sum(rounds)))
+        if len(ends) < 4:
+            raise UserError(f"{folder}: a timeline needs at least three rounds")
+        begin, end = (spans["step"][step][0] for step in (ends[1], ends[-2]))
+        waits = sum(cut(spans[name], begin, end) for name in WAITS)
+        rows[replica] = {"replica": replica, "computing": 1 - waits / (end - begin)}
+        rows[replica]["spans"] = spans
+        begins.append(begin)
+    for row in rows.values():
+        row["method"] = record["config"]["method"]
+        row["spans"] = {
+            name: drawn(spans, min(begins), merge=name in WAITS)
+            for name, spans in row["spans"].items()
+        }
+    return list(rows.values())
 
 
-SCHEDULES = {
-    "minibatch": Schedule(every=1, early=True),
-    **dict.fromkeys(["post_local_sgd", "slowmo", "diloco", "noloco"], Schedule()),
-    "co2": Schedule(delay=H),
-    **dict.fromkeys(["edit", "a_edit"], Schedule(by_layer=True)),
-    **dict.fromkeys(["streaming_diloco", "streaming_edit"], Schedule(blocks=3, delay=1, bits=4)),
-}
-
-
-def utilization(plan: Schedule, model: Model, gbit_per_s: float) -> float:
-    """Compute time / wall time, 0 to 1, of a steady round."""
-    L, forward_s = model.layers, model.step_s / 3
-    layer_s = forward_s / L
-    wire_s = model.parameters / L * plan.bits / (gbit_per_s * 1e9)  # a layer on the link
-    F = -(-L // (plan.blocks or L))
-    fragments = {(p + 1) * plan.every // F - 1: range(p, L, F) for p in range(F)}  # by step
-    waits = defaultdict(dict)  # step -> layer -> time of arrival
-    now = free = 0.0  # free: when the link has sent what is queued
-    for step in range(3 * plan.every):  # the third round is like all that follow
-        if step == 2 * plan.every:
-            start = now
-        for l, arrival in waits.pop(step, {}).items():
-            now = max(now, arrival - l * layer_s)  # to wait at layer l is to start later
-        now += forward_s
-        sent = fragments.get(step % plan.every, ())
-        for l in reversed(sent) if plan.early else sent:
-            done = now + 2 * (layer_s * (L - l) if plan.early else forward_s)
-            free = max(free, done) + wire_s
-            waits[step + 1 + plan.delay][l if plan.by_layer else 0] = free
-        now += 2 * forward_s
-    return plan.every * model.step_s / (now - start)
-
-
-def rows(schedules: dict = SCHEDULES) -> list:
-    """lab/results/scale.json: every model and method at 0.1 to 1000 Gbit/s, rising."""
-    links = [round(10 ** (-1 + 4 * k / 49), 3) for k in range(50)]  # the paper's: of ratio 1.207
+def drawn(spans: list, origin: float, merge: bool) -> list:
+    """The spans that a picture can show, from origin on, to the millisecond. merge: those with less
+    than 5 ms between them are one."""
     found = []
-    for name, method, gbit in itertools.product(MODELS, schedules, links):
-        used = round(utilization(schedules[method], MODELS[name], gbit), 4)
-        found.append({"model": name, "method": method, "gbit_per_s": gbit, "utilization": used})
-    return found
+    for begin, end in sorted(spans):
+        begin, end = round(begin - origin, 3), round(end - origin, 3)
+        if merge and found and begin - found[-1][1] < 0.005:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif -1 < begin < SECONDS:
+            found.append((begin, end))
+    return [(begin, end) for begin, end in found if end - begin > 0.003]
 
 
-def needed(rows: list) -> list:
-    """Rows of the table: the lowest rate, Gbit/s, that reaches each level, for every model and
-    method; of methods with equal rates only the first."""
-    found, different = defaultdict(dict), {}
-    for row in rows:
-        for name, level in LEVELS.items():
-            if row["utilization"] >= level:
-                found[row["model"], row["method"]].setdefault(name, row["gbit_per_s"])
-    for (model, method), rates in found.items():
-        row = {"model": model, "method": method} | rates
-        different.setdefault((model, *rates.values()), row)
-    return list(different.values())
+def cut(spans: list, begin: float, end: float) -> float:
+    """Seconds of the spans between begin and end."""
+    return sum(max(0.0, min(e, end) - max(b, begin)) for b, e in spans)
+
+
+def bars(axes, spans: list, y: float, height: float, color: str, edge="none"):
+    """Rectangles as one path, which keeps the SVG small. spans: those that the axes show."""
+    corners = [[(b, y), (b, y + height), (e, y + height), (e, y), (b, y)] for b, e in spans]
+    if corners:
+        path = optional("matplotlib.path").Path
+        whole = path.make_compound_path(*(path(each, closed=True) for each in corners))
+        style = {"facecolor": color, "edgecolor": edge, "linewidth": 0.8 * (edge != "none")}
+        axes.add_patch(optional("matplotlib.patches").PathPatch(whole, **style))
+
+
+def draw_replica(axes, row: dict, y: float, begin: float, end: float):
+    """A replica's bar of height 0.8 above y, and below it a thin line while its link is busy."""
+    inside = lambda name: [
+        (max(b, begin), min(e, end)) for b, e in row["spans"].get(name, ()) if e > begin and b < end
+    ]
+    for shade, color in enumerate(COMPUTES):
+        bars(axes, inside("step")[shade::2], y, 0.8, color)
+    for name, (color, _) in WAITS.items():
+        bars(axes, inside(name), y, 0.8, color)
+    bars(axes, inside("link"), y - 0.16, 0.12, LINK)
+
+
+def draw_rows(axes, rows: list):
+    """Two bars a method, from the top; at the right the shares."""
+    for i, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+        replicas = [row for row in rows if row["method"] == method]
+        for k, row in enumerate(replicas):
+            y = -2.7 * i - 1.05 * k
+            draw_replica(axes, row, y, 0.0, SECONDS)
+            small = {"va": "center", "fontsize": 8}
+            axes.text(SECONDS * 1.005, y + 0.4, f"{row['computing']:.0%}", **small)
+            axes.text(-0.005 * SECONDS, y + 0.4, str(row["replica"]), ha="right", **small)
+        both = sum(row["computing"] for row in replicas) / len(replicas)
+        place = {"va": "center", "weight": "bold"}
+        axes.text(SECONDS * 1.055, -2.7 * i - 0.15, f"{both:.0%}", fontsize=11, **place)
+        if i == 0:
+            axes.text(SECONDS * 1.055, 1.05, "computes", fontsize=8, va="bottom")
+        name = METHODS.get(method, (method,))[0]
+        axes.text(-0.025 * SECONDS, -2.7 * i - 0.15, name, ha="right", fontsize=10, **place)
+
+
+def draw_sync(axes, row: dict, text: str):
+    """One sync of a replica, enlarged: what it does, and what its link does."""
+    sent = [span for span in row["spans"]["link"] if span[1] - span[0] > 0.003 and span[0] > 0]
+    gaps = [i for i in range(1, len(sent)) if sent[i][0] - sent[i - 1][1] > 0.2]
+    layers = sent[: gaps[0]] if gaps else sent
+    begin, end = layers[0][0] - 0.25, layers[-1][1] + 0.35
+    draw_replica(axes, row | {"spans": row["spans"] | {"link": []}}, 0, begin, end)
+    for l, (b, e) in enumerate(layers):
+        bars(axes, [(b, e)], -0.75, 0.6, "none", LINK)
+        name = "whole model" if len(layers) == 1 else str(l)
+        if e - b > 0.03 * (end - begin):
+            axes.text((b + e) / 2, -0.45, name, ha="center", va="center", fontsize=7)
+    axes.set_title(f"{METHODS[row['method']][0]}: {text}", fontsize=9)
+    axes.set(xlim=(begin, end), ylim=(-0.8, 0.85), yticks=[], xticks=[])
+
+
+def checksum(rows: list) -> str:
+    """Of the rows, a line in the SVG: it shows whether a picture belongs to them."""
+    return f"crc32 of its rows: {zlib.crc32(json.dumps([row['spans'] for row in rows]).encode())}"
+
+
+SYNCS = {
+    "diloco": "stands still", "edit": "computes layer l while later ones travel",
+    "co2": "computes on",
+}  # fmt: skip
+
+
+def draw(rows: list, path, title="Lost time"):
+    """Write the picture as SVG. Raises UserError without matplotlib."""
+    figure_module, patches = optional("matplotlib.figure"), optional("matplotlib.patches")
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    syncs = [method for method in SYNCS if method in methods]
+    colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color"), GRAY)
+    settings = colors | {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": ""}
+    with optional("matplotlib").rc_context(settings | {"font.sans-serif": ["DejaVu Sans"]}):
+        heights = [0.45 + 0.62 * len(methods), 1.1 * bool(syncs) or 0.01]
+        figure = figure_module.Figure((10, sum(heights) + 0.6), layout="constrained")
+        grid = figure.add_gridspec(2, max(1, len(syncs)), height_ratios=heights)
+        axes = figure.add_subplot(grid[0, :])
+        draw_rows(axes, rows)
+        axes.set(xlim=(0, SECONDS), ylim=(-2.7 * len(methods) + 1.3, 1), yticks=[], xlabel="seconds")
+        axes.set_title(title, fontsize=11, weight="bold", loc="left")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        for k, method in enumerate(syncs):
+            last = [row for row in rows if row["method"] == method][-1]
+            sync = figure.add_subplot(grid[1, k])
+            sync.spines[:].set_visible(False)
+            draw_sync(sync, last, SYNCS[method])
+            for y, what in ((0.4, f"replica {last['replica']}"), (-0.45, "its link, by layer")):
+                if k == 0:
+                    sync.text(sync.get_xlim()[0], y, what + "  ", ha="right", va="center", fontsize=8)
+        shown = [*zip(COMPUTES[:1], ["computes"]), *WAITS.values(), (LINK, "its link is busy")]
+        handles = [patches.Patch(color=color, label=label) for color, label in shown]
+        figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
+        metadata = {"Date": None, "Description": checksum(rows)}
+        figure.savefig(path, format="svg", transparent=True, metadata=metadata)

@@ -155,6 +155,7 @@ class Config:
     compile: bool = option(False, "torch.compile each layer")
     recompute: bool = option(False, "recompute blocks in the backward, keep only their inputs")
     profile: bool = option(False, "trace a few early steps into OUT_DIR/trace-RANK.json")
+    timeline: bool = option(False, "note when the host computes and waits: OUT_DIR/timeline-RANK.json")
     dry_run: bool = option(False, "print memory and traffic of the run, for any mesh, and exit")
     log_interval: int = option(10, "steps between log lines", low=1)
     eval_interval: int = option(200, "steps between evaluations (at round ends)", low=1)
@@ -245,7 +246,7 @@ GROUPS = {  # first flag of each group of --help -> its title
 }
 # Flags of this machine or this start: a resumed run does not take them from the checkpoint.
 NOT_RESUMED = {"out_dir", "device", "backend", "replicas", "resume", "overwrite", "profile"}
-NOT_RESUMED |= {"dry_run", "init_from"}
+NOT_RESUMED |= {"dry_run", "init_from", "timeline"}
 
 
 def parse(argv: list, methods: dict, simulation_class, saved: dict | None = None) -> tuple:

@@ -278,7 +278,9 @@ def make_mesh(setup: Setup, store) -> Mesh:
     if environment()[0] == 0:  # nothing can be refused any more; the others wait in Mesh()
         checkpoint.clean_up(config.out_dir, config.overwrite)
     with translate_comm_errors():
-        return Mesh(config.shards, device, config.timeout_s, backend, link)
+        mesh = Mesh(config.shards, device, config.timeout_s, backend, link)
+    mesh.spans = [] if config.timeline else None
+    return mesh
 
 
 def keep_freed_memory():

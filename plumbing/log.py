@@ -285,9 +285,19 @@ class Log:
             more = f" | {bits:.3f} bits/byte" if math.isfinite(bits) else ""  # not of token files
             self.write("eval", row, more=more + (f" | spread {spread:.3g}" if spread else ""))
 
+    def write_timeline(self):
+        """Spans of this rank in seconds since 1970: the names are "step", "wait for others", "wait
+        for link" and "link" (a transfer on the simulated link)."""
+        since_1970 = time.time() - time.perf_counter()
+        spans = [(name, begin + since_1970, end + since_1970) for name, begin, end in self.mesh.spans]
+        path = Path(self.config.out_dir, f"timeline-{self.mesh.rank}.json")
+        path.write_text(json.dumps({"replica": self.mesh.replica, "spans": spans}))
+
     def end(self, method, val_loss: float):
         if self.tracer:
             self.tracer.stop()
+        if self.mesh.spans:
+            self.write_timeline()
         if self.file:
             now, peak = self.now(method), peak_memory_bytes(self.mesh.device)
             row = {"step": method.steps, "val_loss": val_loss, "train_s": now["train_s"]}

@@ -215,6 +215,7 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
         config, made = setup.config, []
         link = simulate.SimulatedLink(config, config.shards, CPU) if config.limits_link else None
         mesh = Mesh(config.shards, CPU, 60, lambda ranks, crosses: transport, link)
+        mesh.spans = [] if config.timeline else None
         method_class = train.METHODS[config.method]
 
         def make(model, mesh, *rest):

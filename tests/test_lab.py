@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 import lab.__main__ as lab
-from lab import plot, rows, runs
+from lab import plot, rows, runs, timeline
 from plumbing.checkpoint import list_checkpoints
 from plumbing.config import UserError, run_command
-from ranks import ROOT, context
+from ranks import ROOT, context, run_training
 
 RESULTS = sorted(ROOT.glob("lab/results/*.json"))
 SHORT = dict(max_steps=300, sync_warmup_steps=150, eval_interval=75, checkpoint_interval=4)
@@ -114,6 +114,8 @@ def test_figure_and_table_say_what_the_json_says(path):
     assert made_by == {run.command(*stage) for run in made for stage in run.stages}
     printed = rows.table(experiment.summary(found), experiment.columns)
     assert printed in (ROOT / "RESULTS.md").read_text()
+    if experiment.picture:
+        assert timeline.checksum(found) in path.with_suffix(".svg").read_text()
     panels_lines = [plot.lines_of(found, panel) for panel in experiment.panels]
     if panels_lines:  # the committed picture
         svg = path.with_suffix(".svg").read_text()
@@ -205,3 +207,41 @@ def test_plot_draws_records_of_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["plot.py", *folders, "--out", "x.png"])
     with pytest.raises(UserError, match="pictures are SVG; name it x.svg"):
         plot.main()
+
+
+def test_timeline_counts_whole_rounds_and_draws_what_a_run_has_recorded(tmp_path, monkeypatch):
+    """Worked out by hand: rounds of 2 steps of 1 s; in each the second step waits 0.3 s for the
+    other replica and 0.1 s for the link."""
+    record = [{"event": "config", "method": "diloco"}]
+    record += [{"event": "sync", "steps": [2, 2]} for _ in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, record)))
+    for replica in (0, 1):
+        spans = [("step", 100.0 + k, 101.0 + k) for k in range(8)]
+        for k in (1, 3, 5, 7) if replica == 0 else ():
+            spans += [("wait for others", 100.5 + k, 100.8 + k), ("wait for link", 100.8 + k, 100.9 + k)]
+            spans += [("link", 100.4 + k, 100.9 + k)]
+        text = json.dumps({"replica": replica, "spans": spans})
+        (tmp_path / f"timeline-{replica}.json").write_text(text)
+    first, second = timeline.read_timeline(tmp_path)
+    assert (first["computing"], second["computing"]) == (pytest.approx(1 - 0.8 / 4), 1.0)
+    # round 2 begins at 0
+    expected = [(-0.5, -0.2), (1.5, 1.8), (3.5, 3.8), (5.5, 5.8)]
+    assert first["spans"]["wait for others"] == expected
+    assert first["spans"]["step"][0] == (0.0, 1.0) and first["method"] == "diloco"
+    (tmp_path / "timeline-0.json").unlink()
+    (tmp_path / "timeline-1.json").unlink()
+    with pytest.raises(UserError, match="no timeline; train with --timeline"):
+        timeline.read_timeline(tmp_path)
+
+
+def test_timeline_of_a_run_is_drawn(tmp_path, corpus_folder, monkeypatch):
+    pytest.importorskip("matplotlib")
+    options = dict(method="diloco", tau=2, sync_warmup_steps=1, max_steps=9, timeline=True)
+    run_training(2, corpus_folder, out_dir=tmp_path, link_mbps=1, **options)
+    rows_ = timeline.read_timeline(tmp_path)
+    assert len(rows_) == 2 and all(0 < row["computing"] < 1 for row in rows_)
+    assert all(len(row["spans"]["link"]) >= 4 for row in rows_)
+    out = str(tmp_path / "x.svg")
+    monkeypatch.setattr(sys, "argv", ["plot.py", "--timeline", str(tmp_path), "--out", out])
+    plot.main()
+    assert ">DiLoCo<" in Path(out).read_text() and timeline.checksum(rows_) in Path(out).read_text()

@@ -73,10 +73,14 @@ def test_collectives_compute_and_count_what_they_promise():
 
 
 def test_waits_for_a_link_and_for_others_are_told_apart_and_own_faults_from_lost_ranks():
-    waited_s, work = {"others": 0.0, "link": 0.0}, SimpleNamespace(link_s=0.04)
-    work.wait = lambda: time.sleep(0.05)
-    Handle([work], "", waited_s).wait()
-    assert waited_s["link"] == 0.04 and 0.01 <= waited_s["others"] < 0.04
+    mesh, work = Mesh(1, CPU, alone=True), SimpleNamespace(link_s=0.04)
+    mesh.spans, work.wait = [], lambda: time.sleep(0.05)
+    Handle([work], "", mesh).wait()
+    waited_s = mesh.waited_s
+    assert waited_s["link"] == pytest.approx(0.04) and 0.01 <= waited_s["others"] < 0.04
+    (others, began, between), (link, same, ended) = mesh.spans  # for --timeline
+    assert (others, link, same) == ("wait for others", "wait for link", between)
+    assert (between - began, ended - same) == (waited_s["others"], waited_s["link"])
     own = torch.OutOfMemoryError, torch.AcceleratorError
     for raised, error in *zip(own, own), (RuntimeError, RankLostError):
         with pytest.raises(error), translate_comm_errors():

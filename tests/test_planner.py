@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.timeline import LEVELS, MODELS, SCHEDULES, Model, Schedule, needed, rows, utilization
+from lab.planner import LEVELS, MODELS, SCHEDULES, Model, Schedule, needed, rows, utilization
 from ranks import ROOT
 from train import METHODS
 
