@@ -162,7 +162,7 @@ class Plan:
 
     def round_lines(self) -> list:
         config, tokens = self.config, self.tokens_per_step
-        warmup = getattr(config, "sync_warmup_steps", 0)
+        warmup = vars(config).get("sync_warmup_steps", 0)  # mini-batch has no such flag
         sent = f"{size(self.sync_bytes())} per rank over the slow links"
         if hasattr(config, "tau_time_s"):
             lines = [f"round   {config.tau_time_s:g} s of training: {sent}"]
