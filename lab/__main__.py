@@ -96,7 +96,8 @@ FP32 = {"columns": {"variant": "32 bits"}, "quantize": "none"}
     ("val_loss", "over_minibatch", "local_bytes"),
     combine=over("over_minibatch", method="minibatch"),
     panels=[
-        Panel("local_bytes", "val_loss", "bytes per rank on slow links after the warm-up", log=10)
+        Panel("local_bytes", "val_loss", "sent per rank over slow links after the warm-up", log=10,
+              frontier=True)
     ],
 )
 def quality(seed, quick):
@@ -184,8 +185,9 @@ def timeline(seed, quick):
     combine=times_and_losses,
     panels=[
         Panel("slowness", "tokens_per_s", "slowness of a replica", "tokens per virtual second",
-              where={"clock": "virtual"}),
-        Panel("slowness", "val_loss", "slowness of a replica", where={"clock": "virtual"}),
+              where={"clock": "virtual"}, direct=True),
+        Panel("slowness", "val_loss", "slowness of a replica", where={"clock": "virtual"},
+              direct=True),
     ],
 )  # fmt: skip
 def stragglers(seed, quick):
@@ -210,18 +212,22 @@ def stragglers(seed, quick):
 # them EDiT has seen at least 11 healthy rounds.
 FAST, RANDOM = "learning rate x 100", "random tokens"
 SICK = {"none": {}, FAST: {"scale_lr": "3:241:256:100"}, RANDOM: {"random_tokens": "3:209:256"}}
-PARTS = ("anomaly_elimination", "weighted_averaging", "pseudo_grad_clipping")
+PARTS = {
+    "elimination": "anomaly_elimination", "weights": "weighted_averaging",
+    "clip": "pseudo_grad_clipping",
+}  # fmt: skip
 
 
 @Experiment(
     ("excess", "val_loss"),
     combine=over("excess", ("method", "seed"), disturbance="none"),
     panels=[
-        Panel("step_curve", "val_loss_curve", "steps", title=title, where=where, xlim=(192, 272))
-        for title, where in (
-            (f"replica 3: {FAST}", {"disturbance": FAST, "variant": ""}),
-            (f"replica 3: {RANDOM}", {"disturbance": RANDOM, "variant": ""}),
-            (f"EDiT, {FAST}", {"disturbance": FAST, "method": "edit"}),
+        Panel("step_curve", "val_loss_curve", "steps", title=title, where=where, xlim=(192, 272),
+              shade=(first, 256))
+        for title, where, first in (
+            (f"replica 3: {FAST}", {"disturbance": FAST, "variant": ""}, 241),
+            (f"replica 3: {RANDOM}", {"disturbance": RANDOM, "variant": ""}, 209),
+            (f"EDiT, {FAST}", {"disturbance": FAST, "method": "edit"}, 241),
         )
     ],
 )  # fmt: skip
@@ -233,9 +239,9 @@ def penalty(seed, quick):
         for method in ("diloco", "streaming_diloco", "edit", "streaming_edit"):
             columns, flags = {"disturbance": sick}, length | SICK[sick]
             runs.append(training(method, seed, columns=columns, **flags))
-    for part in () if quick else PARTS:
-        name, others = part.replace("_", " "), [other for other in PARTS if other != part]
-        for variant, off in (f"no {name}", [part]), (f"only {name}", others):
+    for name, part in () if quick else PARTS.items():
+        others = [other for other in PARTS.values() if other != part]
+        for variant, off in (f"without {name}", [part]), (f"only {name}", others):
             columns = {"variant": variant, "disturbance": FAST}
             flags = length | dict.fromkeys(off, False) | SICK[FAST]
             runs.append(training("edit", seed, columns=columns, **flags))
@@ -245,8 +251,7 @@ def penalty(seed, quick):
 @Experiment(
     ("val_loss", "over_one"),
     combine=over("over_one", variant="1 replica"),
-    panels=[Panel("step_curve", "over_one_curve", "steps", "loss over one replica's, relative")],
-)  # fmt: skip
+)
 def elastic(seed, quick):
     """May the number of replicas change during the training?"""
     first = BASE["sync_warmup_steps"] + BASE["checkpoint_interval"]

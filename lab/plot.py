@@ -39,6 +39,9 @@ class Panel:
     where: dict = field(default_factory=dict)  # draw only the rows with these values
     log: int = 0  # the base, if the x axis is logarithmic; its ticks are the powers
     xlim: tuple = (-math.inf, math.inf)  # draw only these points
+    shade: tuple = ()  # (first, last) x of a disturbance
+    direct: bool = False  # names at the ends of the lines, in place of a legend
+    frontier: bool = False  # points without lines, with their names and the line of the best
 
 
 def lines_of(rows: list, panel: Panel) -> dict:
@@ -90,14 +93,70 @@ def styles_of(panels_lines: list) -> dict:
 def draw_panel(axes, panel: Panel, lines: dict, styles: dict):
     for label, style in styles.items():
         x, y, lowest, highest = zip(*lines[label]) if label in lines else [()] * 4
+        style = style | ({"linestyle": "none"} if panel.frontier else {})
         axes.plot(x, y, markevery=max(1, len(x) // 6), **style)
         if lowest != highest:
             axes.vlines(x, lowest, highest, color=style["color"], linewidth=0.8)
     axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
+    if panel.shade:
+        axes.axvspan(*panel.shade, color=GRAY, alpha=0.15, linewidth=0)
     if panel.log:
         axes.set_xscale("log", base=panel.log)
         axes.minorticks_off()
     axes.grid(axis="y", alpha=0.3, linewidth=0.5)
+
+
+def name_points(axes, named: list):
+    """Write names to the right of their points, apart from each other, with a thin line to the
+    point if they had to move. named: (x, y, text, color)."""
+    to_points = lambda x, y: axes.transData.transform((x, y)) * 72 / axes.figure.dpi
+    last_x, last_y = -math.inf, -math.inf
+    column = lambda each: round(to_points(each[0], 0)[0] / 40)
+    for x, y, text, color in sorted(named, key=lambda each: (column(each), each[1])):
+        own_x, own_y = to_points(x, y)
+        last_y = max(own_y, last_y + 10) if own_x - last_x < 60 else own_y
+        last_x = own_x
+        place = {"xytext": (10, last_y - own_y), "textcoords": "offset points", "fontsize": 8}
+        line = {"arrowstyle": "-", "linewidth": 0.4, "color": color, "relpos": (0, 0.5)}
+        line = line if last_y - own_y > 2 else None
+        axes.annotate(text, (x, y), color=color, va="center", arrowprops=line, **place)
+
+
+def name_lines(axes, lines: dict, styles: dict, factors: bool):
+    """Write the names at the right end of the lines; equal lines have one name. factors: write, at
+    the points of the highest line, how many times as high as those of the lowest they are."""
+    same = defaultdict(list)
+    for label in filter(lines.get, styles):
+        same[str(lines[label])].append(label)
+    named = []
+    for labels in same.values():
+        methods = dict.fromkeys(METHODS[method][0] for method, _ in labels)
+        text = " = ".join(methods) if len(labels) > 1 else styles[labels[0]]["label"]
+        named.append((*lines[labels[0]][-1][:2], text, styles[labels[-1]]["color"]))
+    name_points(axes, named)
+    lowest, *_, highest = sorted(lines.values(), key=lambda line: line[-1][1])
+    for (x, low, *_), (_, high, *_) in zip(lowest, highest) if factors else ():
+        if high > low:
+            place = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
+            axes.annotate(f"x {high / low:.1f}", (x, high), fontsize=8, **place)
+
+
+def draw_frontier(axes, panel: Panel, rows: list, lines: dict, styles: dict):
+    """Names and tau at the points, a line through those that no other point beats, an arrow to
+    the best corner."""
+    taus = {(row["method"], row.get("variant"), row[panel.x]): row["tau"] for row in rows}
+    named, points = [], []
+    for label in filter(lines.get, styles):
+        for x, y, *_ in lines[label]:
+            tau = taus[*label, x]
+            text = styles[label]["label"] + f" {tau}" * (tau > 1)
+            named.append((x, y, text, styles[label]["color"]))
+            points.append((x, y))
+    best = [(x, y) for x, y in sorted(points) if all(y < other for at, other in points if at < x)]
+    axes.plot(*zip(*best), color=GRAY, linewidth=5, alpha=0.25, zorder=0)
+    name_points(axes, named)
+    corner = {"xycoords": "axes fraction", "arrowprops": {"arrowstyle": "->", "color": GRAY}}
+    axes.annotate("better", (0.01, 0.01), (0.08, 0.08), **corner)
 
 
 def draw(rows: list, panels: list, path):
@@ -110,23 +169,37 @@ def draw(rows: list, panels: list, path):
     panels = [panel for panel in panels if lines_of(rows, panel)]  # --quick leaves some empty
     panels_lines = [lines_of(rows, panel) for panel in panels]
     styles = styles_of(panels_lines)
-    scaled = EngFormatter(sep="")
-    number = lambda x, _: scaled(x) if x >= 1000 else f"{x:g}"  # 100M, not 10^8
+    plain, in_bytes = EngFormatter(sep=""), EngFormatter(unit="B")
+    number = lambda x, _: plain(x) if x >= 1e6 else f"{x:g}"  # 100M, not 10^8
     settings = {key: GRAY for key in ("text.color", "axes.labelcolor", "axes.edgecolor")}
     settings |= {"xtick.color": GRAY, "ytick.color": GRAY, "font.size": 9, "svg.fonttype": "none"}
     settings |= {"svg.hashsalt": "", "axes.spines.top": False, "axes.spines.right": False}
     settings |= {"font.sans-serif": ["DejaVu Sans"]}
     with matplotlib.rc_context(settings):
-        figure = matplotlib.figure.Figure((2.5 + 3.7 * len(panels), 4), layout="constrained")
-        one_scale = len({panel.y for panel in panels}) == 1
-        all_axes = figure.subplots(1, len(panels), sharey=one_scale, squeeze=False)[0]
+        width = 9 if panels[0].frontier else 2.5 + (4.5 if panels[0].direct else 3.7) * len(panels)
+        figure = matplotlib.figure.Figure((width, 4.5), layout="constrained")
+        shared = {f"share{axis}": len({getattr(each, axis) for each in panels}) == 1 for axis in "xy"}
+        all_axes = figure.subplots(1, len(panels), squeeze=False, **shared)[0]
         for axes, panel, lines in zip(all_axes, panels, panels_lines):
             draw_panel(axes, panel, lines, styles)
-            axes.xaxis.set_major_formatter(number)
-            if one_scale:
+            low, high = axes.get_xlim()
+            if panel.direct:  # room for the names
+                axes.set_xlim(low, high + 0.6 * (high - low))
+                axes.set_xticks(sorted({point[0] for line in lines.values() for point in line}))
+            if panel.frontier:
+                axes.set_xlim(low, high * 3)
+            axes.xaxis.set_major_formatter(in_bytes if panel.x.endswith("bytes") else number)
+            if shared["sharey"]:
                 axes.label_outer()
-        handles = axes.get_legend_handles_labels()
-        figure.legend(*handles, loc="outside right upper", frameon=False)
+        figure.draw_without_rendering()  # the scales are known from here on
+        for axes, panel, lines in zip(all_axes, panels, panels_lines):
+            if panel.frontier:
+                draw_frontier(axes, panel, rows, lines, styles)
+            elif panel.direct:
+                name_lines(axes, lines, styles, factors=panel.y == "tokens_per_s")
+        if not panels[0].direct and not panels[0].frontier:
+            handles = axes.get_legend_handles_labels()
+            figure.legend(*handles, loc="outside right upper", frameon=False)
         # Without a date the same figures give the same file.
         metadata = {"Date": None, "Description": checksum(panels_lines)}
         figure.savefig(path, format="svg", transparent=True, metadata=metadata)

@@ -12,10 +12,11 @@ import sys
 import pytest
 
 import data
+import export
+import lab.__main__  # the experiments
 import ranks
 import sample
 import simulate
-from lab import __main__ as experiments
 from lab import bench, plot, runs
 from plumbing.config import parse
 from ranks import ROOT, Launch, script
@@ -23,7 +24,7 @@ from train import METHODS
 
 TEXT = (ROOT / "README.md").read_text()
 RESULTS = (ROOT / "RESULTS.md").read_text()
-METHOD, EXPERIMENT = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+METHOD, TENSORBOARD = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
 def commands(text):
@@ -53,6 +54,11 @@ def test_file_tree_equals_the_folder():
     assert {name.strip() for names in named for name in names} == here
 
 
+def test_flags_of_the_slurm_script_are_valid():
+    argv = (ROOT / "plumbing" / "slurm.sh").read_text().split("train.py ")[1].split()
+    assert read_flags(argv).tokens_per_step % (8 * 2048) == 0
+
+
 @pytest.mark.parametrize("text", [TEXT, RESULTS], ids=["README", "RESULTS"])
 def test_every_command_names_real_files_modules_and_flags(text):
     seen = set()
@@ -69,14 +75,14 @@ def test_every_command_names_real_files_modules_and_flags(text):
         if modules == ["lab"]:
             assert set(words[3:4]) <= set(runs.EXPERIMENTS), command
         seen.update(scripts + modules)
-    expected = {"data.py", "sample.py", "lab", "lab.plot"} if text is TEXT else {"lab", "lab.bench"}
+    expected = {"data.py", "sample.py", "export.py", "lab", "lab.plot"} if text is TEXT else {"lab", "lab.bench"}
     assert {"train.py", *expected} <= seen
 
 
 def test_flags_in_the_text_exist(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
     show_bench = lambda: read_flags(["--help"], bench.Flags)
-    for show_help in (show_bench, data.main, sample.main, runs.main, plot.main):
+    for show_help in (show_bench, data.main, sample.main, export.main, runs.main, plot.main):
         with pytest.raises(SystemExit):
             show_help()
     known = capsys.readouterr().out + "--max-restarts --signal --include"  # torchrun, Slurm, grep
@@ -121,11 +127,20 @@ def test_commands_for_own_text_run_as_written(tmp_path):
     assert printed[2].startswith("def ")
 
 
-def test_experiments_have_valid_commands_also_the_one_in_the_readme(monkeypatch):
-    assert len(EXPERIMENT.splitlines()) <= 13
-    monkeypatch.setitem(runs.EXPERIMENTS, "outer_lr", None)  # to remove it after the test
-    exec(EXPERIMENT, dict(vars(experiments)))
-    assert runs.EXPERIMENTS["outer_lr"]
+@pytest.mark.ecosystem
+def test_record_is_readable_in_tensorboard_and_pandas(tmp_path, corpus_folder, monkeypatch):
+    tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = ranks.run_training(1, corpus_folder, out_dir=tmp_path / "out" / "edit", max_steps=3)
+    monkeypatch.chdir(tmp_path)
+    exec(TENSORBOARD, {})
+    found = tensorboard.EventAccumulator(str(tmp_path / "out" / "edit"))
+    found.Reload()
+    assert [event.value for event in found.Scalars("step/loss")] == pytest.approx(run.losses)
+    table = pytest.importorskip("pandas").read_json("out/edit/metrics.jsonl", lines=True)
+    assert table[table.event == "step"].loss.tolist() == pytest.approx(run.losses)
+
+
+def test_experiments_have_valid_commands():
     for name, experiment in runs.EXPERIMENTS.items():
         found = experiment.all_runs([1], quick=True)
         assert found or name == "scale"
