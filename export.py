@@ -1,7 +1,7 @@
 """Models out and in, in Hugging Face's Llama format.
 
     python export.py --model out/edit/model.pt --out my_model
-    torchrun ... train.py --init_from my_model --data my_corpus    # or --init_from out/edit/model.pt
+    torchrun ... train.py --init_from my_model --data my_corpus   # or --init_from out/edit/model.pt
 
 model.py is that architecture; only names and the fused matrices differ. What model.py does not have
 is replaced at loading: heads that share keys and values get copies of their own, a tied output

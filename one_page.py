@@ -1,4 +1,4 @@
-"""EDiT on one page: four replicas that take turns in one process. Run it, set a breakpoint anywhere.
+"""EDiT on one page: four replicas that take turns in one process. Set a breakpoint anywhere.
 
     python one_page.py      # about two minutes; it prints the losses of the distributed run:
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 4 train.py --method edit --device cpu --dtype fp32

@@ -113,6 +113,7 @@ def to_json(name: str) -> tuple:
     letters = {byte: chr(byte) for byte in printable}
     letters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
     spell = lambda token: "".join(letters[byte] for byte in token)
+    vocab = {spell(token): rank for token, rank in ranks.items()}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     level["use_regex"] = encoding.name != "byte"  # GPT-2's pattern
     merges = [list(map(spell, merged_from(token, ranks))) for token in tokens if len(token) > 1]
@@ -121,7 +122,7 @@ def to_json(name: str) -> tuple:
         "version": "1.0",
         "added_tokens": [{"id": eot, "content": ENDS_OF_TEXT[0], "special": True} | flags],
         "pre_tokenizer": level, "decoder": level,
-        "model": {"type": "BPE", "vocab": {spell(t): r for t, r in ranks.items()}, "merges": merges},
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }, eot  # fmt: skip
 
 

@@ -2,17 +2,12 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 -m lab.bench --shards 2  # mesh 1x2
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 -m lab.bench --shards 2  # mesh 2x2
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 -m lab.bench --sync
     python -m lab.bench --device cuda --model 124m --vocab_size 50304 --compile         # one GPU
 
     ours    a mini-batch step, as in train.py
     fsdp2   torch's fully_shard with the same layers, batch, dtype, fused AdamW and clipping
     plain   on one CPU rank, in place of fsdp2: an ordinary training loop
     bound   as many independent single processes at once as there are ranks
-
-With --sync every step ends with a sync. The table shows how long a sync of EDiT and of DiLoCo
-stalls the training (stall_ms, with the wait for the slower replica), beside a step without the sync
-(step_ms) and an all-reduce of the same bytes (wire_ms).
 
 The speed of a machine drifts, so the candidates take turns in one run, a few steps at a time:
 A B C, then B C A, and so on. A ratio is the median of the ratios of the turns. The other flags are
@@ -37,23 +32,19 @@ from mesh import Mesh
 from model import Llama
 from plumbing import launch
 from plumbing.config import UserError, option, parse, run_command
-from plumbing.log import Clock, RoundRecord
 from plumbing.plan import Plan
 from shard import ShardedModel
 from train import METHODS
 
 LR, DECAY, CLIP = 1e-3, 0.1, 1.0
-ROUNDS = f"--sync_warmup_steps 0 --tau 1 --max_steps {2**30}".split()  # a sync after every step
-LINK = {"link_mbps", "link_latency_ms"}
-NO_EFFECT = {f.name for f in dataclasses.fields(simulate.Config)} - LINK
-NO_EFFECT |= {"method", "resume", "dry_run", "accum", "tokens_per_step"}
+NO_EFFECT = {f.name for f in dataclasses.fields(simulate.Config)}
+NO_EFFECT |= {"method", "resume", "dry_run", "accum", "tokens_per_step", "init_from", "timeline"}
 
 
 @dataclass
 class Flags(simulate.Config):
     """The benchmark's flags, beside train.py's."""
 
-    sync: bool = option(False, "measure the syncs of EDiT and DiLoCo")
     repeats: int = option(5, "turns", low=1)
     steps: int = option(2, "timed steps per turn", low=1)
     vocab_size: int = option(257, "of the model; 257: bytes", low=2)
@@ -64,7 +55,7 @@ class Flags(simulate.Config):
 
 
 class OurStep:
-    """A step as in train.py."""
+    """A step of mini-batch as in train.py."""
 
     def __init__(self, plan: Plan, mesh: Mesh, batch: torch.Tensor):
         config, self.mesh, self.batch = plan.config, mesh, batch
@@ -74,21 +65,15 @@ class OurStep:
             layer.compile()
         self.optimizer = self.model.adamw(DECAY, (0.9, 0.999))  # torch's default
         self.optimizer.lr = LR
-        self.record = RoundRecord(mesh, Clock(mesh.device))
-        self.method = METHODS[config.method](self.model, mesh, config, self.record)
 
     def __call__(self):
-        model, method = self.model, self.method
-        method.before_step()
-        average = method.averages_gradients
+        model = self.model
         loss = model.forward(*self.batch)
-        ranks = self.mesh.world_size if average else self.mesh.shards
-        model.backward(1 / ranks, average_replicas=average)
-        metrics = model.step_metrics(loss, 0.0, average)
+        model.backward(1 / self.mesh.world_size, average_replicas=True)
+        metrics = model.step_metrics(loss, 0.0, averaged=True)
         model.clip_gradient(metrics.norm, CLIP)
         self.optimizer.step()
         model.invalidate_gathered()
-        method.after_step(LR, metrics)
 
 
 def torch_step(plan: Plan, mesh: Mesh, batch: torch.Tensor) -> dict:
@@ -168,87 +153,60 @@ def speedups(times: dict) -> dict:
     return row
 
 
-# ---- the two tables: lists of rows ----
-
-
-def compare_steps(plans: list, mesh: Mesh, batch: torch.Tensor) -> list:
-    (plan,) = plans
+def compare(plan: Plan, mesh: Mesh, batch: torch.Tensor) -> dict:
+    """The row of the table."""
     steps = {"ours": OurStep(plan, mesh, batch)}
     steps |= torch_step(plan, mesh, batch)
     if mesh.world_size > 1:
         steps["bound"] = OurStep(plan, Mesh(1, mesh.device, alone=True), batch)
     row = speedups(alternate(mesh, steps, plan.config))
     tokens = mesh.world_size * plan.tokens_per_micro_step
-    return [row | {"tokens_per_s": 1e3 * tokens / row["ours_ms"]}]
+    return row | {"tokens_per_s": 1e3 * tokens / row["ours_ms"]}
 
 
-def compare_syncs(plans: list, mesh: Mesh, batch: torch.Tensor) -> list:
-    steps = {plan.config.method: OurStep(plan, mesh, batch) for plan in plans}
-    config, vector = plans[0].config, torch.zeros_like(steps["edit"].model.master)
-    # [sync] all-reduce, sum P/N fp32, for comparison
-    wire = {"wire": lambda: mesh.all_reduce(vector, mesh.sync).wait()}
-    times = alternate(mesh, steps | wire, config)
-    ms = {name: statistics.median(values) for name, values in times.items()}
-    rows, turns = [], config.repeats * (config.steps + 1)
-    for name, step in steps.items():
-        stalls = [row["stall_ms"] for row in iter(step.record.take, None)]
-        stall_ms = statistics.median(stalls[-turns:])  # without the warm-up
-        row = {"method": name, "step_ms": ms[name] - stall_ms, "stall_ms": stall_ms}
-        row["stall_in_steps"] = stall_ms / row["step_ms"]
-        rows.append(row | {"wire_ms": ms["wire"]})
-    return rows
-
-
-def show(rows: list):
-    print("  ".join(f"{name:>10}" for name in rows[0]))
+def show(row: dict):
     text = lambda x: x if isinstance(x, str) else f"{x:.3g}" if abs(x) < 100 else f"{x:,.0f}"
-    for row in rows:
-        print("  ".join(f"{text(x):>{max(10, len(name))}}" for name, x in row.items()), flush=True)
+    for line in row, {name: text(x) for name, x in row.items()}.values():
+        widths = (max(10, len(name)) for name in row)
+        print("  ".join(f"{x:>{width}}" for x, width in zip(line, widths)), flush=True)
 
 
 # ---- the run ----
 
 
-def read_configs(argv: list, world_size: int) -> list:
-    """The config of each method that the table needs. Raises UserError."""
+def read_config(argv: list, world_size: int):
+    """The flags. Raises UserError."""
     argv = ["--model", "10m", "--batch_size", "2", *argv]
-    config, given = parse(argv, METHODS, Flags)
-    if refused := (NO_EFFECT if config.sync else NO_EFFECT | LINK) & given.keys():
-        where = "with --sync" if config.sync else "without --sync"
-        raise UserError(f"--{min(refused)}: it has no effect on the benchmark {where}")
+    config, given = parse([*argv, "--method", "minibatch"], METHODS, Flags)
+    if refused := NO_EFFECT & parse(argv, METHODS, Flags)[1].keys():
+        raise UserError(f"--{min(refused)}: it has no effect on the benchmark")
     launch.check_mesh(config, world_size)
-    if config.sync and config.shards == world_size:
-        raise UserError("--sync: it needs two replicas; change --nproc_per_node or --shards")
-    methods = ("edit", "diloco") if config.sync else ("minibatch",)
-    configs = [parse([*argv, *ROUNDS, "--method", m], METHODS, Flags)[0] for m in methods]
-    for config in configs:
-        launch.resolve_device(config)
-    return configs
+    launch.resolve_device(config)
+    return config
 
 
 def main(argv: list):
     rank, world_size = launch.environment()
     store = launch.rendezvous(rank, world_size)
     with launch.alike(store, "flags", rank, world_size):
-        config, *_ = configs = read_configs(argv, world_size)
-        plans = [Plan(c, METHODS[c.method], c.vocab_size, world_size) for c in configs]
-        plans[0].check_memory()
+        config = read_config(argv, world_size)
+        plan = Plan(config, METHODS["minibatch"], config.vocab_size, world_size)
+        plan.check_memory()
         Path(config.json).parent.mkdir(parents=True, exist_ok=True)
         open(config.json, "a").close()  # is it possible? Now, not after the measurements
     device, backend = launch.open_groups(config, store)
-    link = simulate.SimulatedLink(config, config.shards, device) if config.limits_link else None
-    mesh = Mesh(config.shards, device, config.timeout_s, backend, link)
+    mesh = Mesh(config.shards, device, config.timeout_s, backend)
     shape = (2, config.batch_size, config.block_size)
     batch = torch.randint(config.vocab_size, shape, device=device)  # inputs and targets
-    rows = (compare_syncs if config.sync else compare_steps)(plans, mesh, batch)
-    n_params, tokens = plans[0].n_params, f"{config.batch_size} x {config.block_size} tokens"
+    row = compare(plan, mesh, batch)
+    n_params, tokens = plan.n_params, f"{config.batch_size} x {config.block_size} tokens"
     print(f"{mesh.replicas} replicas x {mesh.shards} shards, {config.dtype}, ", end="")
     print(f"{n_params:,} parameters, {tokens} per rank")
-    show(rows)
+    show(row)
     if rank == 0:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
         record = {"command": sys.argv, "torch": torch.__version__, "device": name}
-        record |= {"config": vars(config), "n_params": n_params, "rows": rows}
+        record |= {"config": vars(config), "n_params": n_params, "rows": [row]}
         Path(config.json).write_text(json.dumps(record, indent=1))
         print(f"rows in {config.json}", flush=True)
 

@@ -178,7 +178,8 @@ def draw(rows: list, panels: list, path):
     with matplotlib.rc_context(settings):
         width = 9 if panels[0].frontier else 2.5 + (4.5 if panels[0].direct else 3.7) * len(panels)
         figure = matplotlib.figure.Figure((width, 4.5), layout="constrained")
-        shared = {f"share{axis}": len({getattr(each, axis) for each in panels}) == 1 for axis in "xy"}
+        one = lambda axis: len({getattr(panel, axis) for panel in panels}) == 1
+        shared = {"sharex": one("x"), "sharey": one("y")}
         all_axes = figure.subplots(1, len(panels), squeeze=False, **shared)[0]
         for axes, panel, lines in zip(all_axes, panels, panels_lines):
             draw_panel(axes, panel, lines, styles)

@@ -30,8 +30,8 @@ METHODS = {  # in the order of all tables and figures: name, color, marker, line
     "a_edit": ("A-EDiT", "#009e73", "P", "-"),
 }
 CASE = (  # what distinguishes the rows, the seed apart
-    "method", "replica", "variant", "setting", "tau", "slowness", "clock", "disturbance", "link_mbps",
-    "model", "gbit_per_s",
+    "method", "replica", "variant", "setting", "tau", "slowness", "clock", "disturbance",
+    "link_mbps", "model", "gbit_per_s",
 )  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def draw(rows: list, path, title="Lost time"):
         grid = figure.add_gridspec(2, max(1, len(syncs)), height_ratios=heights)
         axes = figure.add_subplot(grid[0, :])
         draw_rows(axes, rows)
-        axes.set(xlim=(0, SECONDS), ylim=(-2.7 * len(methods) + 1.3, 1), yticks=[], xlabel="seconds")
+        axes.set(xlim=(0, SECONDS), ylim=(1.3 - 2.7 * len(methods), 1), yticks=[], xlabel="seconds")
         axes.set_title(title, fontsize=11, weight="bold", loc="left")
         axes.spines[["top", "right", "left"]].set_visible(False)
         for k, method in enumerate(syncs):
@@ -163,9 +163,9 @@ def draw(rows: list, path, title="Lost time"):
             sync = figure.add_subplot(grid[1, k])
             sync.spines[:].set_visible(False)
             draw_sync(sync, last, SYNCS[method])
-            for y, what in ((0.4, f"replica {last['replica']}"), (-0.45, "its link, by layer")):
-                if k == 0:
-                    sync.text(sync.get_xlim()[0], y, what + "  ", ha="right", va="center", fontsize=8)
+            texts = (0.4, f"replica {last['replica']}  "), (-0.45, "its link, by layer  ")
+            for y, text in texts if k == 0 else ():
+                sync.text(sync.get_xlim()[0], y, text, ha="right", va="center", fontsize=8)
         shown = [*zip(COMPUTES[:1], ["computes"]), *WAITS.values(), (LINK, "its link is busy")]
         handles = [patches.Patch(color=color, label=label) for color, label in shown]
         figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)

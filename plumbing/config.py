@@ -155,7 +155,7 @@ class Config:
     compile: bool = option(False, "torch.compile each layer")
     recompute: bool = option(False, "recompute blocks in the backward, keep only their inputs")
     profile: bool = option(False, "trace a few early steps into OUT_DIR/trace-RANK.json")
-    timeline: bool = option(False, "note when the host computes and waits: OUT_DIR/timeline-RANK.json")
+    timeline: bool = option(False, "record computing and waiting in OUT_DIR/timeline-RANK.json")
     dry_run: bool = option(False, "print memory and traffic of the run, for any mesh, and exit")
     log_interval: int = option(10, "steps between log lines", low=1)
     eval_interval: int = option(200, "steps between evaluations (at round ends)", low=1)
@@ -185,7 +185,7 @@ class Config:
     )
     # data
     data: str = option(
-        "", "corpus folder made by data.py, or .bin token files (default: Python's standard library)"
+        "", "corpus folder of data.py, or .bin token files (default: Python's standard library)"
     )
     vocab_size: int = option(0, "of token files (0: 50257, GPT-2's), or to pad the corpus's")
     batch_size: int = option(8, "sequences per rank and micro-step", low=1)

@@ -120,8 +120,8 @@ def check_source(source: Source, config, corpus):
     if theirs["vocab_size"] != corpus.vocab_size:
         raise UserError(
             f"--init_from {source.path}: its vocabulary has {theirs['vocab_size']} tokens, the "
-            f"corpus has {corpus.vocab_size}: give the --data that it was trained on, make one with "
-            f"data.py --tokenizer {source.path}, or pad with --vocab_size"
+            f"corpus has {corpus.vocab_size}: give the --data that it was trained on, make one "
+            f"with data.py --tokenizer {source.path}, or pad with --vocab_size"
         )
     other = [name for name in theirs if theirs[name] != ours[name] and name != "block_size"]
     if other:

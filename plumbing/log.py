@@ -288,8 +288,8 @@ class Log:
     def write_timeline(self):
         """Spans of this rank in seconds since 1970: the names are "step", "wait for others", "wait
         for link" and "link" (a transfer on the simulated link)."""
-        since_1970 = time.time() - time.perf_counter()
-        spans = [(name, begin + since_1970, end + since_1970) for name, begin, end in self.mesh.spans]
+        at = time.time() - time.perf_counter()
+        spans = [(name, begin + at, end + at) for name, begin, end in self.mesh.spans]
         path = Path(self.config.out_dir, f"timeline-{self.mesh.rank}.json")
         path.write_text(json.dumps({"replica": self.mesh.replica, "spans": spans}))
 

@@ -173,8 +173,8 @@ def test_run_starts_from_a_model_on_any_mesh_with_any_method(tmp_path, corpus_fo
         for name, value in trained.model.items():
             torch.testing.assert_close(run.model[name], value, rtol=1e-6, atol=1e-7)
         assert f"init    {init['init_from']}" in run.printed
-    refuse = lambda *argv: launch.set_up([f"--init_from={init['init_from']}", *argv], train.METHODS, 0, 1)
-    data = f"--data={corpus_folder}"
+    start, data = f"--init_from={init['init_from']}", f"--data={corpus_folder}"
+    refuse = lambda *argv: launch.set_up([start, *argv], train.METHODS, 0, 1)
     with pytest.raises(UserError, match="another shape: leave out --n_layer --norm_eps"):
         refuse(data, "--n_layer=3", "--norm_eps=0.1")
     with pytest.raises(UserError, match="has 257 tokens, the corpus has 300: .* --vocab_size"):
