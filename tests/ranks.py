@@ -31,8 +31,9 @@ from shard import ShardedModel
 
 ROOT, CPU = Path(__file__).resolve().parent.parent, torch.device("cpu")
 context = multiprocessing.get_context("forkserver")
-# Imported once instead of in every rank: besides train what tests import.
-context.set_forkserver_preload(["train", "lab.bench", "pytest"])
+# Imported once instead of in every rank: besides train what tests import, and what
+# torch.use_deterministic_algorithms() imports.
+context.set_forkserver_preload(["train", "lab.bench", "pytest", "torch._inductor.config"])
 
 
 def _rank_main(rank, world_size, folder, function, args):

@@ -294,6 +294,7 @@ def test_run_never_starts_beside_another_run(start, tmp_path):
     finish(start(f"{more}=auto", steps=int(last.name.split("-")[1]) + 3, ranks=2))
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_nodes_restarts_from_the_last_checkpoint(start, tmp_path, corpus_folder):
     """Two agents with a rank each, --max-restarts, kill -9 of one rank, --resume auto: as one node
     trains without a kill. Data and groups go by global rank."""
