@@ -31,10 +31,9 @@ import torch
 from torch.nn.functional import pad
 
 BLOCK = 256  # elements
-# |v| / s is nearest to 2^(e-7) between these bounds; below the first it counts as 0.
-BOUNDS = (2.0**-7, *(1.5 * 2.0**-n for n in range(6, 0, -1)))
 MAGNITUDES = (0.0, *(2.0 ** (e - 7) for e in range(1, 8)))
 VALUES = (*MAGNITUDES, *(-m for m in MAGNITUDES))  # of the 16 codes: 8 * sign + e
+PAIRS = tuple((VALUES[byte & 15], VALUES[byte >> 4]) for byte in range(256))  # the even one is low
 # A constant is copied to a GPU once, because the host waits for the copy.
 on_device = functools.cache(torch.tensor)
 
@@ -43,17 +42,22 @@ def encode(x: torch.Tensor, format: str) -> torch.Tensor:
     """Blocks (B, 256) -> codes and scale of each, (B, bytes) uint8."""
     if format == "none":
         return x.view(torch.uint8)
-    largest = x.abs().amax(dim=1, keepdim=True)  # NaN if there is one
+    lowest, highest = torch.aminmax(x, dim=1, keepdim=True)  # NaN if there is one
+    largest = torch.maximum(highest, -lowest).abs()
     scale = (largest / 127 if format == "int8" else largest).float()
     # s = 0 or not finite: all codes are 0, and decode() gets 0 * s, which is 0 or NaN.
     relative = (x / scale).nan_to_num_(0.0, 0.0, 0.0)
     if format == "int8":
         codes = relative.round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
     else:
-        bounds = on_device(BOUNDS, device=x.device, dtype=x.dtype)
-        e = torch.bucketize(relative.abs(), bounds, out_int32=True, right=True)
-        codes = e.add_(x.signbit(), alpha=8).to(torch.uint8)
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4  # two per byte, the even element low
+        # The upper half of an fp32: sign, 8 bits of exponent, 7 of fraction. Adding 0x40 carries
+        # into the exponent from 1.5 on, so the exponent is that of the nearest power of 2.
+        upper = relative.float().view(torch.int16)[:, 1::2].contiguous()
+        magnitude = upper & 0x7FFF
+        e = magnitude.clamp(min=0x3C40).add_(0x40).bitwise_right_shift_(7).sub_(120)  # 1 to 7
+        e.mul_(magnitude >= 0x3C00).bitwise_or_(upper >> 12 & 8)  # below 2^-7: 0; and the sign
+        two = e.view(torch.int32)  # an even element and the odd one after it
+        codes = (two | two >> 12).to(torch.uint8)
     return torch.cat([codes, scale.view(torch.uint8)], dim=1)
 
 
@@ -64,8 +68,8 @@ def decode(coded: torch.Tensor, format: str, dtype=torch.float32) -> torch.Tenso
     codes, scale = coded[:, :-4], coded[:, -4:].contiguous().view(torch.float32).to(dtype)
     if format == "int8":
         return codes.view(torch.int8).to(dtype).mul_(scale)
-    codes = torch.stack([codes & 15, codes >> 4], dim=2).view(-1, BLOCK)
-    return on_device(VALUES, device=coded.device, dtype=dtype)[codes.int()].mul_(scale)
+    pairs = on_device(PAIRS, device=coded.device, dtype=dtype)
+    return pairs.index_select(0, codes.reshape(-1).int()).view(-1, BLOCK).mul_(scale)
 
 
 def bytes_per_element(format: str) -> float:
