@@ -31,6 +31,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import shutil
 import signal
 import sys
@@ -47,13 +48,14 @@ from tokenizer import UNKNOWN, encode, make_tokenizer, read_tokenizer
 
 VALIDATION_FRACTION = 0.05
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size
-GPT2, GPT2_PADDED = 50257, 50304  # vocabularies
+GPT2 = 50257  # tokens in its vocabulary
 HINT = "name token files (.bin), or make a corpus with data.py --input FILE --out DIR"
-HEADERS = {20240520: np.uint16, 20240801: np.uint32}  # magic numbers of llm.c: GPT-2, Llama 3
-FOREIGN = {  # files that are no text, and what to do with them
+MAGIC = 20240520  # first number of llm.c's token files
+READ = "import pandas; pandas.read_parquet('IN')"
+WRITE = "to_json('OUT.jsonl', orient='records', lines=True)"
+UNSUPPORTED = {  # files that are not text, and what to do with them
     ".bin": "these are token ids: give the file itself to train.py --data",
-    ".parquet": "no text; convert it: python -c 'import pandas; pandas.read_parquet(\"FILE\")"
-    ".to_json(\"FILE.jsonl\", orient=\"records\", lines=True)'",
+    ".parquet": f'convert it to .jsonl first: python -c "{READ}.{WRITE}"',
 }  # fmt: skip
 CHECKED_TOKENS = 2**24  # at the beginning of a corpus, when it is opened
 
@@ -143,8 +145,8 @@ def load(data: str | None, vocab_size: int = 0) -> Corpus:
         corpus = standard_library()
     else:
         try:
-            of_ours = Path(data, "meta.json").exists()
-            corpus = (load_folder if of_ours else load_token_files)(data, vocab_size or GPT2)
+            is_folder = Path(data, "meta.json").exists()
+            corpus = (load_folder if is_folder else load_token_files)(data, vocab_size or GPT2)
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or f"damaged ({str(error)[:100]})"
             raise UserError(f"--data {data[:200]}: {reason}; {HINT}") from None
@@ -176,35 +178,38 @@ def load_folder(folder: str, _) -> Corpus:
 
 
 def load_token_files(data: str, vocab_size: int) -> Corpus:
-    """Files with "val" in their name are the validation part; without any, the last few percent."""
+    """Files with the word "val" in their name are the validation part; without any, the last few
+    percent."""
     paths = []
-    for path in map(Path, data.split(":")):
+    for path in map(Path, [data] if Path(data).exists() else data.split(":")):
         path.stat()  # an error that says what is wrong with it
         paths += sorted(path.glob("*.bin")) if path.is_dir() else [path]
-    beside = [path.with_name(path.name.replace("train", "val")) for path in paths]
-    paths += [path for path in beside if path.exists() and path not in paths]
+    paths += [path.with_name(path.name.replace("train", "val")) for path in paths]
+    paths = list(dict.fromkeys(path.resolve() for path in paths if path.exists()))
     if not paths or any(path.suffix != ".bin" for path in paths):
         raise UserError(f"--data {data[:200]}: no token files; {HINT}")
-    parts, digest = {False: [], True: []}, hashlib.sha256()  # by: is it for validation?
+    if any(path.with_name("meta.json").exists() for path in paths):
+        raise UserError(f"--data {data[:200]}: name one corpus folder, not its files")
+    parts, digest = {False: [], True: []}, hashlib.sha256()  # key: True for validation files
     for path in paths:
         array = open_token_file(path)
-        parts["val" in path.name].append(array)
+        parts[bool(re.search("(^|[^a-z])val([^a-z]|$)", path.name))].append(array)
         for piece in array[: 2**19], array[-(2**19) :]:  # all of it could take minutes
             digest.update(f"{len(array)} ".encode() + piece.tobytes())
     tokens = TokenFiles(parts[False] + parts[True])
     train_tokens = sum(map(len, parts[False]))
     if not parts[True]:
         train_tokens = int(len(tokens) * (1 - VALIDATION_FRACTION))
-    name = "gpt2" if vocab_size in (GPT2, GPT2_PADDED) else UNKNOWN
+    name = "gpt2" if vocab_size in (GPT2, 50304) else UNKNOWN  # 50304: padded
     return Corpus(tokens, train_tokens, name, vocab_size, np.nan, digest.hexdigest()[:16])
 
 
 def open_token_file(path: Path) -> np.memmap:
     """nanoGPT's are bare uint16; llm.c's begin with 256 int32: magic, version, number of tokens."""
     header = np.fromfile(path, np.int32, 256)
-    dtype = HEADERS.get(header[0]) if len(header) == 256 else None
-    array = np.memmap(path, dtype or np.uint16, mode="r", offset=1024 if dtype else 0)
-    if dtype and len(array) != header[2]:
+    has_header = len(header) == 256 and header[0] == MAGIC
+    array = np.memmap(path, np.uint16, mode="r", offset=1024 if has_header else 0)
+    if has_header and len(array) != header[2]:
         raise ValueError(f"{path.name} has {len(array):,} tokens, its header says {header[2]:,}")
     return array
 
@@ -260,8 +265,8 @@ def validation_batches(corpus, eval_batches, rank, world_size, batch_size, block
 def text_documents(paths):
     """Yield (piece of text, does its document end there?). Raises UserError for wrong input."""
     for path in map(Path, paths):
-        if path.suffix in FOREIGN:
-            raise UserError(f"--input {path}: {FOREIGN[path.suffix]}")
+        if path.suffix in UNSUPPORTED:
+            raise UserError(f"--input {path}: {UNSUPPORTED[path.suffix]}")
         line_number = 0
         try:
             with open(path, encoding="utf-8", newline="") as file:
@@ -276,7 +281,8 @@ def text_documents(paths):
                         yield "".join(lines), False
                     yield "", True
         except UnicodeDecodeError:
-            raise UserError(f"--input {path}: not UTF-8 text; use iconv -t utf-8") from None
+            hint = "if it is text at all, use iconv -t utf-8"
+            raise UserError(f"--input {path}: not UTF-8 text; {hint}") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             line = f'line {line_number} is not a JSON object with a string "text"'
             raise UserError(f"--input {path}: {line}") from None

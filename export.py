@@ -6,7 +6,7 @@
 model.py is that architecture; only names and the fused matrices differ. What model.py does not have
 is replaced at loading: heads that share keys and values get copies of their own, a tied output
 matrix becomes a copy of the embedding. Anything else (biases, other norms, scaled rotary positions)
-is refused. Needs the package safetensors.
+is refused. Needs the packages safetensors and, for a tokenizer.json, tokenizers.
 """
 
 import json
@@ -37,7 +37,7 @@ TENSORS = {  # our matrix or gain -> theirs; several are its rows
 
 @dataclass
 class Source:
-    """A model in files. tensors: model.Llama's state dict, in its shapes; mapped where they can."""
+    """A model in files. tensors: model.Llama's state dict, memory-mapped where possible."""
 
     path: str
     config: ModelConfig
@@ -69,17 +69,20 @@ def open_model(path: str) -> Source:
         else:
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             config = ModelConfig(**saved["model_config"])
-            source = Source(path, config, saved["tokenizer"], saved["model"])
+            source = Source(path, config, str(saved["tokenizer"]), saved["model"])
         for name, shape in shapes(source.config).items():
-            if source.tensors[name].shape != shape:
-                raise UserError(f"{name} has shape {tuple(source.tensors[name].shape)}")
+            found = source.tensors[name]
+            if found.shape != shape or not found.is_floating_point():
+                raise ValueError(f"{name} has shape {tuple(found.shape)}, {found.dtype}")
         return source
+    except UserError:
+        raise
     except Exception as error:  # files of other programs raise many kinds
-        kind = str(error) if isinstance(error, UserError) else type(error).__name__
-        kind = f"it has no {error}" if isinstance(error, KeyError) else kind
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        reason = f"it has no {error}" if isinstance(error, KeyError) else reason
+        reason = str(error)[:150] if isinstance(error, ValueError) else reason
         hint = "name a model.pt of train.py, or a folder with config.json and model.safetensors"
-        reason = getattr(error, "strerror", None) or kind
-        raise UserError(f"{str(path)[:200]} is no model ({reason}): {hint}") from None
+        raise UserError(f"{str(path)[:200]} is not a model ({reason}): {hint}") from None
 
 
 def open_folder(folder: Path) -> Source:
@@ -93,12 +96,16 @@ def open_folder(folder: Path) -> Source:
     if tied := theirs.get("tie_word_embeddings", False):
         files["lm_head.weight"] = files["model.embed_tokens.weight"]
     copies = config.n_head // kv_heads  # of each head of keys and values
+    unused = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
     for name in shapes(config):
         found = [files[each] for each in their_names(config, name)]
+        unused -= set(their_names(config, name))
         if len(found) == 3:  # queries, keys, values
             heads = [x.unflatten(0, (kv_heads, -1)) for x in found[1:]]  # (heads, D, C)
             found[1:] = [x.repeat_interleave(copies, dim=0).flatten(0, 1) for x in heads]
         tensors[name] = torch.cat(found) if len(found) > 1 else found[0]
+    if unused:
+        raise ValueError(f"{min(unused)} has no place in model.py")
     notes = [f"{kv_heads} heads of keys and values are copied to {config.n_head}"] * (copies > 1)
     notes += ["the tied output matrix is a copy of the embedding"] * tied
     path = folder / "tokenizer.json"
@@ -110,13 +117,20 @@ def read_config(theirs: dict) -> tuple:
     """config.json -> (ModelConfig, heads of keys and values)."""
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     theirs = {"rope_theta": 10000.0, "rope_type": rope.get("type")} | theirs | rope
-    heads = theirs["num_attention_heads"]
-    fixed = FIXED | {"rope_type": "default", "head_dim": theirs["hidden_size"] // heads}
-    for field, value in (fixed | {"quantization_config": None}).items():
-        if theirs.get(field) not in (value, None):
-            raise UserError(f"config.json has {field} {theirs[field]}, model.py has {value}")
-    config = ModelConfig(**{ours: theirs[name] for ours, name in FIELDS.items()})
-    return config, theirs.get("num_key_value_heads") or heads
+    config = {ours: theirs[name] for ours, name in FIELDS.items()}
+    heads, kv_heads = config["n_head"], theirs.get("num_key_value_heads") or config["n_head"]
+    for name, value in (config | {"num_key_value_heads": kv_heads}).items():
+        kinds = (int, float) if name in ("rope_base", "norm_eps") else int
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 2**31:
+            raise ValueError(f"config.json has {FIELDS.get(name, name)} {value!r}")
+    if heads % kv_heads:
+        raise ValueError(f"config.json has {heads} heads and {kv_heads} heads of keys and values")
+    fixed = FIXED | {"rope_type": "default", "head_dim": config["n_embd"] // heads}
+    for name, value in (fixed | {"quantization_config": None}).items():
+        found = theirs.get(name)
+        if found != value and (found is not None or name == "model_type"):
+            raise ValueError(f"config.json has {name} {found}, model.py has {value}")
+    return ModelConfig(**config), kv_heads
 
 
 def write_folder(source: Source, out: str):
@@ -127,10 +141,12 @@ def write_folder(source: Source, out: str):
         tensors |= dict(zip(theirs, map(torch.clone, source.tensors[name].chunk(len(theirs)))))
     described = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()} | FIXED
     described |= {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+    described |= {"bos_token_id": None, "eos_token_id": None}
     files = {"config.json": described}
     if source.tokenizer != UNKNOWN:
-        files["tokenizer.json"], described["eos_token_id"] = to_json(source.tokenizer)
-        files["tokenizer_config.json"] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        files["tokenizer.json"], described["eos_token_id"], end = to_json(source.tokenizer)
+        used = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        files["tokenizer_config.json"] = used
     with new_folder(out) as folder:
         save_file = optional("safetensors.torch").save_file
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

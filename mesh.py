@@ -169,7 +169,7 @@ class Mesh:
         self.calls[name] += 1
         self.sent["sync" if crosses_replicas else "shard"] += sent_bytes
         if crosses_replicas and self.link:
-            works = [self.link.carry(works, sent_bytes, hops, self.note)]
+            works = [self.link.carry(works, sent_bytes, hops)]
         return Handle(works, name, self if crosses_replicas else None)
 
     def all_gather(self, whole: torch.Tensor, group: Group) -> Handle:

@@ -214,9 +214,8 @@ class Cluster:
 class Transfer:
     """A collective on the link. wait() returns when it has arrived, like torch's Work."""
 
-    def __init__(self, works, seconds, latency_s, on_cuda, note):
+    def __init__(self, works, seconds, latency_s, on_cuda):
         self.works, self.seconds, self.latency_s, self.on_cuda = works, seconds, latency_s, on_cuda
-        self.note = note  # Mesh.note
         self.begun, self.finish, self.error = threading.Event(), None, None
         self.link_s = 0.0  # how long wait() waited for the link, not for other ranks
 
@@ -237,14 +236,13 @@ class SimulatedLink:
         rate = config.link_mbps * 1e6 / 8
         self.bytes_per_s = rate / ranks if config.link_mbps else float("inf")
         self.latency_s, self.device = config.link_latency_ms / 1e3, device
-        self.transfers = queue.Queue()
+        self.transfers, self.note = queue.Queue(), lambda *span: None  # Mesh.note
         threading.Thread(target=self._run, daemon=True).start()
 
-    def carry(self, works: list, sent_bytes: float, hops: int, note) -> Transfer:
+    def carry(self, works: list, sent_bytes: float, hops: int) -> Transfer:
         """Queue a collective in flight, torch's works, behind what is on the link already."""
         seconds = sent_bytes * FRAMING / self.bytes_per_s
-        on_cuda = self.device.type == "cuda"
-        transfer = Transfer(works, seconds, hops * self.latency_s, on_cuda, note)
+        transfer = Transfer(works, seconds, hops * self.latency_s, self.device.type == "cuda")
         self.transfers.put(transfer)
         return transfer
 
@@ -260,7 +258,7 @@ class SimulatedLink:
                 begin = max(time.perf_counter(), free)
                 free = begin + transfer.seconds
                 transfer.finish = free + transfer.latency_s
-                transfer.note("link", begin, free)
+                self.note("link", begin, free)
             except Exception as error:  # a lost neighbour: transfer.wait() raises it
                 transfer.error = error
             transfer.begun.set()

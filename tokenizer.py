@@ -1,4 +1,4 @@
-"""Text -> token ids and back, under one surface: tiktoken's Encoding.
+"""Text -> token ids and back, with one interface, that of tiktoken's Encoding.
 
     byte                    256 bytes and end-of-text; works offline
     gpt2                    tiktoken's, which downloads the vocabulary once
@@ -28,10 +28,10 @@ def encode(encoding, text: str) -> np.ndarray:
 
 def make_tokenizer(name: str):
     """A tiktoken.Encoding, or a FromJson, from the text that names it. Raises UserError."""
-    if name.startswith("{"):
+    if name.lstrip().startswith("{"):
         return FromJson(name)
-    if name == UNKNOWN:
-        raise UserError("the token files do not name their tokenizer")
+    if name not in ("byte", "gpt2"):
+        raise UserError("the tokenizer of this model is not known")
     if name == "byte":
         return tiktoken.Encoding(
             "byte",
@@ -67,11 +67,13 @@ class FromJson:
             self.tokenizer = from_str(text)
         except Exception as error:  # the package has no class of its own for its errors
             raise UserError(f"tokenizer.json is damaged ({str(error)[:100]})") from None
-        self.name, self.n_vocab = "tokenizer.json", self.tokenizer.get_vocab_size()
-        found = [self.tokenizer.token_to_id(name) for name in ENDS_OF_TEXT]
-        self.eot_token = next((token for token in found if token is not None), None)
-        if self.eot_token is None:
+        self.tokenizer.encode_special_tokens = True  # <|endoftext|> in a text is text
+        ids = self.tokenizer.get_vocab()
+        self.name, self.n_vocab = "tokenizer.json", 1 + max(ids.values())
+        self.end = next((name for name in ENDS_OF_TEXT if name in ids), None)
+        if self.end is None:
             raise UserError(f"tokenizer.json has no end-of-text token ({', '.join(ENDS_OF_TEXT)})")
+        self.eot_token = ids[self.end]
 
     def encode(self, text: str, disallowed_special=()) -> list:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -100,11 +102,12 @@ def read_tokenizer(name: str) -> tuple:
 
 
 def to_json(name: str) -> tuple:
-    """(the tokenizer.json with the same tokens as make_tokenizer(name), its end-of-text token)"""
+    """(the tokenizer.json with the same tokens as make_tokenizer(name); its end-of-text token, as
+    an id and as text)"""
     encoding = make_tokenizer(name)
     eot = encoding.eot_token
     if isinstance(encoding, FromJson):
-        return json.loads(name), eot
+        return json.loads(name), eot, encoding.end
     tokens = [encoding.decode_single_token_bytes(i) for i in range(eot)]
     ranks = {token: rank for rank, token in enumerate(tokens)}
     # The format has no bytes, but letters: printable bytes are their own, the others follow U+0100.
@@ -123,7 +126,7 @@ def to_json(name: str) -> tuple:
         "added_tokens": [{"id": eot, "content": ENDS_OF_TEXT[0], "special": True} | flags],
         "pre_tokenizer": level, "decoder": level,
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
-    }, eot  # fmt: skip
+    }, eot, ENDS_OF_TEXT[0]  # fmt: skip
 
 
 def merged_from(token: bytes, ranks: dict) -> list:

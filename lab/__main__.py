@@ -154,8 +154,8 @@ def link(seed, quick):
 
 def replicas_of(run) -> list:
     """A row per replica."""
-    command = {"command": run.command(*run.stages[0])}
-    return [run.columns | row | command for row in timeline_module.read_timeline(run.folder)]
+    rows, own = timeline_module.read_timeline(run.folder), {"folder": run.folder.name}
+    return [run.columns | row | own | {"command": run.command(*run.stages[0])} for row in rows]
 
 
 TITLE = "Lost time: two replicas on a slow link, replica 1 half as fast"

@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 
 from method import Method
+from model import ModelConfig
 from plumbing.config import UserError
 
 NAME = re.compile(r"checkpoint-(\d{8,})")
@@ -194,6 +195,8 @@ def clean_up(folder, overwrite: bool):
         remove(path)
     for path in Path(folder).glob("checkpoint*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
+    for path in Path(folder).glob("timeline-*.json"):  # of other spans, perhaps of more ranks
+        path.unlink()
     for name in ("model.pt.tmp", "model.pt", "metrics.jsonl") if overwrite else ("model.pt.tmp",):
         Path(folder, name).unlink(missing_ok=True)
 
@@ -240,16 +243,18 @@ def read(path, rank: int = 0, world_size: int = 1) -> dict:
         raise damaged(path, error) from None
 
 
-def check_resume(saved: dict, config, given: dict, corpus, tokens_per_step: int, path):
+def check_resume(saved: dict, config, given: dict, corpus, plan, path):
     """Raise UserError if the run cannot continue the checkpoint with these flags. given: the flags
     on the command line."""
-    flags, shape = saved["flags"], "model n_layer n_head n_embd n_hidden rope_base norm_eps".split()
-    other_shape = [f"--{name}" for name in shape if getattr(config, name) != flags[name]]
+    flags, was = saved["flags"], ModelConfig(**saved["model_config"])
+    free = {"block_size", "vocab_size"}
+    other = {k for k, v in vars(was).items() if vars(plan.model_config)[k] != v} - free
+    other_shape = sorted(given.keys() & (other | {"model"})) if other else []
     local = not saved["replicas"][0]["averages_gradients"]
-    took, take = saved["tokens_per_step"], tokens_per_step
+    took, take = saved["tokens_per_step"], plan.tokens_per_step
     reason = ""
     if other_shape:
-        reason = f"has another shape: leave out {' '.join(other_shape)}"
+        reason = f"has another shape: leave out {' '.join(f'--{name}' for name in other_shape)}"
     elif saved["model_config"]["vocab_size"] != corpus.vocab_size:
         reason = "has another vocabulary: give the --data that it was trained on"
     elif saved["corpus_hash"] != corpus.hash and "data" not in given:

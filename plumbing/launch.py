@@ -39,6 +39,7 @@ from mesh import Mesh, translate_comm_errors
 from plumbing import checkpoint, shm
 from plumbing.config import STOPS, UserError, explain, parse
 from plumbing.plan import Plan
+from tokenizer import UNKNOWN
 
 START_S = 600  # how long ranks wait for the slowest to start
 
@@ -82,6 +83,9 @@ def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
     if path:
         saved = checkpoint.read(path, rank, world_size)
     source = open_model(config.init_from) if config.init_from and not saved else None
+    inside = source and Path(source.path).resolve().parent == Path(out_dir).resolve()
+    if inside and config.overwrite:
+        raise UserError("--overwrite would delete the model of --init_from: name another --out_dir")
     # Once more: flags that are not given come from the checkpoint, or from the model to start from.
     flags = saved["flags"] if saved else vars(source.config) | {"vocab_size": 0} if source else {}
     config, given = parse(argv, methods, simulate.Config, flags)
@@ -110,18 +114,26 @@ def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
     if not config.dry_run:
         plan.check_memory()
     if saved:
-        checkpoint.check_resume(saved, config, given, corpus, plan.tokens_per_step, path)
+        checkpoint.check_resume(saved, config, given, corpus, plan, path)
     return Setup(config, given, corpus, plan, path, saved, source)
 
 
 def check_source(source: Source, config, corpus):
     """Raise UserError if the run's model differs from the one to start from."""
     theirs, ours = vars(source.config), vars(config)
-    if theirs["vocab_size"] != corpus.vocab_size:
+    if corpus.tokenizer == UNKNOWN:
+        corpus.tokenizer = source.tokenizer
+    same_kind = (source.tokenizer[:1] == "{") == (corpus.tokenizer[:1] == "{")
+    other = source.tokenizer not in (corpus.tokenizer, UNKNOWN) and same_kind
+    if other or theirs["vocab_size"] != corpus.vocab_size:
+        hint = "give the --data that it was trained on"
+        if Path(source.path).is_dir():
+            hint = f"make a corpus with data.py --tokenizer {source.path}"
+        if not other and theirs["vocab_size"] > corpus.vocab_size:
+            hint += f", or pad with --vocab_size {theirs['vocab_size']}"
         raise UserError(
-            f"--init_from {source.path}: its vocabulary has {theirs['vocab_size']} tokens, the "
-            f"corpus has {corpus.vocab_size}: give the --data that it was trained on, make one "
-            f"with data.py --tokenizer {source.path}, or pad with --vocab_size"
+            f"--init_from {source.path} has another vocabulary ({theirs['vocab_size']} tokens) "
+            f"than the corpus ({corpus.vocab_size}): {hint}"
         )
     other = [name for name in theirs if theirs[name] != ours[name] and name != "block_size"]
     if other:
@@ -217,8 +229,10 @@ def start(argv: list, methods: dict) -> tuple:
     with alike(store, "flags", rank, world_size):
         setup = set_up(argv, methods, rank, world_size)
         # Paths may differ between nodes.
-        config = dataclasses.replace(setup.config, out_dir="", data="", resume="")
-        read = f"{config} {setup.corpus.hash} {setup.saved}"
+        config = dataclasses.replace(setup.config, out_dir="", data="", resume="", init_from="")
+        tensors = setup.source.tensors.values() if setup.source else ()
+        model = [x.flatten()[0].item() for x in tensors]  # a number of each tensor
+        read = f"{config} {setup.corpus.hash} {setup.saved} {model}"
         if store.compare_set("read", "", read).decode() != read:
             raise UserError("the ranks differ in their flags or corpora: start them all alike")
     with alike(store, "folder", rank, world_size):
@@ -279,7 +293,10 @@ def make_mesh(setup: Setup, store) -> Mesh:
         checkpoint.clean_up(config.out_dir, config.overwrite)
     with translate_comm_errors():
         mesh = Mesh(config.shards, device, config.timeout_s, backend, link)
-    mesh.spans = [] if config.timeline else None
+    if config.timeline:
+        mesh.spans = []
+        if link:
+            link.note = mesh.note
     return mesh
 
 

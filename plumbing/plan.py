@@ -152,17 +152,22 @@ class Plan:
             f"x {self.batch_size} sequences x {config.block_size} tokens "
             f"= {self.tokens_per_step:,} tokens",
         ]
-        if corpus.tokenizer == "byte" and config.model not in ("tiny", "10m"):
+        if self.vocab_size == 257 and config.model not in ("tiny", "10m") and not config.init_from:
             gpt2 = self.n_params + 2 * (50257 - self.vocab_size) * config.n_embd
-            more = f"with gpt2 tokens (data.py --tokenizer gpt2) it has {gpt2:,} parameters"
-            lines.insert(-3, f"        these tokens are bytes; {more}")
+            more = f"with gpt2 tokens (data.py --tokenizer gpt2) it would have {gpt2:,} parameters"
+            lines.insert(-3, f"        its tokens are bytes; {more}")
         if config.compile:
             lines.append("compile the first steps compile the layers, which takes a minute or more")
+        warmup = vars(config).get("sync_warmup_steps", 0)  # mini-batch has no such flag
+        if warmup:
+            last = min(warmup, config.max_steps)
+            then = f"{config.method} begins" if warmup < config.max_steps else "the run is over"
+            which = f"steps 1 to {last} average gradients (--sync_warmup_steps {warmup})"
+            lines.append(f"warm-up {which}, then {then}")
         print("\n".join(lines + (self.round_lines() if M > 1 else [])) + "\n", flush=True)
 
     def round_lines(self) -> list:
         config, tokens = self.config, self.tokens_per_step
-        warmup = vars(config).get("sync_warmup_steps", 0)  # mini-batch has no such flag
         sent = f"{size(self.sync_bytes())} per rank over the slow links"
         if hasattr(config, "tau_time_s"):
             lines = [f"round   {config.tau_time_s:g} s of training: {sent}"]
@@ -171,12 +176,6 @@ class Plan:
             lines = [f"round   {steps}: {sent} (mini-batch: x {config.tau})"]
         else:
             lines = [f"round   every step: {sent}"]
-        if warmup >= config.max_steps:
-            lines = [f"warm-up it covers the whole run: {config.method} would begin after step "
-                     f"{warmup} (--sync_warmup_steps)"]  # fmt: skip
-        elif warmup:
-            which = f"steps 1 to {warmup} average gradients (--sync_warmup_steps)"
-            lines.insert(0, f"warm-up {which}, then {config.method} begins")
         if config.link_mbps:
             wire_s = self.shards * self.sync_bytes() * 8 * FRAMING / (config.link_mbps * 1e6)
             rate = f"{config.link_mbps:,.0f} Mbit/s per replica"

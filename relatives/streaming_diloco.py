@@ -43,8 +43,9 @@ class Config(LocalConfig):  # paper: tau 100
     quantize: str = option("e3m0", "what is sent", choices=["none", "int8", "e3m0"])
     buffer_vectors = 0.5  # one of four fragments, sent and received
 
-    def __post_init__(self):
-        self.delay = min(2, self.tau // self.fragments - 1) if self.delay < 0 else self.delay
+    @property
+    def steps_late(self) -> int:
+        return min(2, self.tau // self.fragments - 1) if self.delay < 0 else self.delay
 
     def sent_vectors(self, replicas):
         return bytes_per_element(self.quantize) / 4 * super().sent_vectors(replicas)
@@ -54,7 +55,7 @@ class Config(LocalConfig):  # paper: tau 100
         F, interval = self.fragments, self.tau / self.fragments
         if interval % 1 or F > self.n_layer + 2:
             raise UserError(f"--fragments {F}: must divide --tau {self.tau}, at most one per layer")
-        if self.delay >= interval:
+        if self.steps_late >= interval:
             raise UserError(f"--delay {self.delay}: must be below tau / fragments = {interval:g}")
         if self.alpha > 1:
             raise UserError(f"--alpha {self.alpha}: must be at most 1")
@@ -76,11 +77,11 @@ class StreamingDiLoCo(Method):
     def before_step(self):
         super().before_step()
         self.landed = None
-        if not self.averages_gradients and self.config.delay > 0:
+        if not self.averages_gradients and self.config.steps_late > 0:
             self.send_if_due()
 
     def after_inner_step(self):
-        delay = self.config.delay
+        delay = self.config.steps_late
         if delay == 0:
             self.send_if_due()
         if self.mean and self.local_steps >= self.sent_at + (delay + 1) // 2:

@@ -217,6 +217,8 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
         link = simulate.SimulatedLink(config, config.shards, CPU) if config.limits_link else None
         mesh = Mesh(config.shards, CPU, 60, lambda ranks, crosses: transport, link)
         mesh.spans = [] if config.timeline else None
+        if link:
+            link.note = mesh.note
         method_class = train.METHODS[config.method]
 
         def make(model, mesh, *rest):

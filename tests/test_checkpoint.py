@@ -177,8 +177,10 @@ def test_run_starts_from_a_model_on_any_mesh_with_any_method(tmp_path, corpus_fo
     refuse = lambda *argv: launch.set_up([start, *argv], train.METHODS, 0, 1)
     with pytest.raises(UserError, match="another shape: leave out --n_layer --norm_eps"):
         refuse(data, "--n_layer=3", "--norm_eps=0.1")
-    with pytest.raises(UserError, match="has 257 tokens, the corpus has 300: .* --vocab_size"):
+    with pytest.raises(UserError, match=r"257 tokens\) than the corpus \(300\): give the --data"):
         refuse(data, "--vocab_size=300")
+    with pytest.raises(UserError, match="--overwrite would delete the model of --init_from"):
+        refuse(data, "--overwrite", f"--out_dir={tmp_path / 'run'}")
     assert refuse(data, "--model=10m").plan.model_config.n_embd == 6
 
 

@@ -90,18 +90,18 @@ data --input IN/text.txt --out new --tokenizer gpt3 | give byte, gpt2, or a fold
 data --input IN/text.txt --out IN       | exists already
 data --input IN/text.txt --out NAME     | File name too long
 data --input IN/text.txt --out IN/loop/new | Too many levels of symbolic links
-train --init_from IN/nowhere            | is no model (No such file or directory): name a model.pt
-train --init_from IN/foreign.pt         | is no model (it has no 'model_config')
+train --init_from IN/nowhere            | is not a model (No such file or directory): name a model.pt
+train --init_from IN/foreign.pt         | is not a model (it has no 'model_config')
 export                                  | --model
-export --model IN --out new             | is no model (No such file or directory)
-export --model IN/half.pt --out new     | is no model (
+export --model IN --out new             | is not a model (No such file or directory)
+export --model IN/half.pt --out new     | is not a model (
 sample                                  | --model
 sample --model IN/nowhere               | No such file
-sample --model IN                       | is no model (No such file or directory)
-sample --model IN/text.txt              | is no model
-sample --model IN/half.pt               | is no model
-sample --model IN/foreign.pt            | is no model
-sample --model IN/pickle.pt             | is no model
+sample --model IN                       | is not a model (No such file or directory)
+sample --model IN/text.txt              | is not a model
+sample --model IN/half.pt               | is not a model
+sample --model IN/foreign.pt            | is not a model
+sample --model IN/pickle.pt             | is not a model
 sample --model x --seed DIGITS          | --seed
 """
 TABLE = [[part.strip() for part in line.split("|")] for line in WRONG.strip().splitlines()]
@@ -291,7 +291,7 @@ def test_default_delay_follows_the_rounds(tau, delay):
     for method in ("streaming_diloco", "streaming_edit"):
         config, _ = parse(["--method", method, "--tau", str(tau)], train.METHODS, simulate.Config)
         config.check(2)
-        assert config.delay == delay
+        assert config.steps_late == delay
 
 
 def test_accum_and_tokens_per_step_replace_each_other_in_a_resumed_run():

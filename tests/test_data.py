@@ -125,11 +125,11 @@ def test_wrong_meta_data_few_and_foreign_tokens_are_refused(tmp_path, monkeypatc
         list(data.validation_batches(corpus, 1, 0, 1, 16, 8))
 
 
-def write_shard(path, tokens, magic=20240520, dtype=np.uint16, count=None):
+def write_shard(path, tokens, count=None):
     """As llm.c and modded-nanogpt write it."""
     header = np.zeros(256, np.int32)
-    header[:3] = magic, 1, len(tokens) if count is None else count
-    path.write_bytes(header.tobytes() + np.array(tokens, dtype).tobytes())
+    header[:3] = 20240520, 1, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.array(tokens, np.uint16).tobytes())
     return str(path)
 
 
@@ -155,10 +155,16 @@ def test_token_files_of_other_programs_are_read_in_place(tmp_path):
         seen = torch.cat(batch(corpus, size=12800))
         assert seen.min() == 0 and (seen.diff() == 1).all()  # windows cross the files' ends
     assert data.load(names).hash != data.load(str(shards)).hash
-    large = write_shard(tmp_path / "llama.bin", [0, 100_000], 20240801, np.uint32)
-    assert ids(data.load(large, vocab_size=128_256)) == [0, 100_000]
+    large = write_shard(tmp_path / "large.bin", [0, 60_000])
     with pytest.raises(UserError, match="its vocabulary has 50257 tokens: .* larger --vocab_size"):
         data.load(large)
+    # the word "val", not the letters; a file named twice counts once
+    for name in "evaluation.bin", "interval_1.bin":
+        ramp.tofile(tmp_path / name)
+    twice = ":".join([str(tmp_path / "interval_1.bin"), str(shards / ".." / "interval_1.bin")])
+    for names in str(tmp_path / "evaluation.bin"), twice:
+        corpus = data.load(names, 1000)
+        assert (len(corpus.tokens), corpus.train_tokens) == (1000, 950)
     (tmp_path / "odd.bin").write_bytes(b"abc")
     wrong = {write_shard(tmp_path / "cut.bin", ramp, count=9): "1,000 tokens, its header says 9"}
     wrong |= {str(tmp_path / "odd.bin"): "damaged", str(tmp_path): "odd.bin|cut.bin"}
@@ -167,6 +173,12 @@ def test_token_files_of_other_programs_are_read_in_place(tmp_path):
     for path, message in wrong.items():
         with pytest.raises(UserError, match=f"^--data .*({message})"):
             data.load(path)
+
+
+def test_files_of_a_corpus_folder_are_no_token_files(corpus_folder):
+    for names in f"{corpus_folder}/tokens.bin", f"{corpus_folder}:{corpus_folder}":
+        with pytest.raises(UserError, match="name one corpus folder, not its files"):
+            data.load(names)
 
 
 def test_vocabulary_may_be_padded_but_not_cut(corpus_folder):

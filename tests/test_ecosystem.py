@@ -72,6 +72,8 @@ def test_exported_model_is_the_same_for_transformers(transformers, model_pt, tmp
     assert prompt.input_ids.tolist() == [list(b"import os\n")]
     written = theirs.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=0)
     text = continue_text(ours, encoding, "import os\n", count=40, temperature=0.0)
+    assert theirs_tokenizer.eos_token == "<|endoftext|>" and theirs_tokenizer.eos_token_id == 256
+    assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (None, 256)
     assert theirs_tokenizer.decode(written[0]).removesuffix("<|endoftext|>") == text
 
 
@@ -134,7 +136,7 @@ def test_byte_pairs_of_tiktoken_give_the_same_tokens_in_a_tokenizer_json(transfo
     monkey = tokenizer.make_tokenizer
     tokenizer.make_tokenizer = lambda name: encoding if name == "gpt2" else monkey(name)
     try:
-        content, eot = tokenizer.to_json("gpt2")
+        content, eot, _ = tokenizer.to_json("gpt2")
     finally:
         tokenizer.make_tokenizer = monkey
     fast = tokenizer.make_tokenizer(json.dumps(content))
@@ -175,3 +177,47 @@ def test_their_tokenizer_makes_a_corpus_and_a_model_that_is_exported_with_it(
     for more in [[each] for each in other]:
         with pytest.raises(UserError, match=f"another shape: leave out {more[0][:6]}"):
             launch.set_up([*argv, *more, "--overwrite"], train.METHODS, 0, 1)
+
+
+WRONG = {  # changes of config.json -> what the line says
+    "attention_bias true": dict(attention_bias=True), "hidden_act gelu": dict(hidden_act="gelu"),
+    "model_type mistral": dict(model_type="mistral"), "head_dim 16": dict(head_dim=16),
+    "rope_type llama3": dict(rope_parameters={"rope_type": "llama3", "factor": 8.0}),
+    "num_hidden_layers -1": dict(num_hidden_layers=-1), "rms_norm_eps None": dict(rms_norm_eps=None),
+    "rms_norm_eps '1e-5'": dict(rms_norm_eps="1e-5"), "rope_theta 0": dict(rope_theta=0),
+    "3 heads of keys": dict(num_key_value_heads=3), "has shape": dict(intermediate_size=96),
+    "has no place in model.py": dict(num_hidden_layers=1), "it has no": dict(num_hidden_layers=3),
+}  # fmt: skip
+
+
+def test_foreign_and_damaged_folders_are_refused_in_one_line(transformers, tmp_path):
+    their_llama(transformers, tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config.pop("head_dim")
+    rope = config.pop("rope_parameters")
+    for message, change in WRONG.items():
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError) as error:
+            export.open_model(str(tmp_path / "hf"))
+        message = message.lower().replace("attention_bias true", "attention_bias true")
+        assert "is not a model (" in str(error.value) and message in str(error.value).lower()
+        assert "\n" not in str(error.value)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    export.open_model(str(tmp_path / "hf"))
+    whole = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    for content in whole[: len(whole) // 2], b"":
+        (tmp_path / "hf" / "model.safetensors").write_bytes(content)
+        with pytest.raises(UserError, match="is not a model"):
+            export.open_model(str(tmp_path / "hf"))
+
+
+def test_tokenizer_with_gaps_keeps_marks_in_the_text(transformers):
+    vocab = {"a": 0, "b": 1, "</s>": 9}
+    text = json.dumps({
+        "version": "1.0", "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "added_tokens": [dict(id=9, content="</s>", special=True, single_word=False, lstrip=False,
+                              rstrip=False, normalized=False)],
+    })  # fmt: skip
+    encoding = tokenizer.make_tokenizer("\n" + text)
+    assert (encoding.n_vocab, encoding.eot_token) == (10, 9)
+    assert 9 not in encoding.encode("a</s>b")

@@ -71,7 +71,7 @@ def test_a_wrong_clip_turns_red(copy):
 def test_averaging_in_every_second_round_is_averaging_in_rounds_twice_as_long(copy):
     folder, _ = copy
     (method,) = re.findall(r"```python\n(.*?)```", TASKS[10], re.S)
-    (folder / "second.py").write_text("from method import Method\n\n\n" + method)
+    (folder / "second.py").write_text(method)
     text = (folder / "train.py").read_text()
     text = text.replace("METHODS = {", 'from second import EverySecond\nMETHODS = {"second": EverySecond, ')
     (folder / "train.py").write_text(text)

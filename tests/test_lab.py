@@ -212,24 +212,33 @@ def test_plot_draws_records_of_runs(monkeypatch, tmp_path):
 
 
 def test_timeline_counts_whole_rounds_and_draws_what_a_run_has_recorded(tmp_path, monkeypatch):
-    """Worked out by hand: rounds of 2 steps of 1 s; in each the second step waits 0.3 s for the
-    other replica and 0.1 s for the link."""
+    """Worked out by hand: rounds of 2 steps, of 1 and 0.5 s (and 0.5 s of evaluation); in each the
+    second step waits 0.3 s for the other replica and 0.1 s for the link."""
     record = [{"event": "config", "method": "diloco"}]
     record += [{"event": "sync", "steps": [2, 2]} for _ in range(4)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, record)))
     for replica in (0, 1):
-        spans = [("step", 100.0 + k, 101.0 + k) for k in range(8)]
-        for k in (1, 3, 5, 7) if replica == 0 else ():
-            spans += [("wait for others", 100.5 + k, 100.8 + k), ("wait for link", 100.8 + k, 100.9 + k)]
-            spans += [("link", 100.4 + k, 100.9 + k)]
+        spans = []
+        for k in (0, 2, 4, 6):
+            spans += [("step", 100.0 + k, 101.0 + k), ("step", 101.4 + k, 101.9 + k)]
+            if replica == 0:
+                spans += [("wait for others", 101.5 + k, 101.8 + k)]
+                spans += [("wait for link", 101.8 + k, 101.9 + k), ("link", 101.4 + k, 101.9 + k)]
         text = json.dumps({"replica": replica, "spans": spans})
         (tmp_path / f"timeline-{replica}.json").write_text(text)
     first, second = timeline.read_timeline(tmp_path)
-    assert (first["computing"], second["computing"]) == (pytest.approx(1 - 0.8 / 4), 1.0)
+    assert (first["computing"], second["computing"]) == (pytest.approx(1 - 0.8 / 3), 1.0)
     # round 2 begins at 0
-    expected = [(-0.5, -0.2), (1.5, 1.8), (3.5, 3.8), (5.5, 5.8)]
-    assert first["spans"]["wait for others"] == expected
-    assert first["spans"]["step"][0] == (0.0, 1.0) and first["method"] == "diloco"
+    assert first["spans"]["wait for others"] == [(-0.5, -0.2), (1.5, 1.8), (3.5, 3.8)]
+    assert (first["whole_s"], first["some_s"]) == (4.0, 4.0)  # rounds 2 and 3
+    assert first["spans"]["step"][:2] == [(-0.6, -0.1), (0.0, 1.0)]
+    text = (tmp_path / "metrics.jsonl").read_text()
+    earlier = json.dumps({"event": "sync", "steps": [9, 9]})  # before a resume: no spans of it
+    (tmp_path / "metrics.jsonl").write_text(text.replace("\n", f"\n{earlier}\n", 1))
+    assert timeline.read_timeline(tmp_path)[0]["computing"] == first["computing"]
+    (tmp_path / "timeline-1.json").write_text("{")
+    with pytest.raises(UserError, match="its timeline is damaged"):
+        timeline.read_timeline(tmp_path)
     (tmp_path / "timeline-0.json").unlink()
     (tmp_path / "timeline-1.json").unlink()
     with pytest.raises(UserError, match="no timeline; train with --timeline"):
@@ -240,10 +249,13 @@ def test_timeline_of_a_run_is_drawn(tmp_path, corpus_folder, monkeypatch):
     pytest.importorskip("matplotlib")
     options = dict(method="diloco", tau=2, sync_warmup_steps=1, max_steps=9, timeline=True)
     run_training(2, corpus_folder, out_dir=tmp_path, link_mbps=1, **options)
-    rows_ = timeline.read_timeline(tmp_path)
-    assert len(rows_) == 2 and all(0 < row["computing"] < 1 for row in rows_)
-    assert all(len(row["spans"]["link"]) >= 4 for row in rows_)
+    slow = timeline.read_timeline(tmp_path)
+    assert len(slow) == 2 and all(0 < row["computing"] < 1 for row in slow)
+    assert all(len(row["spans"]["link"]) >= 4 for row in slow)
+    run_training(4, corpus_folder, out_dir=tmp_path / "fast", **options)  # no link, four replicas
+    rows_ = slow + timeline.read_timeline(tmp_path / "fast")
+    assert len(rows_) == 6
     out = str(tmp_path / "x.svg")
-    monkeypatch.setattr(sys, "argv", ["plot.py", "--timeline", str(tmp_path), "--out", out])
+    monkeypatch.setattr(sys, "argv", ["plot.py", "--timeline", *map(str, (tmp_path, tmp_path / "fast")), "--out", out])
     plot.main()
     assert ">DiLoCo<" in Path(out).read_text() and timeline.checksum(rows_) in Path(out).read_text()

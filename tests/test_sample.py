@@ -54,6 +54,6 @@ def test_program_continues_a_prompt_and_executes_nothing_of_the_file(tmp_path, m
     assert printed.out.startswith("x" * 50) and len(printed.out) > 51
     assert printed.err == ""
     torch.save(saved | {"tokenizer": "byte", "config": Malicious()}, "model.pt")
-    with pytest.raises(UserError, match="is no model"):
+    with pytest.raises(UserError, match="is not a model"):
         sample.main()
     assert not (tmp_path / "executed").exists()

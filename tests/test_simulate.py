@@ -43,10 +43,10 @@ def test_transfers_arrive_when_the_link_allows(clock, ranks, latency_ms, transfe
     def carry(arrival_s, *rest):
         arrive = lambda: setattr(clock, "now", max(clock.now, arrival_s))
         early = SimpleNamespace(wait=lambda: None)
-        return link.carry([early, SimpleNamespace(wait=arrive)], *rest, note)
+        return link.carry([early, SimpleNamespace(wait=arrive)], *rest)
 
     busy = []
-    note = lambda *span: busy.append(span)
+    link.note = lambda *span: busy.append(span)
     issued = [carry(*transfer) for transfer in transfers]
     [transfer.begun.wait() for transfer in issued]
     assert [transfer.finish for transfer in issued] == pytest.approx(expected_s)
@@ -56,7 +56,7 @@ def test_transfers_arrive_when_the_link_allows(clock, ranks, latency_ms, transfe
     issued[-1].wait()
     assert clock.sleeps == [issued[-1].link_s] == [pytest.approx(expected_s[-1] - clock.now)]
     with pytest.raises(AttributeError, match="wait"):  # errors of a collective are passed on
-        link.carry([None], 10, 1, note).wait()
+        link.carry([None], 10, 1).wait()
 
 
 def test_slow_replica_takes_f_times_as_long_without_its_waiting(clock):
