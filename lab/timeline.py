@@ -25,7 +25,7 @@ ROUNDS = 3  # that are drawn, of the run with the longest ones
 
 def read_timeline(folder) -> list:
     """A row per replica: folder, method, replica, `computing` (share of the time), spans by name,
-    and the seconds of whole rounds (`whole_s`) and of at most ROUNDS of them (`some_s`). Time counts
+    `whole_s` (the seconds of all whole rounds), `some_s` (of at most ROUNDS of them). Time counts
     from the beginning of the second round. Raises UserError for less than three rounds."""
     record, found = read_run(folder), {}
     try:
