@@ -276,31 +276,29 @@ class ShardedModel:
         waiting. The same on all ranks of a replica."""
         return self.metrics[0].read()
 
-    def clip_gradient(self, norm: torch.Tensor, max_norm: float):
+    def clip_gradient(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor | None:
         """Scale `grad`, which has this norm, to a norm of at most max_norm (0: any). If the norm
         is not finite, set `grad` to 0: AdamW then takes a step with its old moments, which stay
-        finite."""
+        finite. Returns what AdamW.step() must still divide `grad` by, which saves a pass on GPUs,
+        or None. (torch's kernel takes it in fp32 only.)"""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
         factor = factor.where(norm.isfinite(), 0.0)
         if self.mesh.device.type == "cpu" and factor == 1:  # reading it is free, a pass is not
-            return
-        self.grad.mul_(factor)
+            return None
+        in_kernel = self.mesh.device.type == "cuda" and self.grad.dtype == torch.float32
+        if not in_kernel:
+            self.grad.mul_(factor)
         self.grad.nan_to_num_(0.0, 0.0, 0.0)  # 0 * NaN is NaN
-
-    # ---- the inner optimizer ----
-
-    def adamw(self, weight_decay: float, betas: tuple) -> "AdamW":
-        """The optimizer of this rank's shards, and its moments exp_avg and exp_avg_sq."""
-        self.exp_avg, self.exp_avg_sq = self.new_vector(), self.new_vector()
-        return AdamW(self, weight_decay, betas)
+        return 1 / factor if in_kernel else None
 
 
 class AdamW:
-    """torch's fused AdamW on the flat vectors: matrices decay, norm gains do not. (torch.optim's
-    class does the same, but imports the compiler: 0.8 s of each start.)"""
+    """torch's fused AdamW on the flat vectors of a ShardedModel: matrices decay, norm gains do not.
+    (torch.optim's class does the same, but imports the compiler: 0.8 s of each start.)"""
 
     def __init__(self, model, weight_decay: float, betas: tuple):
         self.lr, self.betas = 0.0, betas
+        model.exp_avg, model.exp_avg_sq = model.new_vector(), model.new_vector()
         self.groups = [(weight_decay, []), (0.0, [])]
         vectors = (model.master, model.grad, model.exp_avg, model.exp_avg_sq)
         for layout, *views in zip(model.layouts, *map(model.views, vectors)):
@@ -311,13 +309,15 @@ class AdamW:
                     step = torch.zeros((), device=model.mesh.device)
                     group.append([view[part] for view in views] + [step])
 
-    def step(self):
+    def step(self, grad_scale: torch.Tensor | None = None):
+        """grad_scale: divide the gradient by it first."""
         beta1, beta2 = self.betas
         options = {"beta1": beta1, "beta2": beta2, "eps": 1e-8, "amsgrad": False, "maximize": False}
         for decay, group in filter(lambda each: each[1], self.groups):
             parameters, grads, exp_avgs, exp_avg_sqs, steps = map(list, zip(*group))
             vectors = parameters, grads, exp_avgs, exp_avg_sqs, [], steps
-            adamw(*vectors, fused=True, lr=self.lr, weight_decay=decay, **options)
+            options |= {"lr": self.lr, "weight_decay": decay, "grad_scale": grad_scale}
+            adamw(*vectors, fused=True, **options)
 
     def set_steps(self, steps: int):
         """How many steps the moments have seen, for their bias correction."""

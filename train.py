@@ -27,7 +27,7 @@ from plumbing.config import UserError, run_command
 from plumbing.log import Clock, Log
 from relatives import RELATIVES
 from sample import print_sample, save_model
-from shard import ShardedModel
+from shard import AdamW, ShardedModel
 from simulate import Cluster, VirtualClock
 
 HINT = "lower --lr, or raise --lr_warmup_steps"
@@ -40,7 +40,7 @@ def train(setup, mesh, stop):
     model = ShardedModel(plan.model_config, mesh, plan.dtype, config.seed, config.recompute)
     for layer in model.layers if config.compile else ():
         layer.compile()
-    optimizer = model.adamw(config.weight_decay, (config.beta1, config.beta2))
+    optimizer = AdamW(model, config.weight_decay, (config.beta1, config.beta2))
     clock = VirtualClock(config, mesh) if config.virtual_clock else Clock(mesh.device)
     cluster = Cluster(config, mesh, clock)  # simulates stragglers and sick replicas, if asked to
     log = Log(setup, mesh, clock)
@@ -64,8 +64,8 @@ def train(setup, mesh, stop):
         # Norm, loss and votes share one small all-reduce. A vote ends the round or, in the warm-up,
         # says that this rank has a signal to stop.
         metrics = model.step_metrics(loss, stop.vote() if average else method.vote(), average)
-        model.clip_gradient(metrics.norm, config.grad_clip)
-        optimizer.step()
+        grad_scale = model.clip_gradient(metrics.norm, config.grad_clip)
+        optimizer.step(grad_scale)
         model.invalidate_gathered()
         method.after_step(lr, metrics)  # a sync starts here
         cluster.after_step(method)

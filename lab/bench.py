@@ -33,7 +33,7 @@ from model import Llama
 from plumbing import launch
 from plumbing.config import UserError, option, parse, run_command
 from plumbing.plan import Plan
-from shard import ShardedModel
+from shard import AdamW, ShardedModel
 from train import METHODS
 
 LR, DECAY, CLIP = 1e-3, 0.1, 1.0
@@ -63,7 +63,7 @@ class OurStep:
         self.model = ShardedModel(plan.model_config, mesh, plan.dtype, recompute=recompute)
         for layer in self.model.layers if config.compile else ():
             layer.compile()
-        self.optimizer = self.model.adamw(DECAY, (0.9, 0.999))  # torch's default
+        self.optimizer = AdamW(self.model, DECAY, (0.9, 0.999))  # torch's default
         self.optimizer.lr = LR
 
     def __call__(self):
@@ -71,8 +71,7 @@ class OurStep:
         loss = model.forward(*self.batch)
         model.backward(1 / self.mesh.world_size, average_replicas=True)
         metrics = model.step_metrics(loss, 0.0, averaged=True)
-        model.clip_gradient(metrics.norm, CLIP)
-        self.optimizer.step()
+        self.optimizer.step(model.clip_gradient(metrics.norm, CLIP))
         model.invalidate_gathered()
 
 

@@ -50,8 +50,8 @@ def test_answers_are_true(copy):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert {row["sync_bytes"] for row in rows(folder, "ex3", "sync")} == {3_675_660}
     sick = rows(folder, "ex6", "sync")[1]
-    assert sick["weight"][1] == 0 and sick["dropped"] == [0] * 4
-    assert 280 < sick["pseudo_grad_norm"][1] < 310
+    assert sick["weight"][1] < 1e-6 and sick["dropped"] == [0] * 4
+    assert sick["pseudo_grad_norm"][1] > 10 * sick["pseudo_grad_norm"][0]
     assert all(row["steps"] == [8, 4] for row in rows(folder, "ex7", "sync"))
     waits = [rows(folder, name, "sync")[1]["wait_link_ms"] for name in ("ex8", "ex8b")]
     assert 450 < waits[0] < 560 and waits[1] < 100

@@ -52,7 +52,7 @@ def test_limits_of_lines_are_kept():
         "plumbing": (count(inside("plumbing")), 1745),
         "lab": (count(inside("lab")), 1402),
         "product": (count(PRODUCT), 6525),
-        "tests": (count(TESTS), 5095),
+        "tests": (count(TESTS), 5115),
         "README.md": (count([ROOT / "README.md"]), 160),
     }
     for path in inside("relatives"):

@@ -109,7 +109,7 @@ def watch_steps(method, model, mesh):
     model.forward = look
 
     step = shard.AdamW.step
-    shard.AdamW.step = lambda self: seen[-1].insert(0, self.lr) or step(self)
+    shard.AdamW.step = lambda self, scale: seen[-1].insert(0, self.lr) or step(self, scale)
 
     def end():
         shard.AdamW.step = step
