@@ -107,8 +107,8 @@ def draw_panel(axes, panel: Panel, lines: dict, styles: dict):
 
 
 def name_points(axes, named: list):
-    """Write names to the right of their points, apart from each other, with a thin line to the
-    point if they had to move. named: (x, y, text, color)."""
+    """Write names beside their points, apart from each other, with a thin line to the point if they
+    had to move. named: (x, y, text, color)."""
     to_points = lambda x, y: axes.transData.transform((x, y)) * 72 / axes.figure.dpi
     last_x, last_y = -math.inf, -math.inf
     column = lambda each: round(to_points(each[0], 0)[0] / 40)
@@ -116,7 +116,10 @@ def name_points(axes, named: list):
         own_x, own_y = to_points(x, y)
         last_y = max(own_y, last_y + 10) if own_x - last_x < 60 else own_y
         last_x = own_x
-        place = {"xytext": (10, last_y - own_y), "textcoords": "offset points", "fontsize": 8}
+        gaps = [to_points(other, 0)[0] - own_x for other, *_ in named]
+        left = any(5 < gap < 60 for gap in gaps)  # there is no room at the right
+        place = {"xytext": (-10 if left else 10, last_y - own_y), "ha": "right" if left else "left"}
+        place |= {"textcoords": "offset points", "fontsize": 8}
         line = {"arrowstyle": "-", "linewidth": 0.4, "color": color, "relpos": (0, 0.5)}
         line = line if last_y - own_y > 2 else None
         axes.annotate(text, (x, y), color=color, va="center", arrowprops=line, **place)
@@ -137,7 +140,7 @@ def name_lines(axes, lines: dict, styles: dict, factors: bool):
     lowest, *_, highest = sorted(lines.values(), key=lambda line: line[-1][1])
     for (x, low, *_), (_, high, *_) in zip(lowest, highest) if factors else ():
         if high > low:
-            place = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
+            place = {"xytext": (3, 5), "textcoords": "offset points"}
             axes.annotate(f"x {high / low:.1f}", (x, high), fontsize=8, **place)
 
 
@@ -189,7 +192,8 @@ def draw(rows: list, panels: list, path):
                 axes.set_xticks(sorted({point[0] for line in lines.values() for point in line}))
             if panel.frontier:
                 axes.set_xlim(low, high * 3)
-            axes.xaxis.set_major_formatter(in_bytes if panel.x.endswith("bytes") else number)
+            of_bytes = panel.x.endswith("bytes") and high > 1  # one replica sends nothing
+            axes.xaxis.set_major_formatter(in_bytes if of_bytes else number)
             if shared["sharey"]:
                 axes.label_outer()
         figure.draw_without_rendering()  # the scales are known from here on

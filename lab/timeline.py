@@ -44,7 +44,7 @@ def read_timeline(folder) -> list:
         row.pop("begin")
         row["folder"], row["method"] = str(folder), record["config"]["method"]
         row["spans"] = {
-            name: drawn(spans, origin, longest, merge=name in WAITS)
+            name: visible_spans(spans, origin, longest, merge=name in WAITS)
             for name, spans in row["spans"].items()
         }
     return rows
@@ -71,7 +71,7 @@ def replica_row(record: dict, replica: int, recorded: list):
     return row | {"whole_s": steps[last][0] - begin, "some_s": steps[drawn_last][0] - begin}
 
 
-def drawn(spans: list, origin: float, seconds: float, merge: bool) -> list:
+def visible_spans(spans: list, origin: float, seconds: float, merge: bool) -> list:
     """The spans that a picture can show, from origin on, to the millisecond. merge: those with less
     than 5 ms between them are one."""
     found = []
