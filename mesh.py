@@ -58,7 +58,7 @@ def translate_comm_errors():
 
 
 class Handle:
-    """A collective in flight. mesh: whose waiting counts."""
+    """A collective in flight. mesh: the Mesh that counts how long the host waits, or None."""
 
     def __init__(self, works=(), name="", mesh=None):
         self.works, self.name, self.mesh = works, name, mesh

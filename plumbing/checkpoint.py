@@ -249,7 +249,7 @@ def check_resume(saved: dict, config, given: dict, corpus, plan, path):
     flags, was = saved["flags"], ModelConfig(**saved["model_config"])
     free = {"block_size", "vocab_size"}
     other = {k for k, v in vars(was).items() if vars(plan.model_config)[k] != v} - free
-    other_shape = sorted(given.keys() & (other | {"model"})) if other else []
+    other_shape = sorted(other | ({"model"} if config.model != flags["model"] else set()))
     local = not saved["replicas"][0]["averages_gradients"]
     took, take = saved["tokens_per_step"], plan.tokens_per_step
     reason = ""

@@ -90,7 +90,7 @@ def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
     flags = saved["flags"] if saved else vars(source.config) | {"vocab_size": 0} if source else {}
     config, given = parse(argv, methods, simulate.Config, flags)
     config.out_dir = out_dir
-    if saved and "shards" not in given:  # the mesh follows the ranks
+    if saved and "shards" not in given and not config.dry_run:  # the mesh follows the ranks
         config.shards = math.gcd(config.shards, world_size)
     if config.dry_run:
         world_size = config.replicas * config.shards or max(world_size, config.shards)

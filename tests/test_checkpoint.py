@@ -161,6 +161,12 @@ def test_mesh_of_a_resumed_run_follows_the_ranks(tmp_path, corpus_folder):
     for ranks, given, shards in (1, [], 1), (2, [], 2), (6, [], 2), (4, ["--shards", "1"], 1):
         argv = ["--resume", str(tmp_path / "run"), "--batch_size", "2", *given]
         assert launch.set_up(argv, train.METHODS, 0, ranks).config.shards == shards
+    argv = ["--resume", str(tmp_path / "run"), "--batch_size", "2"]
+    assert launch.set_up([*argv, "--dry_run"], train.METHODS, 0, 1).config.shards == 4
+    for flag in "--model=10m", "--n_embd=12", "--n_hidden=128":
+        with pytest.raises(UserError, match=f"another shape: leave out {flag.split('=')[0]}"):
+            launch.set_up([*argv, flag], train.METHODS, 0, 4)
+    launch.set_up([*argv, "--n_hidden=64"], train.METHODS, 0, 4)  # what it has
 
 
 def test_run_starts_from_a_model_on_any_mesh_with_any_method(tmp_path, corpus_folder, monkeypatch):
