@@ -52,7 +52,7 @@ def test_limits_of_lines_are_kept():
         "plumbing": (count(inside("plumbing")), 1745),
         "lab": (count(inside("lab")), 1410),
         "product": (count(PRODUCT), 6530),
-        "tests": (count(TESTS), 5115),
+        "tests": (count(TESTS), 5120),
         "README.md": (count([ROOT / "README.md"]), 160),
     }
     for path in inside("relatives"):
