@@ -43,7 +43,6 @@ from plumbing.config import RoundConfig, option
 
 @dataclass
 class Config(PenaltyConfig, RoundConfig):
-    tau = math.inf  # not a flag: rounds end by votes
     tau_time_s: float = option(2.0, "seconds of training per round (code: 600)", above=0)
     step_weighting: str = option(
         "norm_per_step",

@@ -77,7 +77,10 @@ class DiLoCo(Method):
             torch.sub(a.to(x.device, non_blocking=True), x_l, out=x_l)
         self.exchange(norms=self.model.norm(x))  # for the record
         # d = 1/M sum_i d_i
-        self.average(x)
+        self.combine(x)
         # x_i <- a
         for a, b, d in zip(views(self.anchor), views(self.momentum), self.model.masters):
             d.copy_(nesterov(a, b, d, outer.outer_lr, outer.outer_momentum))
+
+    def combine(self, d):
+        self.average(d)

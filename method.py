@@ -4,7 +4,7 @@
     begin()                                            # for example: anchor <- parameters
     repeat:
         tau inner steps (a round; the last one may be shorter, so that no step is lost)
-        sync()                                         # in after_step() of the round's last step
+        sync()                                         # in end_round()
 
 A method is a subclass in a file of its own. It names the vectors and scalars that it keeps between
 syncs, and writes begin() and sync(). A run is evaluated, saved and stopped at round ends only; in
@@ -17,6 +17,7 @@ import torch
 
 from mesh import Handle
 from plumbing.config import LocalConfig
+from quantize import MeanInFlight
 
 
 class Method:
@@ -48,8 +49,14 @@ class Method:
         evaluation_model()."""
         raise NotImplementedError
 
-    def after_inner_step(self):
-        """After every local step, before the round may end."""
+    def after_backward(self):
+        """model.grad holds this replica's mean gradient, not clipped, in the warm-up that of all
+        replicas. A method may replace it."""
+
+    def inner_step(self, optimizer, grad_scale):
+        """The step of the inner optimizer: shard.AdamW, with the step's learning rate in .lr. The
+        gradient must still be divided by grad_scale, if it is not None."""
+        optimizer.step(grad_scale)
 
     def vote(self) -> float:
         """1.0 to end the round after this step. The vote travels with the step's metrics, and one
@@ -107,37 +114,27 @@ class Method:
 
     def before_step(self):
         if self.averages_gradients and self.steps >= self.config.sync_warmup_steps:
-            self._start_local_steps()
+            self.averages_gradients = False
+            self.record.start_round()
+            self.begin()
 
-    def _start_local_steps(self):
-        self.averages_gradients = False
-        self.record.start_round()
-        self.begin()
-
-    def after_step(self, lr: float, metrics):
-        """lr: the learning rate of this inner step; metrics: shard.Metrics."""
+    def after_step(self, lr: float, metrics) -> bool:
+        """Is the round over? lr: the schedule's learning rate of this inner step; metrics:
+        shard.Metrics."""
         self.steps, self.lr = self.steps + 1, lr
-        if not self.averages_gradients:
-            self.local_steps += 1
-            self.record.loss_sum = self.record.loss_sum + metrics.loss
-            self.after_inner_step()
-            if self._round_is_over():
-                self._end_round()
-
-    def _round_is_over(self) -> bool:
+        if self.averages_gradients:
+            return False
+        self.local_steps += 1
+        self.record.loss_sum = self.record.loss_sum + metrics.loss
         # On a GPU the votes are known one step late.
         voted = self.local_steps > self.model.metrics_lag and self.model.known_metrics()[2] > 0
-        full = self.local_steps >= self.config.tau
+        full = self.local_steps >= self.config.steps_of_round(lr)
         return voted or full or self.progress >= self.config.max_steps
 
-    def _end_round(self):
+    def end_round(self):
         self.rounds, self.exchanged = self.rounds + 1, None
         with self.record.stall():
-            if self.config.average_moments:
-                # Together 2 * 2 (M-1)/M * 4 P/N bytes per rank and round on the slow links. The
-                # moments of a diverged replica are finite, too (see clip_gradient).
-                self.average(self.model.exp_avg)
-                self.average(self.model.exp_avg_sq)
+            self._average_moments()
             self.sync()
             if self.exchanged is None:
                 self.exchange()
@@ -145,18 +142,14 @@ class Method:
         if not self.model.pre_layer_hook:  # EDiT's sync ends in the next forward
             self.record.done(self)
 
-    # ---- checkpoints: the state of a replica beside the vectors, at a round end ----
-
-    def state_dict(self) -> dict:
-        names = () if self.averages_gradients else self.scalars
-        values = {n: getattr(self, n) for n in ("steps", "rounds", "averages_gradients", *names)}
-        return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-
-    def load_state_dict(self, state: dict):
-        """The vectors are loaded after it."""
-        self.steps, self.rounds = state["steps"], state["rounds"]
-        if not state["averages_gradients"]:
-            self._start_local_steps()
-            for name in self.scalars:
-                old, new = getattr(self, name), state[name]
-                setattr(self, name, old.new_tensor(new) if torch.is_tensor(old) else new)
+    def _average_moments(self):
+        """AdamW's moments become their means over the replicas (--average_moments). Those of a
+        diverged replica are finite, too (see clip_gradient)."""
+        for name, format in self.config.averaged_moments():
+            moment = getattr(self.model, name)
+            if format == "none":
+                self.average(moment)
+            else:
+                views = self.model.views(moment)
+                for view, mean in zip(views, MeanInFlight(views, format, self.mesh).wait()):
+                    view.copy_(mean)

@@ -319,6 +319,12 @@ class AdamW:
             options |= {"lr": self.lr, "weight_decay": decay, "grad_scale": grad_scale}
             adamw(*vectors, fused=True, **options)
 
+    def decay(self):
+        """Weight decay alone, for methods with a step of their own: x <- (1 - lr wd) x."""
+        for weight_decay, group in self.groups:
+            for x, *_ in group if weight_decay else ():
+                x.mul_(1 - self.lr * weight_decay)
+
     def set_steps(self, steps: int):
         """How many steps the moments have seen, for their bias correction."""
         for _, group in self.groups:

@@ -14,7 +14,8 @@ one step late, so A-EDiT's rounds have one step more.)
 Disturbances of one replica, in its steps FIRST to LAST, counted from 1 as in the record.
 `--random_tokens R:FIRST:LAST`: its inputs and targets are uniform random tokens. `--scale_lr
 R:FIRST:LAST:FACTOR`: its inner learning rate is FACTOR times the schedule's; the record and SlowMo
-use the schedule's.
+use the schedule's. `--flip R:FIRST:LAST`: in the syncs after these steps the replica's progress has
+the wrong sign: x <- 2 anchor - x. Its norm stays as it is.
 
 The slow link. `--link_mbps`, `--link_latency_ms`: every replica reaches the others through one link
 of that rate, shared by its N ranks. A collective between replicas really happens, at the speed of
@@ -59,6 +60,7 @@ class Config:
     )
     random_tokens: str = option("", "R:FIRST:LAST, in these steps replica R gets random tokens")
     scale_lr: str = option("", "R:FIRST:LAST:FACTOR, multiplies replica R's lr in these steps")
+    flip: str = option("", "R:FIRST:LAST, in these steps replica R syncs progress of wrong sign")
     link_mbps: float = option(0.0, "Mbit/s of each replica's link to the others; 0: no limit")
     link_latency_ms: float = option(0.0, "latency of that link per hop", below=1e6)
 
@@ -104,9 +106,11 @@ class Disturbances:
         self.lag = numbers("random_lag", config.random_lag, P=(0.0, 1.0), SECONDS=(0.0, 1e6))
         self.tokens = numbers("random_tokens", config.random_tokens, **place)
         self.scaled = numbers("scale_lr", config.scale_lr, **place, FACTOR=(0.0, 1e6))
-        for _, first, last, *_ in filter(None, (self.tokens, self.scaled)):
+        self.flipped = numbers("flip", config.flip, **place)
+        for _, first, last, *_ in filter(None, (self.tokens, self.scaled, self.flipped)):
             if first > last:
-                raise UserError(f"--random_tokens, --scale_lr: FIRST {first} is after LAST {last}")
+                flags = "--random_tokens, --scale_lr, --flip"
+                raise UserError(f"{flags}: FIRST {first} is after LAST {last}")
         if self.scaled and self.scaled[1] <= config.sync_warmup_steps:
             raise UserError(
                 f"--scale_lr {config.scale_lr}: replicas must stay equal while gradients are "
@@ -170,8 +174,10 @@ class Cluster:
     """The disturbances of this rank's replica during the training: what train.py calls around a
     step. Does nothing without flags."""
 
-    def __init__(self, config, mesh, clock):
+    def __init__(self, config, mesh, clock, method):
         self.mesh, self.disturbances = mesh, Disturbances(config, mesh.replicas)
+        if config.flip and not hasattr(method, "anchor"):
+            raise UserError(f"--flip: {config.method} has no anchor; choose diloco, edit, robust ...")
         self.virtual_clock = clock if config.virtual_clock else None
         self.pauses = (self.disturbances.slow or self.disturbances.lag) and not self.virtual_clock
 
@@ -200,6 +206,12 @@ class Cluster:
             waited_s = sum(self.mesh.waited_s.values()) - self.waited
             busy_s = time.perf_counter() - self.began - waited_s
             time.sleep(self.disturbances.pause_s(step, self.mesh.replica, busy_s))
+
+    def before_sync(self, method):
+        """The replica's progress since its anchor may get the wrong sign."""
+        if self.disturbances.hits(self.disturbances.flipped, method.steps - 1, self.mesh.replica):
+            x = method.model.master
+            torch.sub(2 * method.anchor.to(x.device), x, out=x)
 
     def after_step(self, method):
         """Each step with averaged gradients is a round."""

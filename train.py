@@ -42,9 +42,9 @@ def train(setup, mesh, stop):
         layer.compile()
     optimizer = AdamW(model, config.weight_decay, (config.beta1, config.beta2))
     clock = VirtualClock(config, mesh) if config.virtual_clock else Clock(mesh.device)
-    cluster = Cluster(config, mesh, clock)  # simulates stragglers and sick replicas, if asked to
     log = Log(setup, mesh, clock)
     method = METHODS[config.method](model, mesh, config, log.record)
+    cluster = Cluster(config, mesh, clock, method)  # stragglers, sick replicas, if asked to
     checkpoint.load(setup, model, optimizer, method, clock)  # with --resume or --init_from
     log.start(method)
 
@@ -60,14 +60,17 @@ def train(setup, mesh, stop):
             loss += model.forward(*batch) / plan.accum
             first, last = micro_step == 0, micro_step == plan.accum - 1
             model.backward(scale, first, average_replicas=average and last)
+        method.after_backward()
         cluster.before_metrics(method.steps)
         # Norm, loss and votes share one small all-reduce. A vote ends the round or, in the warm-up,
         # says that this rank has a signal to stop.
         metrics = model.step_metrics(loss, stop.vote() if average else method.vote(), average)
         grad_scale = model.clip_gradient(metrics.norm, config.grad_clip)
-        optimizer.step(grad_scale)
+        method.inner_step(optimizer, grad_scale)
         model.invalidate_gathered()
-        method.after_step(lr, metrics)  # a sync starts here
+        if method.after_step(lr, metrics):
+            cluster.before_sync(method)
+            method.end_round()  # a sync starts here
         cluster.after_step(method)
         log.step(method, lr, metrics)
         check_finite(model, method)

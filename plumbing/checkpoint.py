@@ -115,6 +115,25 @@ def vectors(model, method) -> tuple:
     return shared, parameters | private
 
 
+def numbers(method) -> dict:
+    """The state of a replica beside the vectors, for JSON."""
+    names = () if method.averages_gradients else method.scalars
+    values = {n: getattr(method, n) for n in ("steps", "rounds", "averages_gradients", *names)}
+    return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+
+
+def restore(method, saved: dict):
+    """The inverse of numbers(). The vectors are loaded after it."""
+    method.steps, method.rounds = saved["steps"], saved["rounds"]
+    if not saved["averages_gradients"]:
+        method.averages_gradients = False
+        method.record.start_round()
+        method.begin()
+        for name in method.scalars:
+            old, new = getattr(method, name), saved[name]
+            setattr(method, name, old.new_tensor(new) if torch.is_tensor(old) else new)
+
+
 def files(path, state: dict) -> list:
     """The vector files of a checkpoint, in rank order: of one replica or of all."""
     count = state["mesh"]["shards"] * len(state["replicas"])
@@ -133,7 +152,7 @@ def save(setup, model, method, state: dict) -> Path:
     except (OSError, RuntimeError) as wrong:
         error = one_line(wrong.__context__ or wrong)  # torch.save hides the OSError
     # [sync] all-gather of objects, all ranks, once per checkpoint
-    replicas, errors = zip(*mesh.all_gather_object((method.state_dict(), error)))
+    replicas, errors = zip(*mesh.all_gather_object((numbers(method), error)))
     # A-EDiT's replicas differ in their steps.
     final = Path(folder, f"checkpoint-{replicas[0]['steps']:08d}")
     if mesh.rank == 0:
@@ -284,7 +303,7 @@ def load(setup, model, optimizer, method, clock):
     mesh.sent.update(state["sent"])
     try:
         with clock:  # A-EDiT's round begins here
-            method.load_state_dict(state["replicas"][replica])
+            restore(method, state["replicas"][replica])
             shared, private = vectors(model, method)
             for i, own in (0, shared), (replica, private):
                 saved = files(path, state)[i * shards : (i + 1) * shards]

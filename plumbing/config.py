@@ -220,11 +220,26 @@ class RoundConfig:
     """Flags of every method with rounds, whatever ends them."""
 
     sync_warmup_steps: int = option(200, "first steps with averaged gradients")
-    average_moments: bool = option(
-        False,
-        "average AdamW's moments over the replicas at each sync: two vectors more on the slow "
-        "links, and all replicas wait for them in every method",
+    average_moments: str = option(
+        "none",
+        "average AdamW's moments over the replicas at each sync, m or both (without a value: "
+        "both): all replicas wait for them in every method",
+        choices=["none", "m", "both"],
     )
+    moments_format: str = option(
+        "none", "of averaged moments. none: fp32; int8: m in int8, v in log8", choices=["none", "int8"]
+    )
+
+    def steps_of_round(self, lr: float) -> float:
+        """lr: the inner learning rate of the last step."""
+        return math.inf  # votes end it
+
+    def averaged_moments(self) -> list:
+        """(AdamW's moment, its format in quantize.py) of each that is averaged."""
+        formats = {"exp_avg": "int8", "exp_avg_sq": "log8"}
+        if self.moments_format == "none":
+            formats = dict.fromkeys(formats, "none")
+        return list(formats.items())[: {"none": 0, "m": 1, "both": 2}[self.average_moments]]
 
 
 @dataclass
@@ -232,6 +247,15 @@ class LocalConfig(RoundConfig):
     """Flags of every method whose rounds have a number of steps."""
 
     tau: int = option(16, "inner steps per round", low=1)
+    tau_rule: str = option(
+        "fixed", "qsr: max(tau, (qsr_c / lr)^2) steps, lr: of the step", choices=["fixed", "qsr"]
+    )
+    qsr_c: float = option(0.0175, "c of the quadratic synchronization rule, arXiv 2310.14423")
+
+    def steps_of_round(self, lr: float) -> float:
+        if self.tau_rule == "fixed":
+            return self.tau
+        return max(self.tau, int((self.qsr_c / lr) ** 2)) if lr else math.inf
 
 
 GROUPS = {  # first flag of each group of --help -> its title
@@ -289,6 +313,8 @@ def read_flags(argv: list, fields: dict, defaults: dict, methods: list) -> dict:
             kind = {"type": type(f.default), "metavar": type(f.default).__name__.upper()}
         if name == "data":
             kind["nargs"] = "+"
+        if name == "average_moments":
+            kind |= {"nargs": "?", "const": "both"}
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
         group.add_argument(f"--{name}", default=None, help=help, **kind)

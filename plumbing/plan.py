@@ -16,6 +16,7 @@ import model
 from model import ModelConfig
 from plumbing.config import UserError
 from plumbing.shm import SLOTS, machine_id
+from quantize import bytes_per_element
 from shard import Layout
 from simulate import FRAMING
 
@@ -131,8 +132,9 @@ class Plan:
     def sync_bytes(self) -> float:
         """What one rank sends over the slow links at a sync, without the row of scalars."""
         vectors = self.config.sent_vectors(self.replicas)
-        if getattr(self.config, "average_moments", False):  # two all-reduces
-            vectors += 2 * 2 * (self.replicas - 1) / self.replicas
+        if hasattr(self.config, "averaged_moments"):  # mini-batch has none
+            widths = [bytes_per_element(form) / 4 for _, form in self.config.averaged_moments()]
+            vectors += sum(widths) * 2 * (self.replicas - 1) / self.replicas
         return vectors * self.shard_bytes
 
     def show(self, corpus):

@@ -150,7 +150,8 @@ class Work(dist.Work):
 
 
 class ShmGroup(dist.ProcessGroup):
-    """All-gather, reduce-scatter, all-reduce (only sums) of contiguous tensors; 2 or more ranks."""
+    """All-gather, all-to-all, reduce-scatter, all-reduce (only sums) of contiguous tensors; 2 or
+    more ranks."""
 
     def __init__(self, options, _):
         """options: what torch.distributed tells a backend: store, group_rank, timeout, ..."""
@@ -176,13 +177,25 @@ class ShmGroup(dist.ProcessGroup):
 
         return Work(channel, input.view(-1), collect)
 
+    def alltoall_base(self, output, input, output_sizes, input_sizes, opts=None):
+        """Equal pieces."""
+        pieces, channel = output.view(-1).chunk(self.size()), self.gathers
+
+        def collect(n):
+            for rank, piece in enumerate(pieces):
+                piece.copy_(channel.read(n, rank, self.rank() * piece.nbytes, piece))
+
+        return Work(channel, input.view(-1), collect)
+
     def _reduce_scatter_base(self, output, input, opts=None):
         return self._sum(input.view(-1), output.view(-1), self.rank() * output.nbytes, opts)
 
     def allreduce(self, tensors, opts=None):
         return self._sum(tensors[0].view(-1), tensors[0].view(-1), 0, opts)
 
+    # torch 2.13's names
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
+    all_to_all_single = alltoall_base
 
     def _sum(self, flat, part, first_byte, opts):
         """part <- the sum over the ranks of `flat` from first_byte on, in rank order on every

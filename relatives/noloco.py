@@ -14,6 +14,8 @@ NoLoCo a replica waits for one other only. A pull towards the partner keeps all 
 
 If M is odd, one replica is alone in each round: z_j = z_i. If M > 2, replicas are never equal, but
 come closer as the inner learning rate decays. The model to evaluate is the mean of all a_j.
+--global_every H (Gossip-PGA): in every H-th round nobody has a partner, and then a_i, x_i <- the mean
+of all a_j: an all-reduce, for which all wait.
 
     paper      variable        shape        where
     theta_i    model.master    (sum P/N,)   every rank its shard (x_i)
@@ -28,7 +30,7 @@ of the authors' code makes progress.
 
 Slow-link bytes per rank and round: 4 P/N, whatever M and pull are; one hop.
 Run: torchrun --nproc_per_node 4 train.py --method noloco
-Source: NoLoCo, arXiv 2506.10911, and its authors' code.
+Source: NoLoCo, arXiv 2506.10911, and its authors' code; Gossip-PGA, arXiv 2105.09080.
 """
 
 from dataclasses import dataclass
@@ -44,6 +46,7 @@ class Config(LocalConfig):  # paper: tau 50; mu < pull < sqrt(2 + mu^2) is suffi
     outer_lr: float = option(0.9, "outer learning rate (paper: 0.7)")
     outer_momentum: float = option(0.5, "momentum over rounds", below=1)
     pull: float = option(0.9, "strength of the pull towards the partner's anchor")
+    global_every: int = option(0, "H: in every H-th round average all anchors; 0: never")
     buffer_vectors = 1  # the partner's z
 
     def sent_vectors(self, replicas):
@@ -80,14 +83,18 @@ class NoLoCo(Method):
         z = x.mul_(config.outer_lr).add_(a, alpha=config.pull - config.outer_lr)
         i, M = self.mesh.replica, self.mesh.replicas
         mean, j = z.clone(), partner(i, M, config.seed, self.rounds)
-        if j != i:
+        globally = config.global_every and self.rounds % config.global_every == 0
+        if j != i and not globally:
             # [sync] send-receive with the partner, sum P/N fp32, once per round
             self.mesh.send_receive(mean, z, j, self.mesh.sync).wait()
             mean.add_(z).div_(2)
         # u_i <- mu u_i + pull a_i - mean(z_i, z_j)
         u.mul_(config.outer_momentum).add_(a, alpha=config.pull).sub_(mean)
         # a_i <- a_i - u_i;  x_i <- a_i
-        x.copy_(a.sub_(u))
+        a.sub_(u)
+        if globally:  # a_i <- 1/M sum_j a_j
+            self.average(a)
+        x.copy_(a)
 
     def evaluation_model(self):
         """The mean of all a_i. Also measures spread = sqrt(mean_i ||a_i - mean||^2)."""

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from diloco import nesterov
 from method import Method
 from plumbing.config import LocalConfig, UserError, option
-from relatives.quantize import MeanInFlight, bytes_per_element
+from quantize import FORMATS, MeanInFlight, bytes_per_element
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Config(LocalConfig):  # paper: tau 100
     fragments: int = option(4, "F, parts of the model; divides tau", low=1)
     delay: int = option(-1, "steps from sending to outer step; -1: tau / F - 1, at most 2", low=-1)
     alpha: float = option(0.0, "weight of the local value when a fragment lands, 0 to 1")
-    quantize: str = option("e3m0", "what is sent", choices=["none", "int8", "e3m0"])
+    quantize: str = option("e3m0", "what is sent", choices=FORMATS)
     buffer_vectors = 0.5  # one of four fragments, sent and received
 
     @property
@@ -57,6 +57,8 @@ class Config(LocalConfig):  # paper: tau 100
             raise UserError(f"--fragments {F}: must divide --tau {self.tau}, at most one per layer")
         if self.steps_late >= interval:
             raise UserError(f"--delay {self.delay}: must be below tau / fragments = {interval:g}")
+        if self.tau_rule != "fixed":
+            raise UserError(f"--tau_rule {self.tau_rule}: a streaming method has rounds of tau steps")
         if self.alpha > 1:
             raise UserError(f"--alpha {self.alpha}: must be at most 1")
 
@@ -80,8 +82,10 @@ class StreamingDiLoCo(Method):
         if not self.averages_gradients and self.config.steps_late > 0:
             self.send_if_due()
 
-    def after_inner_step(self):
-        delay = self.config.steps_late
+    def after_step(self, lr, metrics):
+        over, delay = super().after_step(lr, metrics), self.config.steps_late
+        if self.averages_gradients:
+            return over
         if delay == 0:
             self.send_if_due()
         if self.mean and self.local_steps >= self.sent_at + (delay + 1) // 2:
@@ -89,6 +93,7 @@ class StreamingDiLoCo(Method):
                 self.mean.halfway()
                 if self.local_steps == self.sent_at + delay:
                     self.land()
+        return over
 
     def send_if_due(self):
         k, interval = self.local_steps, self.config.tau // self.config.fragments

@@ -24,7 +24,7 @@ import train
 from mesh import Mesh
 from method import Method
 from model import ModelConfig
-from plumbing import launch
+from plumbing import checkpoint, launch
 from plumbing.config import parse, run_command
 from plumbing.log import Clock, RoundRecord
 from shard import ShardedModel
@@ -246,7 +246,7 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
         "master": method.model.master.clone(),
         "exp_avg": method.model.exp_avg.clone(),
         "vectors": vectors,
-        "method_state": method.state_dict(),
+        "method_state": checkpoint.numbers(method),
         "calls": dict(mesh.calls),
         "sent": dict(mesh.sent),
         "shard_index": mesh.shard_index,

@@ -94,6 +94,13 @@ class Method:
         self.a = self.replicas[0].x.clone()
         self.b = torch.zeros_like(self.a)
 
+    def gradients(self, g):
+        """Those of the replicas in a local step -> those that they step with."""
+        return g
+
+    def inner_step(self, i, g, lr):
+        self.replicas[i].adamw(g, lr, self.f)
+
     def after_inner_step(self, k):
         pass
 
@@ -181,13 +188,18 @@ class NoLoCo(Method):
         order = draw.permutation(self.M).tolist()
         d = [a - replica.x for a, replica in zip(old, self.replicas)]
         self.anchors = [None] * self.M
-        for pair in [order[first : first + 2] for first in range(0, self.M, 2)]:
+        globally = f.global_every and self.t % f.global_every == 0
+        size = 1 if globally else 2
+        for pair in [order[first : first + size] for first in range(0, self.M, size)]:
             for i in pair:
                 progress = f.outer_lr * mean([d[j] for j in pair])
                 pull = f.pull * (old[i] - mean([old[j] for j in pair]))
                 self.u[i] = f.outer_momentum * self.u[i] + progress + pull
                 self.anchors[i] = old[i] - self.u[i]
-                self.replicas[i].x[:] = self.anchors[i]
+        if globally:
+            self.anchors = [mean(self.anchors)] * self.M
+        for a, replica in zip(self.anchors, self.replicas):
+            replica.x[:] = a
         return {"pseudo_grad_norm": norms(d)}
 
     def judged(self):
@@ -326,6 +338,209 @@ class StreamingEDiT(StreamingDiLoCo, EDiT):
         return self.row()
 
 
+class Eager(Method):
+    dbar = own = None
+
+    def begin(self):
+        self.anchors = [replica.x.clone() for replica in self.replicas]
+        self.b = [torch.zeros_like(a) for a in self.anchors]
+
+    def step(self, i, u):
+        mu, lr = self.f.outer_momentum, self.f.outer_lr
+        self.b[i] = mu * self.b[i] + u
+        self.anchors[i] = self.anchors[i] - lr * (u + mu * self.b[i])
+        self.replicas[i].x[:] = self.anchors[i]
+
+    def sync(self, lr):
+        d = [a - replica.x for a, replica in zip(self.anchors, self.replicas)]
+        for i in range(self.M):
+            late = 0.0 if self.own is None else self.dbar - self.own[i] / self.M
+            self.step(i, d[i] / self.M + late)
+        self.own, self.dbar = d, mean(d)
+        return {"pseudo_grad_norm": norms(d)}
+
+    def judged(self):
+        return mean(self.anchors)
+
+    def finish(self, k):
+        self.anchors, self.b = [self.judged()] * self.M, [mean(self.b)] * self.M
+        for i in range(self.M):
+            self.step(i, (self.M - 1) / self.M * self.dbar)
+
+
+class Robust(DiLoCo):
+    def sync(self, lr):
+        d = self.d()
+        healthy = torch.stack([torch.where(di.isfinite(), di, 0.0) for di in d])
+        if self.M == 1:
+            self.nesterov(slice(None), d[0])
+        elif self.f.aggregate == "flag":
+            self.nesterov(slice(None), flag(healthy))
+        else:
+            ordered = sorted_columns(healthy)
+            median = self.f.aggregate == "median"
+            out = (self.M - 1) // 2 if median else self.f.trim
+            self.nesterov(slice(None), mean(ordered[out : self.M - out]))
+        self.set_all(self.a)
+        return {"pseudo_grad_norm": norms(d)}
+
+
+def sorted_columns(rows):
+    return torch.from_numpy(np.sort(rows.numpy(), axis=0))
+
+
+def flag(d):
+    """With the singular vectors of all P elements."""
+    G = d.norm(dim=1)
+    u, w = (d / G[:, None].clamp(min=1e-30)).T, torch.ones(len(d)).double()  # (P, M)
+    for _ in range(6):
+        y = torch.linalg.svd(u * w, full_matrices=False).U[:, 0]
+        w = (1 - (y @ u) ** 2 + 1e-7) ** -0.25
+    y = y if (y @ u).sum() >= 0 else -y
+    return y * mean([max(0.0, cosine.item()) for cosine in y @ u]) * np.median(G.numpy())
+
+
+def by_pieces(vector, layers, N, size, function):
+    """function(part) of every `size` elements of each rank's piece of each layer, put together."""
+    result = torch.zeros_like(vector)
+    for layer in layers:
+        own = vector[layer]
+        pieces = F.pad(own, (0, -len(own) % (16 * N))).chunk(N)
+        parts = [function(part) for piece in pieces for part in piece.split(size)]
+        result[layer] = torch.cat(parts)[: len(own)]
+    return result
+
+
+def where_largest(chunk, density):
+    k = max(1, round(density * len(chunk)))
+    return chunk.abs().argsort(descending=True)[:k]
+
+
+class TopK(Method):
+    def begin(self):
+        first = [replica.m for replica in self.replicas]
+        self.u = [m.clone() if self.f.momentum_correction else torch.zeros_like(m) for m in first]
+        self.v = [torch.zeros_like(m) for m in first]
+
+    def gradients(self, g):
+        m, sent = self.f.momentum_correction, []
+        for i in range(self.M):
+            self.u[i] = m * self.u[i] + (1 - m) * g[i]
+            self.v[i] = self.v[i] + self.u[i]
+            sent.append(by_pieces(self.v[i], self.layers, self.N, 4096, self.largest))
+            self.u[i] = torch.where(sent[i] == 0, self.u[i], 0.0)
+            self.v[i] = torch.where(sent[i] == 0, self.v[i], 0.0)
+        return [mean(sent)] * self.M
+
+    def largest(self, chunk):
+        at, result = where_largest(chunk, self.f.density), torch.zeros_like(chunk)
+        result[at] = chunk[at]
+        return result
+
+    def inner_step(self, i, g, lr):
+        replica, f = self.replicas[i], self.f
+        if f.momentum_correction:  # Adam without momentum
+            replica.t += 1
+            replica.v = f.beta2 * replica.v + (1 - f.beta2) * g**2
+            size = (replica.v / (1 - f.beta2**replica.t)).sqrt() + 1e-8
+            decay = f.weight_decay * replica.decayed
+            replica.x[:] = replica.x - lr * decay * replica.x - lr * g / size
+        else:
+            replica.adamw(g, lr, f)
+
+
+class SparseLoCo(Method):
+    def begin(self):
+        super().begin()
+        self.e = [torch.zeros_like(self.a) for _ in self.replicas]
+
+    def sync(self, lr):
+        d, sent = self.d(), []
+        for i in range(self.M):
+            self.e[i] = self.f.error_decay * self.e[i] + d[i]
+            sent.append(by_pieces(self.e[i], self.layers, self.N, 4096, self.message))
+            self.e[i] = self.e[i] - sent[i]
+        self.a = self.a - self.f.outer_lr * mean(sent)
+        self.set_all(self.a)
+        return {"pseudo_grad_norm": norms(d)}
+
+    def message(self, chunk):
+        at, result = where_largest(chunk, self.f.density), torch.zeros_like(chunk)
+        values = chunk[at]
+        if self.f.two_bits:
+            size, values = values.abs(), values.sign()
+            for own in size > size.mean(), size <= size.mean():
+                values[own] *= size[own].mean().half().double() if own.any() else 0.0
+        result[at] = values
+        return result
+
+
+class ZeroOneAdam(Method):
+    def begin(self):
+        super().begin()
+        first, f = self.replicas[0], self.f
+        self.V = first.v / (1 - f.beta2**first.t)
+        self.v = [self.V.clone() for _ in self.replicas]
+        self.e, self.E = [torch.zeros_like(self.a) for _ in self.replicas], torch.zeros_like(self.a)
+        self.lr_sum, self.rounds = 0.0, 0
+
+    def inner_step(self, i, g, lr):
+        replica, f = self.replicas[i], self.f
+        replica.m = f.beta1 * replica.m + (1 - f.beta1) * g
+        self.v[i] = f.beta2 * self.v[i] + (1 - f.beta2) * g**2
+        step = replica.m / (self.V.sqrt() + 1e-8)
+        step = step.clamp(-f.step_bound, f.step_bound) if f.step_bound else step
+        step = torch.where(self.V > 0, step, 0.0) + f.weight_decay * replica.decayed * replica.x
+        replica.x[:] = replica.x - lr * step
+        self.lr_sum += lr if i == 0 else 0.0
+
+    def sync(self, lr):
+        d, size, self.rounds = self.d(), self.V.sqrt() + 1e-8, self.rounds + 1
+        z = [torch.where(self.V > 0, di * size + e, 0.0) for di, e in zip(d, self.e)]
+        u, self.e, self.E = self.mean_with_errors(z)
+        u, *self.e, self.E = (torch.where(self.V > 0, v, 0.0) for v in (u, *self.e, self.E))
+        if not self.f.error_feedback:
+            self.e, self.E = [0.0 * e for e in self.e], 0.0 * self.E
+        self.a = self.a - u / size
+        self.set_all(self.a)
+        for replica in self.replicas:
+            replica.m = u / self.lr_sum
+        self.lr_sum = 0.0
+        if self.f.refresh != "no" and math.log2(self.rounds) % 1 == 0:
+            self.refresh()
+        return {"pseudo_grad_norm": norms(d)}
+
+    def mean_with_errors(self, z):
+        """(what all add up, the replicas' errors, the owners' errors)."""
+        if self.M == 1 or self.f.quantize == "none":
+            return mean(z), [0.0 * zi for zi in z], self.E
+        u, errors, E = torch.zeros_like(self.E), [torch.zeros_like(zi) for zi in z], self.E.clone()
+        for layer in self.layers:
+            size = layer.stop - layer.start
+            pieces = lambda v: F.pad(v[layer], (0, -size % (16 * self.N))).chunk(self.N)
+            put = lambda v, parts: v[layer].copy_(torch.cat(parts)[:size])
+            rounding = lambda parts: [rounded(part, self.f.quantize) for part in parts]
+            sent = [rounding(pieces(zi)) for zi in z]
+            for zi, error, own in zip(z, errors, sent):
+                put(error, [part - coded for part, coded in zip(pieces(zi), own)])
+            s = [mean(parts) for parts in zip(*sent)]
+            if self.M > 2:  # the owner of a piece keeps an error, too
+                s = [part + error for part, error in zip(s, pieces(self.E))]
+                coded = rounding(s)
+                put(E, [part - own for part, own in zip(s, coded)])
+                s = coded
+            put(u, s)
+        return u, errors, E
+
+    def refresh(self):
+        for layer in self.layers:
+            w = quantized_mean([v[layer] for v in self.v], self.N, "log8")
+            for v in self.v:
+                v[layer] = w
+            scale = self.V[layer].sum() / w.sum() if self.f.refresh == "shape" else 1.0
+            self.V[layer] = w * scale
+
+
 def quantized_mean(d, N, form, w=None):
     """The mean of M replicas' vectors of one layer, with weights w (default: equal; 0 leaves a
     replica out). Each of N ranks has a piece of the layer."""
@@ -342,9 +557,8 @@ def quantized_mean(d, N, form, w=None):
 
 def rounded(v, form):
     """v as the receiver decodes it: blocks of 256 elements, each with a scale in fp32."""
-    blocks = F.pad(v, (0, -len(v) % 256)).view(-1, 256)
-    rows = [rounded_int8(block) if form == "int8" else rounded_e3m0(block) for block in blocks]
-    return torch.cat(rows)[: len(v)]
+    rules = {"e3m0": rounded_e3m0, "int8": rounded_int8, "log8": rounded_log8, "sign": rounded_sign}
+    return torch.cat([rules[form](block) for block in v.split(256)])
 
 
 def rounded_int8(block):
@@ -360,10 +574,24 @@ def rounded_e3m0(block):
     return block.sign() * levels[distance.argmin(dim=1)]
 
 
+def rounded_log8(block):
+    """The nearest power of 2^(1/8), as exponents; 0 stays 0, nothing else becomes 0."""
+    s = block.max().float().double()
+    steps = (8 * torch.log2(s / block)).round().clamp(0, 254)
+    return torch.where(block > 0, s * 2.0 ** (-steps / 8), 0.0)
+
+
+def rounded_sign(block):
+    """+-s, where s is the mean of |v| over the elements that are not 0. The sign of 0 is +."""
+    s = block.abs().sum() / max(1, block.count_nonzero())
+    return torch.where(block >= 0, 1.0, -1.0) * s.float().double()
+
+
 RULES = {
     "minibatch": Method, "post_local_sgd": PostLocalSGD, "slowmo": SlowMo, "diloco": DiLoCo,
     "streaming_diloco": StreamingDiLoCo, "co2": CO2, "noloco": NoLoCo, "edit": EDiT,
-    "a_edit": EDiT, "streaming_edit": StreamingEDiT,
+    "a_edit": EDiT, "streaming_edit": StreamingEDiT, "zero_one_adam": ZeroOneAdam,
+    "sparse_loco": SparseLoCo, "top_k": TopK, "eager": Eager, "robust": Robust,
 }  # fmt: skip
 
 
@@ -400,10 +628,14 @@ class Simulation:
                 found[i] = self.replicas[i].gradient(f, self.corpus, step, i, self.M, self.N)
             if not local:  # both are means over all replicas
                 found = dict.fromkeys(running, [mean(each) for each in zip(*found.values())])
+            if local:
+                losses, g = zip(*found.values())
+                found = dict(zip(found, zip(losses, method.gradients(g))))
             for i, (loss, g) in found.items():
                 here = self.progress + method.steps[i] * self.rate[i]
                 lr = cosine(here, f.lr, f.min_lr_ratio, f.lr_warmup_steps, f.max_steps)
-                self.replicas[i].adamw(clipped(g, f.grad_clip), lr, f)
+                step = method.inner_step if local else lambda i, *rest: self.replicas[i].adamw(*rest, f)
+                step(i, clipped(g, f.grad_clip), lr)
                 sums[i], method.steps[i] = sums[i] + loss, method.steps[i] + 1
                 self.rows["step"] += [{"loss": loss, "lr": lr}] if i == 0 else []
             step = self.taken[0] + method.steps[0]
@@ -423,7 +655,9 @@ class Simulation:
     def round_is_over(self, i):
         f, count = self.f, self.method.steps[i]
         timed = f.method == "a_edit"
-        full = count * self.seconds[i] >= f.tau_time_s if timed else count == f.tau
+        lr = self.rows["step"][-1]["lr"]  # the same in all replicas
+        grown = int((f.qsr_c / lr) ** 2) if not timed and f.tau_rule == "qsr" else 0
+        full = count * self.seconds[i] >= f.tau_time_s if timed else count == max(f.tau, grown)
         return full or self.progress + count * self.rate[i] >= f.max_steps
 
     def sync(self, sums, lr):
@@ -432,10 +666,13 @@ class Simulation:
         row |= {"loss": [total / count for total, count in zip(sums, steps)]}
         row |= {"weight": [1 / M] * M, "dropped": [0] * M, "clip": 1.0}
         syncs.append(row | (self.method.sync(lr) or {}))
-        if self.f.average_moments:
-            m, v = (mean(each) for each in zip(*((r.m, r.v) for r in self.replicas)))
-            for replica in self.replicas:
-                replica.m, replica.v = m, v
+        f = self.f  # before the sync in the product; the two do not meet
+        formats = {"m": "int8", "v": "log8"} if f.moments_format == "int8" else {}
+        for name in {"none": "", "m": "m", "both": "mv"}[f.average_moments]:
+            for layer in self.method.layers:
+                own = [getattr(replica, name)[layer] for replica in self.replicas]
+                average = quantized_mean(own, self.N, formats.get(name, "none"))
+                [moment.copy_(average) for moment in own]
 
     def evaluate(self, local):
         judge, f = Replica(self.config, self.f.seed), self.f
@@ -466,7 +703,7 @@ class Sick:
         def spoil_and_end_step(*args):
             if here and method.steps in self.steps and mesh.replica in self.replicas:
                 self.spoil(model.master, method.anchor)
-            after_step(*args)
+            return after_step(*args)
 
         method.after_step = spoil_and_end_step
 

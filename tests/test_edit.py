@@ -122,7 +122,7 @@ def test_sync_reads_nothing_on_the_host_and_allocates_only_scalars(elimination):
     """The collectives are those that edit.py promises."""
     method, events = on_meta(method="edit", anomaly_elimination=elimination)
     with LargestNew(method.model.master, method.anchor, method.momentum) as largest:
-        method._end_round()
+        method.end_round()
         assert method.model.pre_layer_hook
         method.drain()
     assert method.rounds == 1 and not method.model.pre_layer_hook and len(method.clips) == L
@@ -158,7 +158,7 @@ def test_sync_of_offloaded_vectors_writes_their_new_values_back(monkeypatch):
         method = method_alone(method="edit")
         vectors = method.model.master, method.anchor, method.momentum
         vectors[0].mul_(0.9)
-        method._end_round()
+        method.end_round()
         method.drain()
         results.append([vector.clone() for vector in vectors])
         monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **more: x.clone())
@@ -170,7 +170,7 @@ def test_all_layers_are_sent_before_the_first_wait_and_arrive_in_the_forward():
     method, events = on_meta(method="edit")
     for l, layer in enumerate(method.model.layers):
         layer.register_forward_pre_hook(lambda *_, l=l: events.append(f"compute {l}"))
-    method._end_round()
+    method.end_round()
     tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
     method.model.forward(tokens, tokens)
     expected = [f"sync all-reduce {l}" for l in range(L)]

@@ -34,7 +34,11 @@ CLOCK = dict(method="a_edit", tau_time_s=3.0, virtual_clock=True)
 CLOCKS = TIGHT | CLOCK | dict(tau_time_s=5.0, slow_replica="0:2")
 CLOCKS |= dict(sync_warmup_steps=2, max_steps=28, min_lr_ratio=0.9)
 STREAMING_EDIT = STREAMING | TIGHT | dict(method="streaming_edit", max_steps=28)
-MOMENTS = dict(average_moments=True)
+MOMENTS = dict(average_moments="both")
+CHEAP = dict(moments_format="int8")
+QSR = dict(tau_rule="qsr", qsr_c=0.012, max_steps=16, min_lr_ratio=0.3)
+# After a shorter warm-up some variances are so small that the fp32 of a scale shows.
+ONE_BIT = dict(method="zero_one_adam", tau=3, sync_warmup_steps=8, max_steps=25)
 # Limits that only a sick replica exceeds. EDiT's rounds end after 5, 8, 11, 14 steps. Fragment 1 of
 # Streaming EDiT is sent after 24 local steps, among others, and lands 3 steps later.
 SICK = dict(method="edit", tau=3, sync_warmup_steps=2, max_steps=14)
@@ -70,6 +74,8 @@ TABLE = {  # case: (flags, meshes)
     # the embedding's 2570 elements need padding
     "edit, no clipping": (EDIT | dict(pseudo_grad_clipping=False, n_embd=10), [(2, 3)]),
     "edit, moments": (EDIT | MOMENTS, [FOUR]),
+    "edit, moments in 8 bits": (EDIT | MOMENTS | CHEAP, [GRID, FOUR, ONE]),
+    "edit, first moment in 8 bits": (EDIT | CHEAP | dict(average_moments="m"), [THREE]),
     "a_edit": (CLOCKS, ALL),
     "a_edit, moments": (CLOCKS | MOMENTS, [GRID]),
     "a_edit, weights as in the paper": (CLOCKS | dict(step_weighting="none"), [GRID, THREE]),
@@ -77,6 +83,32 @@ TABLE = {  # case: (flags, meshes)
     "streaming_edit": (STREAMING_EDIT | dict(delay=3, alpha=0.5), ALL),
     "streaming_edit, int8": (STREAMING_EDIT | dict(delay=0, quantize="int8", accum=2), [FOUR]),
     "streaming_edit, none": (STREAMING_EDIT | NONE, [GRID]),
+    "diloco, growing rounds": (LOCAL | QSR | dict(method="diloco"), [GRID]),
+    "noloco, global": (LOCAL | dict(method="noloco", global_every=2), [FOUR, GRID]),
+    "zero_one_adam": (ONE_BIT, ALL),
+    "zero_one_adam, every step": (ONE_BIT | dict(tau=1, refresh="no", accum=2), [FOUR, THREE]),
+    "zero_one_adam, 4 bits": (
+        ONE_BIT | dict(quantize="e3m0", refresh="full", step_bound=0.0), [FOUR, (2, 1)]
+    ),
+    "zero_one_adam, no errors": (ONE_BIT | dict(error_feedback=False), [FOUR]),
+    "zero_one_adam, none": (ONE_BIT | dict(quantize="none"), [GRID]),
+    "top_k": (LOCAL | dict(method="top_k", density=0.05), ALL),
+    "top_k, micro-steps": (LOCAL | dict(method="top_k", accum=2), [GRID]),
+    "top_k, control": (LOCAL | dict(method="top_k", momentum_correction=0.0), [THREE]),
+    "sparse_loco": (LOCAL | dict(method="sparse_loco"), ALL),
+    "sparse_loco, micro-steps": (LOCAL | dict(method="sparse_loco", accum=2), [GRID]),
+    "sparse_loco, values": (
+        LOCAL | dict(method="sparse_loco", two_bits=False, outer_lr=0.7, error_decay=0.5), [THREE]
+    ),
+    "eager": (LOCAL | dict(method="eager", outer_momentum=0.5, link_mbps=20.0), ALL),
+    "eager, micro-steps": (LOCAL | dict(method="eager", accum=2), [GRID]),
+    "robust": (LOCAL | dict(method="robust"), ALL),
+    "robust, micro-steps": (LOCAL | dict(method="robust", accum=2), [FOUR]),
+    "robust, median": (LOCAL | dict(method="robust", aggregate="median"), [GRID, THREE, FOUR]),
+    "robust, trimmed": (LOCAL | dict(method="robust", aggregate="trimmed_mean"), [THREE, FOUR]),
+    "robust, one nan": (
+        LOCAL | dict(method="robust", sick=Sick(math.nan, [1], 4, 7), max_steps=14), [THREE]
+    ),
     "sick: nan": (SICK | MOMENTS | dict(sick=one_nan([1], 10)), [GRID]),
     "sick: inf": (SICK | dict(sick=Sick(math.inf, [0], 10)), [THREE]),
     "sick: spike": (SICK | dict(sick=Sick(100.0, [1], 10)), [GRID]),
@@ -129,7 +161,8 @@ def trained(corpus_folder, mesh, transport):
 def test_method_equals_fp64_reference(case, mesh, transport, corpus, corpus_folder):
     run, (M, N) = trained(corpus_folder, mesh, transport)[case], mesh
     f, sick = run_config(**flags_of(case, mesh)), TABLE[case][0].get("sick")
-    quantized = M > 1 and getattr(f, "quantize", "none") != "none"
+    formats = {getattr(f, name, "none") for name in ("quantize", "moments_format")}
+    quantized = M > 1 and formats != {"none"}
     rtol = (QUANTIZED if quantized else RTOL) * (SICK_FACTOR if sick else 1)
     expected = Simulation(f, M, N, corpus, sick)
     for event, rows in expected.rows.items():
@@ -139,14 +172,17 @@ def test_method_equals_fp64_reference(case, mesh, transport, corpus, corpus_fold
                 assert_close(row[key], value, rtol, f"{key} at step {row['step']}")
     assert not f.virtual_clock or run.rows("end")[0]["train_s"] == expected.now
     for name, value in expected.model.items():
-        torch.testing.assert_close(run.model[name], value.float(), **FP32)
+        # A 1-bit update divided by a tiny variance enlarges the rounding of its scale.
+        close = FP32 if f.method != "zero_one_adam" else dict(rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(run.model[name], value.float(), **close)
     for i, layers in enumerate(zip(*getattr(expected.method, "samples", ()))):
         count, *moments = run.ranks[i * N]["method_state"]["statistics"]
         assert count == [len(norms) for norms in layers]  # those that were not flagged
         assert np.isfinite(moments).all()
     assert len(run.ranks[-1]["seen"]) >= len(run.rows("sync"))  # Run compares the replicas
     # All runs end with a sync.
-    first, equal = run.ranks[0]["exp_avg"], f.method == "minibatch" or f.average_moments
+    first, equal = run.ranks[0]["exp_avg"], f.method in ("minibatch", "zero_one_adam", "top_k")
+    equal = equal or f.average_moments != "none"
     assert all(torch.equal(first, rank["exp_avg"]) == equal for rank in run.ranks[N::N])
     if case in ("edit", "a_edit", "streaming_edit"):  # TIGHT does what it is for
         assert sum(sum(row["dropped"]) for row in run.rows("sync")) > 0

@@ -19,7 +19,7 @@ from ranks import flags, run_training
 # test_relatives.py has the traffic of methods without a barrier.
 CASES = [(name, 2, "fp32", {}) for name, method in train.METHODS.items() if method.barrier]
 CASES += [("minibatch", 1, "fp32", {}), ("edit", 1, "fp64", {}), ("edit", 4, "fp32", {})]
-CASES += [("edit", 2, "fp32", dict(average_moments=True))]
+CASES += [("edit", 2, "fp32", dict(average_moments="both"))]
 
 
 def planned(corpus_folder, ranks, **options):

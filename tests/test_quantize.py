@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from reference import rounded
-from relatives.quantize import decode, encode
+from quantize import decode, encode
 
 FORMATS = ["e3m0", "int8"]
 

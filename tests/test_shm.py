@@ -18,7 +18,7 @@ from ranks import run_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 SIZES = (1, 3, 5, 33, 1000, 70_001)  # elements per rank; slots must grow
-KINDS = ("all_reduce", "all_gather", "all_gather in place", "reduce_scatter")
+KINDS = ("all_reduce", "all_gather", "all_gather in place", "reduce_scatter", "all_to_all")
 
 
 def run_operation(kind, group, x, async_op=False):
@@ -27,6 +27,9 @@ def run_operation(kind, group, x, async_op=False):
     part = x.chunk(size)[rank]
     if kind == "all_reduce":
         return x, dist.all_reduce(x, group=group, async_op=async_op)
+    if kind == "all_to_all":
+        result = torch.zeros_like(x)
+        return result, dist.all_to_all_single(result, x, group=group, async_op=async_op)
     if kind == "reduce_scatter":
         result = torch.zeros_like(part)
         return result, reduce_scatter_single(result, x, group=group, async_op=async_op)

@@ -66,7 +66,7 @@ def test_slow_replica_takes_f_times_as_long_without_its_waiting(clock):
     assert slow.pause_s(0, 0, busy_s=0.2) == 0
     waited_s = {"others": 3.0, "link": 1.0}
     mesh = SimpleNamespace(replica=1, replicas=2, device=CPU, waited_s=waited_s)
-    cluster = Cluster(flags, mesh, clock)
+    cluster = Cluster(flags, mesh, clock, None)
     cluster.before_step(None, 0)
     clock.now, mesh.waited_s = 2.0, {"others": 3.5, "link": 2.0}
     cluster.before_metrics(0)  # of 2 seconds it has waited 1.5 for others

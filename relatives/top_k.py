@@ -1,0 +1,92 @@
+"""Top-k gradients (Deep Gradient Compression): the largest 1.6% of the gradient in each step.
+
+The problem. Mini-batch sends the whole gradient in every step, but most of its elements are small
+and can wait. What is not sent stays with the replica and is added to the next step. If the momentum
+came after that, an element sent late would have missed it. So the momentum comes first, and is
+cleared where an element was sent.
+
+    sync_warmup_steps steps of mini-batch; u_i = m (AdamW's); v_i = 0; then in each step:
+        u_i <- m u_i + (1 - m) g_i                # momentum correction
+        v_i <- v_i + u_i
+        s_i  = the k largest |v_i| of each chunk
+        u_i, v_i <- 0 where sent                  # momentum factor masking
+        g    = 1/M sum_i s_i                      # [sync] all-gather of positions and values
+        x   <- AdamW(x, clip(g)), with beta1 = 0  # u has the momentum
+
+All replicas stay equal. There are no rounds: tau only spaces the record's rows. For chunks and what
+is sent see sparse.py.
+
+    paper      variable        shape        where
+    u, v       momentum, rest  (sum P/N,)   replica i
+    m          momentum_correction
+
+With --momentum_correction 0 --density 1 this is mini-batch. With --momentum_correction 0 alone it
+is plain error feedback, with AdamW's own momentum: the control that the paper is about.
+
+Deviations from the paper: (1) AdamW in place of momentum SGD. (2) The mean that arrives is clipped;
+in the paper each gradient, before it is added. (3) The density does not fall in five epochs; the
+warm-up is mini-batch.
+
+Slow-link bytes per rank and step: (M-1) 5.5 density P/N, in fp32.
+Run: torchrun --nproc_per_node 4 train.py --method top_k
+Source: Deep Gradient Compression, arXiv 1712.01887, and its authors' code.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from method import Method
+from plumbing.config import LocalConfig, option
+from relatives.sparse import chunks, gather_entries, largest
+
+
+@dataclass
+class Config(LocalConfig):  # paper: 0.001
+    density: float = option(0.0156, "share of the elements that is sent", above=0, below=1.000001)
+    momentum_correction: float = option(0.9, "m; 0: AdamW's own momentum instead", below=1)
+    buffer_vectors = 1
+
+    def sent_vectors(self, replicas):
+        return self.tau * (replicas - 1) * self.density * 5.5 / 4
+
+
+class TopK(Method):
+    Config = Config
+    private = ("momentum", "rest")
+
+    def begin(self):
+        if self.config.momentum_correction > 0:
+            self.momentum.copy_(self.model.exp_avg)
+
+    def after_backward(self):
+        if not self.averages_gradients:
+            with self.record.stall():
+                self.average_largest(self.model.grad)
+
+    def average_largest(self, g):
+        model, m, u, v = self.model, self.config.momentum_correction, self.momentum, self.rest
+        # u_i <- m u_i + (1 - m) g_i;  v_i <- v_i + u_i
+        v.add_(u.mul_(m).add_(g, alpha=1 - m))
+        # s_i = the largest of v_i;  u_i, v_i <- 0 where sent
+        positions = [largest(part, self.config.density) for part in chunks(v, model)]
+        values = [part.gather(1, at).view(-1) for part, at in zip(chunks(v, model), positions)]
+        for vector in u, v:
+            for part, at in zip(chunks(vector, model), positions):
+                part.scatter_(1, at, 0.0)
+        # g = 1/M sum_i s_i
+        g.zero_()
+        payload = torch.cat(values).view(torch.uint8)
+        for theirs, payload in gather_entries(self.mesh, positions, payload):
+            arrived = payload.view(g.dtype).div_(self.mesh.replicas)
+            arrived = arrived.split([at.numel() for at in theirs])
+            for part, at, s in zip(chunks(g, model), theirs, arrived):
+                part.scatter_add_(1, at, s.view(at.shape))
+
+    def inner_step(self, optimizer, grad_scale):
+        if not self.averages_gradients and self.config.momentum_correction > 0:
+            optimizer.betas = (0.0, optimizer.betas[1])
+        super().inner_step(optimizer, grad_scale)
+
+    def sync(self):
+        """Replicas are equal after every step."""

@@ -1,0 +1,133 @@
+"""0/1 Adam: all replicas share one variance, so a round's momentum can travel in 1 bit.
+
+The problem. Adam's step m / sqrt(v) is not linear in the gradient, so replicas with a v of their
+own drift apart, and m / sqrt(v) cannot be averaged in few bits. In 0/1 Adam the variance V is equal
+everywhere and changes rarely. Then local steps differ by their momentum only, and what a round
+must send is the sum of that momentum, in 1 bit with error feedback.
+
+    sync_warmup_steps steps of mini-batch, T in all; V = v / (1 - beta2^T); a = x; v_i = V;
+    e_i = E = 0; then repeat:
+        tau inner steps; g_i is clipped by the replica's own norm:
+            m_i <- beta1 m_i + (1 - beta1) g_i
+            v_i <- beta2 v_i + (1 - beta2) g_i^2                    # only for the refresh
+            x_i <- (1 - lr wd) x_i - lr clamp(m_i / (sqrt(V) + eps), -1, 1)     # step_bound
+        z_i  = (a - x_i) (sqrt(V) + eps) + e_i     # (a - x_i) ...: the round's sum of lr m_i
+        e_i <- z_i - C(z_i)                        # C: 1 bit an element, see quantize.py
+        u    = C(s), E <- s - u, where s = 1/M sum_i C(z_i) + E     # [sync] quantize.py, two hops
+        a   <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / (the round's sum of lr)
+        after rounds 1, 2, 4, 8, ...:
+            w = 1/M sum_i v_i;  v_i <- w           # [sync] quantize.py, log8
+            V <- w sum(V) / sum(w) in each layer   # [shard] all-gather of the sums
+
+Where V is 0 (rows of the embedding that were not seen) nothing moves. The bound keeps a step of an
+old, small V as short as Adam's own steps are: without it long runs diverge. The refresh takes the
+shape of w and not its size, because the gradients of one replica are noisier than their mean.
+--tau 1 is 1-bit Adam with refreshed variances. Elements are exchanged between a replica's shards
+never: all of it but the norms is elementwise.
+
+    paper          variable         shape        where
+    m_i, V         exp_avg, exp_avg_sq of the model; m_i is equal after a sync, V always
+    a              anchor           (sum P/N,)   equal in a sync group
+    v_i, e_i       variance, error  (sum P/N,)   replica i
+    E              mean_error       (sum P/N,)   replica i: of its piece, else 0
+
+Deviations from the paper: (1) the bound; (2) the refresh after rounds that double, of the replicas'
+own v_i, with the old scale; in the paper of full-precision mean gradients; (3) blocks of 256 with a
+scale each; (4) weight decay is inside z_i. On other replicas or shards e and E continue in part.
+
+Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N; with a refresh * 1.156. Blocking.
+Run: torchrun --nproc_per_node 4 train.py --method zero_one_adam --tau 4
+Source: 0/1 Adam, arXiv 2202.06009; 1-bit Adam, arXiv 2102.02888; DeepSpeed's code of both.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from method import Method
+from plumbing.config import LocalConfig, UserError, option
+from quantize import FORMATS, MeanInFlight, bytes_per_element
+
+EPS = 1e-8
+
+
+@dataclass
+class Config(LocalConfig):  # paper: tau grows from 1 to 16
+    quantize: str = option("sign", "what is sent", choices=FORMATS)
+    error_feedback: bool = option(True, "add what was not sent to the next round")
+    step_bound: float = option(1.0, "largest step of an element, in learning rates; 0: none")
+    refresh: str = option(
+        "shape", "of V after rounds 1, 2, 4, ...: no, its shape, or shape and size (full)",
+        choices=["no", "shape", "full"],
+    )  # fmt: skip
+    buffer_vectors = 2
+
+    def sent_vectors(self, replicas):
+        return bytes_per_element(self.quantize) / 4 * super().sent_vectors(replicas)
+
+    def check(self, replicas):
+        super().check(replicas)
+        if self.sync_warmup_steps < 1 or self.average_moments != "none":
+            raise UserError(
+                "--method zero_one_adam: needs --sync_warmup_steps of at least 1, for the variance "
+                "that all replicas share, and no --average_moments"
+            )
+
+
+class ZeroOneAdam(Method):
+    Config = Config
+    shared = ("anchor",)
+    private = ("variance", "error", "mean_error")
+
+    def begin(self):
+        self.anchor.copy_(self.model.master)
+        self.model.exp_avg_sq.div_(1 - self.config.beta2**self.steps)
+        self.variance.copy_(self.model.exp_avg_sq)
+        self.lr_sum = 0.0  # of the round
+
+    def inner_step(self, optimizer, grad_scale):
+        if self.averages_gradients:
+            return super().inner_step(optimizer, grad_scale)
+        model, (beta1, beta2), bound = self.model, optimizer.betas, self.config.step_bound
+        V, g = model.exp_avg_sq, model.grad if grad_scale is None else model.grad / grad_scale
+        model.exp_avg.lerp_(g, 1 - beta1)
+        self.variance.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        step = model.exp_avg / V.sqrt().add_(EPS)
+        step = (step.clamp_(-bound, bound) if bound else step).masked_fill_(V == 0, 0)
+        optimizer.decay()
+        model.master.sub_(step, alpha=optimizer.lr)
+
+    def after_step(self, lr, metrics):
+        over = super().after_step(lr, metrics)
+        self.lr_sum = 0.0 if self.averages_gradients else self.lr_sum + lr
+        return over
+
+    def sync(self):
+        a, x, V, views = self.anchor, self.model.master, self.model.exp_avg_sq, self.model.views
+        denominator, frozen = V.sqrt().add_(EPS), V == 0
+        d = a - x
+        self.exchange(norms=self.model.norm(d))  # for the record
+        # z_i = (a - x_i) (sqrt(V) + eps) + e_i, in the storage of e_i
+        z = self.error.addcmul_(d, denominator).masked_fill_(frozen, 0)
+        # e_i <- z_i - C(z_i);  u = C(1/M sum_i C(z_i) + E)
+        E = views(self.mean_error)
+        mean = MeanInFlight(views(z), self.config.quantize, self.mesh, errors=E).wait()
+        u = torch.cat(mean).masked_fill_(frozen, 0)
+        for error in self.error, self.mean_error:
+            error.masked_fill_(frozen, 0) if self.config.error_feedback else error.zero_()
+        # a <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / sum of lr
+        x.copy_(a.addcdiv_(u, denominator, value=-1))
+        self.model.exp_avg.copy_(u.div_(self.lr_sum or 1.0))
+        self.lr_sum = 0.0
+        if self.config.refresh != "no" and self.rounds & self.rounds - 1 == 0:
+            self.refresh()
+
+    def refresh(self):
+        V, v, views = self.model.exp_avg_sq, self.variance, self.model.views
+        v.copy_(torch.cat(MeanInFlight(views(v), "log8", self.mesh).wait()))
+        sums = torch.stack([layer.sum() for vector in (V, v) for layer in views(vector)])
+        # [shard] all-gather, 2 scalars per layer, once per refresh (bit-equal in all replicas)
+        old, new = self.mesh.gather_rows(sums, self.mesh.shard).sum(dim=0).chunk(2)
+        scale = torch.where(new > 0, old / new, 1.0)
+        for l, (V_l, v_l) in enumerate(zip(views(V), views(v))):
+            V_l.copy_(v_l * scale[l] if self.config.refresh == "shape" else v_l)
