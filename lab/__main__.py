@@ -16,10 +16,11 @@ a seed that no other experiment reports. The others take the best settings from 
 import json
 import math
 
+from lab import merge as merge_module
 from lab import planner
 from lab import timeline as timeline_module
 from lab.plot import METHODS, Panel
-from lab.rows import over, times_and_losses
+from lab.rows import LATER, over, times_and_losses
 from lab.runs import BASE, RESULTS, Experiment, Run, main
 from plumbing.config import run_command
 
@@ -76,6 +77,9 @@ TUNING = {
     "slowmo": outer((1.0, 0.5), (0.7, 0.7)), "co2": outer((0.7, 0.2), (0.5, 0.2)),
     "noloco": outer((0.9, 0.5), (0.9, 0.3)),
     "diloco": NESTEROV, "streaming_diloco": NESTEROV, "edit": NESTEROV, "streaming_edit": NESTEROV,
+    "zero_one_adam": RATES, "top_k": RATES, "eager": outer((0.7, 0.0), (0.5, 0.0)),
+    "robust": NESTEROV,
+    "sparse_loco": ["lr 0.003 outer_lr 1.0", "lr 0.0045 outer_lr 1.0", "lr 0.0045 outer_lr 0.7"],
 }  # fmt: skip
 
 
@@ -89,6 +93,7 @@ def tune(seed, quick):
 
 
 MOMENTS = {"columns": {"variant": "moments averaged"}, "average_moments": True}
+CHEAP = MOMENTS | {"columns": {"variant": "moments in 8 bits"}, "moments_format": "int8"}
 FP32 = {"columns": {"variant": "32 bits"}, "quantize": "none"}
 
 
@@ -102,11 +107,18 @@ FP32 = {"columns": {"variant": "32 bits"}, "quantize": "none"}
 )
 def quality(seed, quick):
     """What does each method lose against mini-batch, and how much does it send?"""
-    methods = [method for method in METHODS if method != "minibatch"]
+    methods = [method for method in METHODS if method not in ("minibatch", *LATER)]
     runs = [training("minibatch", seed)]
     for tau in (16,) if quick else (16, 64):
         runs += [training(method, seed, tau) for method in methods]
-    return runs + [training("edit", seed, **MOMENTS), training("streaming_diloco", seed, **FP32)]
+    runs += [training("edit", seed, **MOMENTS), training("edit", seed, **CHEAP)]
+    runs += [training("streaming_diloco", seed, **FP32)]
+    runs += [training("zero_one_adam", seed, tau) for tau in (1, 4, 16)]
+    runs += [training(method, seed) for method in ("sparse_loco", "eager", "robust")]
+    every_step = {"tau": 1}
+    runs.append(training("top_k", seed, columns=every_step))
+    control = every_step | {"variant": "without momentum correction"}
+    return [*runs, training("top_k", seed, columns=control, momentum_correction=0)]
 
 
 @Experiment(("val_loss", "over_minibatch"), combine=over("over_minibatch", method="minibatch"))
@@ -144,7 +156,7 @@ def tau(seed, quick):
 def link(seed, quick):
     """How long does the training take over a slow link?"""
     methods = ("minibatch", "diloco", "streaming_diloco", "edit") if quick else METHODS
-    methods = [method for method in methods if method != "a_edit"]  # it is EDiT without stragglers
+    methods = [method for method in methods if method not in ("a_edit", *LATER)]
     runs = [training(method, seed, 64) for method in methods]
     for mbps in (100,) if quick else (100, 10):
         columns = {"link_mbps": mbps}
@@ -246,6 +258,48 @@ def penalty(seed, quick):
             flags = length | dict.fromkeys(off, False) | SICK[FAST]
             runs.append(training("edit", seed, columns=columns, **flags))
     return runs
+
+
+@Experiment(
+    ("excess", "val_loss"),
+    combine=over("excess", ("method", "variant", "seed"), disturbance="none"),
+    panels=[
+        Panel("step_curve", "val_loss_curve", "steps", title="replica 3: wrong sign",
+              where={"disturbance": "wrong sign"}, xlim=(192, 448), shade=(289, 448))
+    ],
+)  # fmt: skip
+def liar(seed, quick):
+    """What does a replica cost that sends its progress with the wrong sign?"""
+    first = 49 if quick else 289
+    cases = [("diloco", {}), ("edit", {}), ("robust", {"aggregate": "flag"})]
+    cases.append(("robust", {"aggregate": "median"}))
+    runs = []
+    for sick, flags in ("none", {}), ("wrong sign", {"flip": f"3:{first}:448"}):
+        for method, own in cases:
+            columns = {"disturbance": sick, "variant": own.get("aggregate", "")}
+            runs.append(training(method, seed, columns=columns, **own | flags))
+    return runs
+
+
+def merged_and_ensemble(run) -> list:
+    """The merged model's row, and one of the four models before."""
+    row = run.row()
+    if run.program == "train.py":
+        return [row]
+    losses = merge_module.judge(run.folder)
+    more = [row | {"variant": name, "val_loss": loss} for name, loss in losses.items()]
+    return [row | {"variant": "merged once"}, *more]
+
+
+@Experiment(
+    ("val_loss", "over_minibatch"),
+    combine=over("over_minibatch", method="minibatch"), rows_of=merged_and_ensemble,
+)  # fmt: skip
+def merge(seed, quick):
+    """Train apart and merge once: a merge of weights beside the ensemble of the models."""
+    apart = training("post_local_sgd", seed, 10**9, columns={"tau": None})
+    apart.program = "-m lab.merge"
+    return [training("minibatch", seed), apart, training("post_local_sgd", seed)]
 
 
 @Experiment(

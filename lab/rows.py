@@ -28,7 +28,13 @@ METHODS = {  # in the order of all tables and figures: name, color, marker, line
     "edit": ("EDiT", "#0072b2", "o", "-"),
     "streaming_edit": ("Streaming EDiT", "#0072b2", "D", "--"),
     "a_edit": ("A-EDiT", "#009e73", "P", "-"),
+    "zero_one_adam": ("0/1 Adam", "#7570b3", "*", "-"),
+    "sparse_loco": ("SparseLoCo", "#66a61e", "X", "-"),
+    "top_k": ("top-k", "#66a61e", "p", "--"),
+    "eager": ("eager", "#cc79a7", "h", "--"),
+    "robust": ("Robust DiLoCo", "#999933", "d", "-"),
 }
+LATER = ("zero_one_adam", "sparse_loco", "top_k", "eager", "robust")  # in `quality` and `liar` only
 CASE = (  # what distinguishes the rows, the seed apart
     "method", "replica", "variant", "setting", "tau", "slowness", "clock", "disturbance",
     "link_mbps", "model", "gbit_per_s",

@@ -48,6 +48,7 @@ class Run:
     columns: dict
     flags: dict
     stages: tuple
+    program: str = "train.py"
 
     @property
     def folder(self) -> Path:
@@ -58,7 +59,7 @@ class Run:
         """The command line of a stage."""
         flags = {"batch_size": SEQUENCES // ranks, "device": "cpu"} | self.flags
         flags |= {"resume": "auto", "out_dir": os.path.relpath(self.folder, HERE)}
-        words = [f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node {ranks} train.py"]
+        words = [f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node {ranks} {self.program}"]
         for name, value in flags.items():
             switch = {True: f"--{name}", False: f"--no-{name}"}
             words.append(switch[value] if isinstance(value, bool) else f"--{name} {value}")

@@ -1,0 +1,62 @@
+"""Branch, train, merge: replicas that train apart, judged as one merged model and as an ensemble.
+
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node 4 -m lab.merge --device cpu --out_dir out/merge
+
+This is `train.py --method post_local_sgd --tau 1000000000`: after the warm-up the replicas do not
+communicate, and at the end their parameters are averaged once. In addition each replica, which must
+be one rank, writes its own parameters before that: OUT_DIR/replica-I.pt. An ensemble predicts the
+mean of the probabilities of its models.
+
+Source: Branch-Train-Merge, arXiv 2208.03306 (without its domains).
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+import data
+import train
+from model import Llama
+from plumbing.config import run_command
+from relatives.post_local_sgd import PostLocalSGD
+from sample import open_model
+
+
+class Apart(PostLocalSGD):
+    def sync(self):
+        state = {}
+        for l, (layout, master) in enumerate(zip(self.model.layouts, self.model.masters)):
+            named = layout.cut(master).items()
+            state |= {f"layers.{l}.{name}": value.clone() for name, value in named}
+        torch.save(state, Path(self.config.out_dir, f"replica-{self.mesh.replica}.pt"))
+        super().sync()
+
+
+@torch.no_grad()
+def judge(folder, eval_batches: int = 16) -> dict:
+    """Validation losses, as train.py's: of the ensemble, and the mean of the models' own."""
+    source = open_model(str(Path(folder, "model.pt")))
+    corpus = data.load("", 0)
+    models = []
+    for path in sorted(Path(folder).glob("replica-*.pt")):
+        models.append(Llama(source.config))
+        models[-1].load_state_dict(torch.load(path, weights_only=True))
+    own, together, tokens = torch.zeros(len(models)), 0.0, 0
+    block_size = source.config.block_size
+    for x, y, _ in data.validation_batches(corpus, eval_batches, 0, 1, 16, block_size):
+        logits = torch.stack([model(x) for model in models])  # (M, B, T, V)
+        logs = torch.log_softmax(logits, dim=-1).gather(3, y.expand(len(models), *y.shape)[..., None])
+        own += -logs.sum(dim=(1, 2, 3))
+        together -= (logs.logsumexp(dim=0) - torch.tensor(float(len(models))).log()).sum().item()
+        tokens += y.numel()
+    return {"ensemble": together / tokens, "alone": (own / tokens).mean().item()}
+
+
+def main():
+    train.METHODS["post_local_sgd"] = Apart
+    train.main(["--method", "post_local_sgd", "--tau", "1000000000", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    run_command("lab.merge", main)
