@@ -271,12 +271,12 @@ def penalty(seed, quick):
 def liar(seed, quick):
     """What does a replica cost that sends its progress with the wrong sign?"""
     first = 49 if quick else 289
-    cases = [("diloco", {}), ("edit", {}), ("robust", {"aggregate": "flag"})]
-    cases.append(("robust", {"aggregate": "median"}))
+    median = {"aggregate": "median"}  # the default is the Flag Aggregator
+    cases = [("diloco", "", {}), ("edit", "", {}), ("robust", "flag", {}), ("robust", "median", median)]
     runs = []
     for sick, flags in ("none", {}), ("wrong sign", {"flip": f"3:{first}:448"}):
-        for method, own in cases:
-            columns = {"disturbance": sick, "variant": own.get("aggregate", "")}
+        for method, variant, own in cases:
+            columns = {"disturbance": sick, "variant": variant}
             runs.append(training(method, seed, columns=columns, **own | flags))
     return runs
 
