@@ -177,7 +177,7 @@ class Cluster:
     def __init__(self, config, mesh, clock, method):
         self.mesh, self.disturbances = mesh, Disturbances(config, mesh.replicas)
         if config.flip and not hasattr(method, "anchor"):
-            raise UserError(f"--flip: {config.method} has no anchor; choose diloco, edit, robust ...")
+            raise UserError(f"--flip: {config.method} has no anchor; choose diloco, edit, robust")
         self.virtual_clock = clock if config.virtual_clock else None
         self.pauses = (self.disturbances.slow or self.disturbances.lag) and not self.virtual_clock
 

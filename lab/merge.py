@@ -46,7 +46,8 @@ def judge(folder, eval_batches: int = 16) -> dict:
     block_size = source.config.block_size
     for x, y, _ in data.validation_batches(corpus, eval_batches, 0, 1, 16, block_size):
         logits = torch.stack([model(x) for model in models])  # (M, B, T, V)
-        logs = torch.log_softmax(logits, dim=-1).gather(3, y.expand(len(models), *y.shape)[..., None])
+        targets = y.expand(len(models), *y.shape)[..., None]
+        logs = torch.log_softmax(logits, dim=-1).gather(3, targets)
         own += -logs.sum(dim=(1, 2, 3))
         together -= (logs.logsumexp(dim=0) - torch.tensor(float(len(models))).log()).sum().item()
         tokens += y.numel()

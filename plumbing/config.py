@@ -227,7 +227,7 @@ class RoundConfig:
         choices=["none", "m", "both"],
     )
     moments_format: str = option(
-        "none", "of averaged moments. none: fp32; int8: m in int8, v in log8", choices=["none", "int8"]
+        "none", "of averaged moments. int8: m in int8, v in log8", choices=["none", "int8"]
     )
 
     def steps_of_round(self, lr: float) -> float:

@@ -10,7 +10,7 @@ replica knows its own pseudo-gradient at once, and need not wait for it.
         b_i <- mu b_i + u;  a_i <- a_i - lr (u + mu b_i);  x_i <- a_i
         start dbar = 1/M sum_i d_i                # [sync] all-reduce, asynchronous
     at the end of training: a, b <- their means over the replicas        # [sync] all-reduce
-        and one more outer step with (M-1)/M dbar: then each d_i has counted once
+        and, if M > 1, one more outer step with (M-1)/M dbar: then each d_i has counted once
 
 Replicas differ by the progress of the last round. The model to evaluate is the mean of all a_i.
 
@@ -93,6 +93,7 @@ class Eager(Method):
         if not self.averages_gradients and self.sent:
             self.average(self.anchor)
             self.average(self.momentum)
-            self.outer_step(self.mean * (1 - 1 / self.mesh.replicas))
+            if self.mesh.replicas > 1:
+                self.outer_step(self.mean * (1 - 1 / self.mesh.replicas))
             self.sent = False
             self.model.master.copy_(self.anchor)

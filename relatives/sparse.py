@@ -1,9 +1,9 @@
 """The largest elements of vectors, and their exchange between replicas.
 
-A layer's shard is cut into chunks of 4,096 consecutive elements; what is left is a shorter chunk. Of
-each chunk of n elements the round(density n) largest are sent, at least one: a position in 12 bits
-and what a method sends of the value. All replicas get the same bytes from all, in rank order. So
-what they add up is bit-equal.
+A layer's shard is cut into chunks of 4,096 consecutive elements; what is left is a shorter chunk.
+Of each chunk of n elements the round(density n) largest are sent, at least one: a position in 12
+bits and what a method sends of the value. All replicas add up the same bytes, in rank order, so
+they stay bit-equal.
 """
 
 import math

@@ -58,7 +58,7 @@ class Config(LocalConfig):  # paper: tau 100
         if self.steps_late >= interval:
             raise UserError(f"--delay {self.delay}: must be below tau / fragments = {interval:g}")
         if self.tau_rule != "fixed":
-            raise UserError(f"--tau_rule {self.tau_rule}: a streaming method has rounds of tau steps")
+            raise UserError("--tau_rule qsr: the rounds of a streaming method have tau steps")
         if self.alpha > 1:
             raise UserError(f"--alpha {self.alpha}: must be at most 1")
 

@@ -27,7 +27,7 @@ from model import ModelConfig
 from plumbing import checkpoint, launch
 from plumbing.config import parse, run_command
 from plumbing.log import Clock, RoundRecord
-from shard import ShardedModel
+from shard import AdamW, ShardedModel
 
 ROOT, CPU = Path(__file__).resolve().parent.parent, torch.device("cpu")
 context = multiprocessing.get_context("forkserver")
@@ -174,13 +174,16 @@ def run_config(**options):
     return parse(flags(**options), train.METHODS, simulate.Config)[0]
 
 
-def method_alone(mesh=None, **options):
-    """A method at the end of its first round of two steps, without a training around it."""
+def method_alone(mesh=None, steps=0, **options):
+    """A method at the end of its first round of two steps, without a training around it. steps:
+    those that it has taken before."""
     config, mesh = run_config(**dict(sync_warmup_steps=0) | options), mesh or Mesh(1, CPU)
     shape = ModelConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, 20)
     model = ShardedModel(shape, mesh, torch.float64)
+    AdamW(model, 0.0, (0.9, 0.95))  # it makes the moments
     record = RoundRecord(mesh, Clock(mesh.device))
     method = train.METHODS[config.method](model, mesh, config, record)
+    method.steps = steps
     method.before_step()
     method.local_steps, record.loss_sum = 2, model.master.new_zeros(())
     return method

@@ -364,7 +364,7 @@ class Eager(Method):
 
     def finish(self, k):
         self.anchors, self.b = [self.judged()] * self.M, [mean(self.b)] * self.M
-        for i in range(self.M):
+        for i in range(self.M) if self.M > 1 else ():
             self.step(i, (self.M - 1) / self.M * self.dbar)
 
 

@@ -35,6 +35,11 @@ CASES = [  # flags; ranks; round ends; where to resume; a simulation that change
     (STREAMING | dict(method="streaming_diloco", delay=1, shards=2), 4, [1, 2, 10, 15], [10], SLOW),
     (STREAMING | TIGHT | dict(method="streaming_edit", delay=3, max_steps=27, dtype="bf16"), 2,
      [1, 2, 10, 18, 26, 27], [2, 18, 27], SLOW),
+    (LOCAL | dict(method="zero_one_adam"), 4, ENDS, [2, 5, 8], {}),
+    (LOCAL | dict(method="sparse_loco", shards=2), 4, ENDS, [2, 8], {}),
+    (LOCAL | dict(method="top_k", shards=2), 4, ENDS, [2, 8], {}),
+    (LOCAL | dict(method="eager"), 2, ENDS, [2, 8, 12], SLOW),
+    (LOCAL | dict(method="robust", shards=2), 4, ENDS, [8], {}),
 ]  # fmt: skip
 # shard_bytes: the forward after an evaluation finds no layer that is gathered already.
 LEFT_OUT = "shard_bytes step_ms train_s tokens_per_s stall_ms wait_others_ms wait_link_ms".split()
@@ -205,12 +210,14 @@ def keep_what_is_loaded(method, model, mesh):
 def test_other_replicas_take_over_replica_i_mod_m(tmp_path, corpus_folder):
     """Of 3 replicas. The resumed runs have no step to take: they end with what they have loaded."""
     options = CONSTANT_LR | dict(sync_warmup_steps=2, max_steps=6, fragments=2, delay=1)
-    methods = ("diloco", "slowmo", "co2", "noloco", "edit", "streaming_edit")
+    methods = ("diloco", "slowmo", "co2", "noloco", "edit", "streaming_edit", "eager", "sparse_loco")
+    methods += ("zero_one_adam", "top_k")
     cases = [options | dict(method=method) for method in methods]
     meshes = [(replicas, dict(batch_size=2)) for replicas in (2, 4)]
     arguments = tmp_path, corpus_folder, keep_what_is_loaded, 3, cases, *meshes
     for run, whole in train_and_resume(*arguments):
-        assert whole.ranks[0]["exp_avg"].ne(whole.ranks[1]["exp_avg"]).any()  # replicas differ
+        vectors = [[rank["exp_avg"], *rank["vectors"].values()] for rank in whole.ranks[:2]]
+        assert not all(map(torch.equal, *vectors))  # replicas differ
         for i, result in enumerate(run.ranks):
             theirs = whole.ranks[i % 3]
             assert torch.equal(*result["watched"], *theirs["watched"])

@@ -50,6 +50,18 @@ CLOSE = {  # claim: ranks, flags of all, [(method, its flags, perhaps a tamper),
         ("diloco", {}), ("streaming_diloco", {}), ("streaming_edit", OFF),
     ]),
     "streaming_edit in one piece is edit": (3, WHOLE, [("edit", {}), ("streaming_edit", {})]),
+    "sparse_loco that sends all is post_local_sgd": (3, {}, [
+        ("post_local_sgd", {}), ("sparse_loco", dict(density=1.0, two_bits=False, error_decay=0.0)),
+    ]),
+    "top_k that sends all is minibatch": (4, dict(shards=2), [
+        ("minibatch", {}), ("top_k", dict(density=1.0, momentum_correction=0.0, tau=1)),
+    ]),
+    "robust and eager with nobody to disagree or to wait for are diloco": (1, BALL, [
+        ("diloco", {}), ("robust", {}), ("eager", {}),
+    ]),
+    "the median of two is their mean": (2, BALL, [
+        ("diloco", {}), ("robust", dict(aggregate="median")),
+    ]),
     # x_i - lr g_i, averaged, is x - lr mean(g): with SGD inside, without clipping.
     "sgd, tau 1 and plain averaging are minibatch": (2, SGD | PLAIN, [
         (method, OFF, inner_sgd)

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from reference import rounded
-from quantize import decode, encode
+from mesh import Mesh
+from quantize import MeanInFlight, decode, encode
+from ranks import CPU, run_ranks
 
-FORMATS = ["e3m0", "int8"]
+FORMATS = ["e3m0", "int8"]  # sign and log8: below
 
 
 def drawn(*shape, dtype=torch.float64):
@@ -66,3 +68,56 @@ def test_zero_blocks_stay_zero_and_divergence_shows(format):
     assert (q[0] == 0).all() and q[1:4].isnan().all() and q[4].isfinite().all()
     smallest = torch.full((1, 256), 2e-43)  # its scale has two significant bits at most
     assert (Q(smallest, format) >= 0).all() and (Q(-smallest, format) <= 0).all()
+
+
+def test_sign_codes_by_hand():
+    v = torch.zeros(1, 256)
+    v[0, :5] = torch.tensor([-3.0, 1.0, 0.0, 2.0, -6.0])
+    code = encode(v, "sign")
+    assert code.shape == (1, 36) and code[0, :32].tolist() == [0b11101110, *[255] * 31]
+    assert decode(code, "sign")[0, :6].tolist() == [-3.0, 3.0, 3.0, 3.0, -3.0, 3.0]  # mean of four
+    assert (Q(torch.zeros(1, 256), "sign") == 0).all()
+    assert Q(torch.full((1, 256), torch.nan), "sign").isnan().all()
+
+
+def test_log8_codes_by_hand_and_nothing_becomes_zero():
+    v = torch.zeros(1, 256).double()
+    v[0, :5] = torch.tensor([8.0, 4.0, 4.3, 1e-30, 0.0])
+    code = encode(v, "log8")
+    assert code.shape == (1, 260) and code[0, :5].tolist() == [0, 8, 7, 254, 255]
+    drawn_v = drawn(40, 256).abs() * 10.0 ** torch.arange(-20, 20)[:, None]
+    drawn_v[:, ::7] = 0
+    q, s = Q(drawn_v, "log8"), drawn_v.amax(dim=1, keepdim=True)
+    assert torch.equal(q > 0, drawn_v > 0)
+    large = drawn_v > s / 2**31
+    assert ((q / drawn_v - 1).abs()[large] < 0.0443).all()
+    for block, decoded in zip(drawn_v, q):
+        torch.testing.assert_close(decoded, rounded(block, "log8"), rtol=1e-12, atol=0)
+
+
+def feed_back(rounds, sizes):
+    """Means of the same vectors, and what each rank sent and kept."""
+    mesh = Mesh(1, CPU)
+    generator = torch.Generator().manual_seed(mesh.rank)
+    values = [torch.randn(size, generator=generator).double() for size in sizes]
+    e, E = ([torch.zeros(size).double() for size in sizes] for _ in range(2))
+    total = [torch.zeros(size).double() for size in sizes]
+    for _ in range(rounds):
+        z = [error.add_(value) for error, value in zip(e, values)]
+        mean = MeanInFlight(z, "sign", mesh, errors=E).wait()
+        total = [a + b for a, b in zip(total, mean)]
+    return values, total, e, E
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_error_feedback_loses_nothing(ranks):
+    """What all have added up and what is left is what was to be sent, to rounding."""
+    results = run_ranks(ranks, feed_back, 5, (700, 16, 300))
+    for l in range(3):
+        wanted = sum(5 * values[l] for values, *_ in results) / ranks
+        left = sum(e[l] for _, _, e, _ in results) / ranks + sum(E[l] for *_, E in results)
+        torch.testing.assert_close(results[0][1][l] + left, wanted, rtol=1e-12, atol=1e-12)
+        assert left.abs().max() > 1e-3  # the codes alone lose something
+        assert all(torch.equal(total[l], results[0][1][l]) for _, total, _, _ in results)
+        owners = torch.stack([E[l] != 0 for *_, E in results]).sum(dim=0)
+        assert (owners <= 1).all() and owners.any() == (ranks > 2)

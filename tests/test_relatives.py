@@ -3,12 +3,15 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import train
 from mesh import Handle
 from model import Llama, ModelConfig
 from ranks import method_alone, run_config
+from relatives import sparse
 from relatives.noloco import partner
+from relatives.robust import flag_weights, middle
 from test_edit import on_meta
 from test_methods import ROWS, TABLE, flags_of, trained
 
@@ -41,11 +44,16 @@ def test_bytes_equal_the_docstrings_and_the_plan(case, mesh, transport, corpus_f
     (M, _), f = mesh, run_config(**flags_of(case, mesh))
     rows, sizes = trained(corpus_folder, mesh, transport)[case].rows("sync"), layer_sizes(f)
     sent, planned = [row["sync_bytes"] for row in rows], 8 * sum(sizes) * f.sent_vectors(M)  # fp64
-    if f.method == "co2":
+    if f.method in ("co2", "eager"):
         assert sent == pytest.approx([planned] * len(sent))
     elif f.method == "noloco":
-        alone = [partner(0, M, f.seed, t + 1) == 0 for t in range(len(sent))]
-        assert sent == pytest.approx([0 if without else planned for without in alone])
+        expected = []
+        for t in range(1, len(sent) + 1):
+            globally = f.global_every and t % f.global_every == 0
+            alone = partner(0, M, f.seed, t) == 0
+            each = 2 * (M - 1) / M if globally else 0 if alone else 1
+            expected.append(each * planned)
+        assert sent == pytest.approx(expected)
     else:  # the plan counts from fp32, and knows neither padding nor norms
         planned /= 1 if f.quantize == "none" else 2
         assert sent[1] == pytest.approx(bytes_of_fragments(f, M, sizes))
@@ -95,3 +103,68 @@ def test_second_hop_of_a_fragment_starts_halfway():
         "wait: sync all-to-all 0", "sync all-gather 0", "6",
         "wait: sync all-gather 0", "7",
     ]  # fmt: skip
+
+
+def test_flag_follows_the_others_whatever_one_replica_sends():
+    torch.manual_seed(0)
+    common, d = torch.randn(500).double(), torch.randn(4, 500).double()
+    d = common + 0.5 * d
+    combined = lambda d: flag_weights(d @ d.T) @ d
+    torch.testing.assert_close(combined(common.expand(4, -1)), common)
+    assert (combined(0 * d) == 0).all()
+    honest, negated = combined(d), d * torch.tensor([[1.0], [1.0], [-1.0], [1.0]])
+    c = flag_weights(negated @ negated.T)
+    assert c[2] < 0 and (c[[0, 1, 3]] > 0).all()
+    cosine = torch.nn.functional.cosine_similarity
+    assert cosine(combined(negated), honest, dim=0) > 0.99
+    scaled = d * torch.tensor([[1.0], [1.0], [100.0], [1.0]])
+    torch.testing.assert_close(cosine(combined(scaled), honest, dim=0), torch.ones(()).double())
+    assert combined(scaled).norm() < 1.2 * honest.norm()  # a median of lengths
+    torch.testing.assert_close(combined(d[[3, 1, 0, 2]]), honest)
+
+
+def test_median_stays_between_the_honest_replicas():
+    d = torch.randn(5, 100)
+    d[3] = 1e30 * torch.randn(100)
+    honest = d[[0, 1, 2, 4]]
+    median = middle(d, 2)
+    assert (honest.amin(dim=0) <= median).all() and (median <= honest.amax(dim=0)).all()
+    torch.testing.assert_close(middle(d[:4], 1), d[:4].sort(dim=0).values[1:3].mean(dim=0))
+
+
+def test_positions_of_long_and_short_chunks_survive_packing():
+    model = SimpleNamespace(views=lambda v: v.split([2 * 4096 + 48, 16]))
+    vector = torch.randn(2 * 4096 + 64)
+    parts = sparse.chunks(vector, model)
+    assert [tuple(part.shape) for part in parts] == [(2, 4096), (1, 48), (1, 16)]
+    found = [sparse.largest(part, 0.05) for part in parts]
+    assert [at.shape[1] for at in found] == [205, 2, 1]
+    for part, at in zip(parts, found):
+        largest = part.abs().sort(dim=1, descending=True).values[:, : at.shape[1]]
+        assert torch.equal(part.gather(1, at).abs().sort(dim=1, descending=True).values, largest)
+    for bits, numbers in (12, torch.cat([at.view(-1) for at in found])), (2, torch.arange(7) % 4):
+        packed = sparse.pack(numbers, bits)
+        assert torch.equal(sparse.unpack(packed, len(numbers), bits), numbers)
+        assert len(packed) == -(-len(numbers) // (24 // bits if bits == 12 else 4)) * (bits // 4 or 1)
+
+
+def test_sparse_messages_of_zeros_are_zeros():
+    method = method_alone(method="sparse_loco")
+    method.sync()
+    assert torch.equal(method.model.master, method.anchor) and (method.error == 0).all()
+
+
+def test_nothing_moves_where_the_variance_is_zero():
+    method = method_alone(method="zero_one_adam", sync_warmup_steps=1, steps=1)
+    model, anchor = method.model, method.anchor.clone()
+    model.exp_avg_sq[::3], model.exp_avg_sq[1::3], model.exp_avg_sq[2::3] = 0.0, 1.0, 4.0
+    optimizer = SimpleNamespace(betas=(0.9, 0.95), lr=0.5, decay=lambda: None)
+    model.grad.fill_(1e3)
+    method.inner_step(optimizer, None)
+    moved = anchor - model.master
+    assert (moved[::3] == 0).all() and (moved[1::3] == 0.5).all()  # at most lr: the bound
+    method.lr_sum, method.rounds = 0.5, 3
+    method.sync()
+    assert torch.equal(model.master[::3], anchor[::3]) and (model.exp_avg[::3] == 0).all()
+    torch.testing.assert_close(anchor[1::3] - model.master[1::3], moved[1::3])
+    torch.testing.assert_close(model.exp_avg[2::3], torch.full_like(model.exp_avg[2::3], 2.0))

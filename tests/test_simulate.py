@@ -9,7 +9,7 @@ import torch
 import data
 import shard
 import simulate
-from ranks import train_all
+from ranks import run_training, train_all
 from simulate import FRAMING, Cluster, Disturbances, SimulatedLink, VirtualClock
 
 CPU = torch.device("cpu")
@@ -95,6 +95,33 @@ def test_virtual_clock_worked_out_by_hand():
         clock.end_round(steps)
         seconds.append(clock.train_s())
     assert seconds == [4, 8, 13, 13]
+
+
+def keep_progress(method, model, mesh):
+    """x and a before the sync and the disturbance, and x where the sync begins."""
+    seen, after_step, sync = [], method.after_step, method.sync
+
+    def look(*args):
+        over = after_step(*args)
+        seen.extend([[method.steps, model.master.clone(), method.anchor.clone()]] if over else [])
+        return over
+
+    method.after_step = look
+    method.sync = lambda: seen[-1].append(model.master.clone()) or sync()
+    return seen
+
+
+@pytest.mark.parametrize("method", ["diloco", "edit", "robust"])
+def test_flip_turns_the_progress_of_one_replica_in_its_rounds(method, corpus_folder):
+    options = dict(method=method, tau=4, sync_warmup_steps=2, max_steps=18, flip="1:9:14")
+    run = run_training(2, corpus_folder, keep_progress, **options)
+    for replica, rank in enumerate(run.ranks):
+        for step, x, a, synced in rank["watched"]:
+            wrong = replica == 1 and step in (10, 14)
+            torch.testing.assert_close(synced, 2 * a - x if wrong else x)
+            assert (x != a).any()
+    with pytest.raises(AssertionError, match="--flip: top_k has no anchor"):
+        run_training(2, corpus_folder, method="top_k", max_steps=2, flip="1:1:2")
 
 
 def watch_steps(method, model, mesh):
