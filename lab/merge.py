@@ -34,11 +34,9 @@ class Apart(PostLocalSGD):
 
 
 @torch.no_grad()
-def judge(folder, eval_batches: int = 16) -> dict:
+def judge(folder, eval_batches: int = 16, data_path: str = "") -> dict:
     """Validation losses, as train.py's: of the ensemble, and the mean of the models' own."""
-    source = open_model(str(Path(folder, "model.pt")))
-    corpus = data.load("", 0)
-    models = []
+    source, corpus, models = open_model(str(Path(folder, "model.pt"))), data.load(data_path, 0), []
     for path in sorted(Path(folder).glob("replica-*.pt")):
         models.append(Llama(source.config))
         models[-1].load_state_dict(torch.load(path, weights_only=True))

@@ -1,9 +1,8 @@
 """0/1 Adam: all replicas share one variance, so a round's momentum can travel in 1 bit.
 
-The problem. Adam's step m / sqrt(v) is not linear in the gradient, so replicas with a v of their
-own drift apart, and m / sqrt(v) cannot be averaged in few bits. In 0/1 Adam the variance V is equal
-everywhere and changes rarely. Then local steps differ by their momentum only, and what a round
-must send is the sum of that momentum, in 1 bit with error feedback.
+The problem. Each replica's Adam divides by a v of its own, so what replicas did in a round has no
+common unit. In 0/1 Adam the variance V is equal everywhere and changes rarely. Then local steps
+differ by their momentum only, and its sum can travel in 1 bit, with error feedback.
 
     sync_warmup_steps steps of mini-batch, T in all; V = v / (1 - beta2^T); a = x; v_i = V;
     e_i = E = 0; then repeat:
@@ -22,18 +21,17 @@ must send is the sum of that momentum, in 1 bit with error feedback.
 Where V is 0 (rows of the embedding that were not seen) nothing moves. The bound keeps a step of an
 old, small V as short as Adam's own steps are: without it long runs diverge. The refresh takes the
 shape of w and not its size, because the gradients of one replica are noisier than their mean.
---tau 1 is 1-bit Adam with refreshed variances. Elements are exchanged between a replica's shards
-never: all of it but the norms is elementwise.
+--tau 1 is 1-bit Adam; --refresh no freezes V.
 
-    paper          variable         shape        where
-    m_i, V         exp_avg, exp_avg_sq of the model; m_i is equal after a sync, V always
-    a              anchor           (sum P/N,)   equal in a sync group
-    v_i, e_i       variance, error  (sum P/N,)   replica i
-    E              mean_error       (sum P/N,)   replica i: of its piece, else 0
+    paper      variable         shape        where
+    m_i, V     exp_avg, exp_avg_sq of the model: V and, after a sync, m_i are equal everywhere
+    a          anchor           (sum P/N,)   equal in a sync group
+    v_i, e_i   variance, error  (sum P/N,)   replica i
+    E          mean_error       (sum P/N,)   replica i: of its piece, else 0
 
-Deviations from the paper: (1) the bound; (2) the refresh after rounds that double, of the replicas'
-own v_i, with the old scale; in the paper of full-precision mean gradients; (3) blocks of 256 with a
-scale each; (4) weight decay is inside z_i. On other replicas or shards e and E continue in part.
+Deviations: (1) the bound; (2) the refresh after rounds that double, of the replicas' v_i, with the
+old scale; in the paper of mean gradients in full precision; (3) blocks of 256 have a scale each;
+(4) weight decay is in z_i. A resumed run on another mesh keeps e and E of the replicas that go on.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N; with a refresh * 1.156. Blocking.
 Run: torchrun --nproc_per_node 4 train.py --method zero_one_adam --tau 4
@@ -56,10 +54,7 @@ class Config(LocalConfig):  # paper: tau grows from 1 to 16
     quantize: str = option("sign", "what is sent", choices=FORMATS)
     error_feedback: bool = option(True, "add what was not sent to the next round")
     step_bound: float = option(1.0, "largest step of an element, in learning rates; 0: none")
-    refresh: str = option(
-        "shape", "of V after rounds 1, 2, 4, ...: no, its shape, or shape and size (full)",
-        choices=["no", "shape", "full"],
-    )  # fmt: skip
+    refresh: str = option("shape", "what of V is refreshed", choices=["no", "shape", "full"])
     buffer_vectors = 2
 
     def sent_vectors(self, replicas):
@@ -68,10 +63,8 @@ class Config(LocalConfig):  # paper: tau grows from 1 to 16
     def check(self, replicas):
         super().check(replicas)
         if self.sync_warmup_steps < 1 or self.average_moments != "none":
-            raise UserError(
-                "--method zero_one_adam: needs --sync_warmup_steps of at least 1, for the variance "
-                "that all replicas share, and no --average_moments"
-            )
+            reason = "needs --sync_warmup_steps above 0, for V, and no --average_moments"
+            raise UserError(f"--method zero_one_adam: {reason}")
 
 
 class ZeroOneAdam(Method):

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import lab.__main__ as lab
-from lab import plot, rows, runs, timeline
+from lab import merge, plot, rows, runs, timeline
 from plumbing.checkpoint import list_checkpoints
 from plumbing.config import UserError, run_command
 from ranks import ROOT, context, run_training
@@ -91,7 +92,7 @@ def test_stopped_or_failed_run_ends_the_experiment_with_one_line(tmp_path):
 
 def test_runs_that_do_not_depend_on_the_seed_are_made_once():
     of = lambda name, *seeds: runs.EXPERIMENTS[name].all_runs(seeds, False)
-    assert of("tune", 1, 2, 3) == of("tune", 1) and len(of("tune", 1)) == 27
+    assert of("tune", 1, 2, 3) == of("tune", 1) and len(of("tune", 1)) == 42
     seeds = [run.columns["seed"] for run in of("link", 1, 2)]
     assert [seeds.count(seed) for seed in (1, 2, None)] == [9, 9, 18]
 
@@ -259,3 +260,20 @@ def test_timeline_of_a_run_is_drawn(tmp_path, corpus_folder, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plot.py", "--timeline", *map(str, (tmp_path, tmp_path / "fast")), "--out", out])
     plot.main()
     assert ">DiLoCo<" in Path(out).read_text() and timeline.checksum(rows_) in Path(out).read_text()
+
+
+def keep_apart(method, model, mesh):
+    method.__class__ = merge.Apart
+
+
+def test_replicas_that_train_apart_are_judged_one_by_one_and_together(tmp_path, corpus_folder):
+    options = dict(method="post_local_sgd", tau=10**9, sync_warmup_steps=2, max_steps=30, n_layer=1)
+    run = run_training(2, corpus_folder, keep_apart, tmp_path, **options)
+    found = merge.judge(tmp_path, 1, str(corpus_folder))
+    assert found["ensemble"] < found["alone"]  # -log of a mean is below the mean of -logs
+    first = tmp_path / "replica-0.pt"
+    (tmp_path / "replica-1.pt").write_bytes(first.read_bytes())
+    twins = merge.judge(tmp_path, 1, str(corpus_folder))
+    assert twins["ensemble"] == pytest.approx(twins["alone"], rel=1e-6)
+    own = torch.load(first, weights_only=True)
+    assert any((own[name] != value).any() for name, value in run.model.items())  # of the merged

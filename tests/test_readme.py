@@ -145,7 +145,7 @@ def test_experiments_have_valid_commands():
         found = experiment.all_runs([1], quick=True)
         assert found or name == "scale"
         for run in found:
-            read_flags(run.command(ranks=4).split("train.py ")[1].split()).check(replicas=4)
+            read_flags(run.command(ranks=4).split(f"{run.program} ")[1].split()).check(replicas=4)
 
 
 def command_with_averaging(argv, rank, world_size, port, folder):
