@@ -174,10 +174,8 @@ class Cluster:
     """The disturbances of this rank's replica during the training: what train.py calls around a
     step. Does nothing without flags."""
 
-    def __init__(self, config, mesh, clock, method):
+    def __init__(self, config, mesh, clock):
         self.mesh, self.disturbances = mesh, Disturbances(config, mesh.replicas)
-        if config.flip and not hasattr(method, "anchor"):
-            raise UserError(f"--flip: {config.method} has no anchor; choose diloco, edit, robust")
         self.virtual_clock = clock if config.virtual_clock else None
         self.pauses = (self.disturbances.slow or self.disturbances.lag) and not self.virtual_clock
 

@@ -42,9 +42,9 @@ def train(setup, mesh, stop):
         layer.compile()
     optimizer = AdamW(model, config.weight_decay, (config.beta1, config.beta2))
     clock = VirtualClock(config, mesh) if config.virtual_clock else Clock(mesh.device)
+    cluster = Cluster(config, mesh, clock)  # simulates stragglers and sick replicas, if asked to
     log = Log(setup, mesh, clock)
     method = METHODS[config.method](model, mesh, config, log.record)
-    cluster = Cluster(config, mesh, clock, method)  # stragglers, sick replicas, if asked to
     checkpoint.load(setup, model, optimizer, method, clock)  # with --resume or --init_from
     log.start(method)
 

@@ -100,6 +100,8 @@ def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
     if config.profile and config.max_steps - (saved["progress"] if saved else 0) < 4:
         raise UserError("--profile: it needs at least 4 steps; raise --max_steps")
     method = methods[config.method]
+    if config.flip and "anchor" not in method.shared + method.private:
+        raise UserError(f"--flip: {config.method} has no anchor; choose diloco, edit or robust")
     if config.virtual_clock and not method.barrier:
         working = ", ".join(name for name, each in methods.items() if each.barrier)
         raise UserError(

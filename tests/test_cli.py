@@ -23,7 +23,7 @@ import simulate
 import train
 from plumbing import config as config_module
 from plumbing import checkpoint, launch
-from plumbing.config import Config, parse, run_command
+from plumbing.config import Config, UserError, parse, run_command
 from ranks import ROOT, Launch, flags
 
 WRONG = """
@@ -47,6 +47,14 @@ train --slow_replica 0:0.5              | --slow_replica 0:0.5
 train --random_lag fast                 | --random_lag fast
 train --random_tokens 1:2:3             | --random_tokens 1:2:3: must be R:FIRST:LAST, 0 <= R <= 0
 train --random_tokens 0:3:2             | FIRST 3 is after LAST 2
+train --method zero_one_adam --sync_warmup_steps 0 | needs --sync_warmup_steps above 0
+train --method zero_one_adam --average_moments | no --average_moments
+train --method top_k --density 0        | --density 0.0: must be above 0
+train --method streaming_diloco --tau_rule qsr | rounds of a streaming method have tau steps
+train --average_moments v               | --average_moments: invalid choice
+train --flip 0:5:4                      | FIRST 5 is after LAST 4
+train --flip 3:1:2                      | --flip 3:1:2: must be R:FIRST:LAST
+train --method top_k --flip 0:1:2       | top_k has no anchor
 train --scale_lr 0:1:2                  | must be R:FIRST:LAST:FACTOR
 train --scale_lr 0:200:201:100          | gradients are averaged
 train --virtual_clock --method co2      | works with minibatch, diloco, edit, a_edit, post_
@@ -284,6 +292,18 @@ def test_presets_set_what_is_not_given():
     config, given = parse(argv, train.METHODS, simulate.Config)
     assert (config.n_layer, config.n_embd, config.lr, config.tau) == (3, 768, 0.5, 9)
     assert given == dict(model="124m", n_layer=3, lr=0.5, tau=9)
+
+
+def test_average_moments_without_a_value_means_both():
+    for argv, found in ([], []), (["--average_moments"], ["exp_avg", "exp_avg_sq"]), (
+        ["--average_moments", "m", "--moments_format", "int8"], ["exp_avg"]
+    ):  # fmt: skip
+        config, _ = parse(["--method", "edit", *argv], train.METHODS, simulate.Config)
+        assert [name for name, _ in config.averaged_moments()] == found
+    assert config.averaged_moments() == [("exp_avg", "int8")]
+    with pytest.raises(UserError, match="--trim 2: leaves none of 4"):
+        argv = ["--method", "robust", "--aggregate", "trimmed_mean", "--trim", "2"]
+        parse(argv, train.METHODS, simulate.Config)[0].check(4)
 
 
 @pytest.mark.parametrize("tau, delay", [(4, 0), (8, 1), (16, 2), (64, 2)])
