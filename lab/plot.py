@@ -9,6 +9,7 @@ lines and markers differ, too. The text is gray, readable on a light and on a da
 matplotlib, which nothing else here does.
 """
 
+import itertools
 import math
 import zlib
 from collections import defaultdict
@@ -107,22 +108,29 @@ def draw_panel(axes, panel: Panel, lines: dict, styles: dict):
 
 
 def name_points(axes, named: list):
-    """Write names beside their points, apart from each other, with a thin line to the point if they
-    had to move. named: (x, y, text, color)."""
+    """Write names beside their points, where they hide no point and no other name, with a thin line
+    to the point if it is not beside it. named: (x, y, text, color)."""
     to_points = lambda x, y: axes.transData.transform((x, y)) * 72 / axes.figure.dpi
-    last_x, last_y = -math.inf, -math.inf
-    column = lambda each: round(to_points(each[0], 0)[0] / 40)
-    for x, y, text, color in sorted(named, key=lambda each: (column(each), each[1])):
-        own_x, own_y = to_points(x, y)
-        last_y = max(own_y, last_y + 10) if own_x - last_x < 60 else own_y
-        last_x = own_x
-        gaps = [to_points(other, 0)[0] - own_x for other, *_ in named]
-        left = any(5 < gap < 60 for gap in gaps)  # there is no room at the right
-        place = {"xytext": (-10 if left else 10, last_y - own_y), "ha": "right" if left else "left"}
-        place |= {"textcoords": "offset points", "fontsize": 8}
-        line = {"arrowstyle": "-", "linewidth": 0.4, "color": color, "relpos": (0, 0.5)}
-        line = line if last_y - own_y > 2 else None
-        axes.annotate(text, (x, y), color=color, va="center", arrowprops=line, **place)
+    first, bottom, _, top = axes.bbox.extents * 72 / axes.figure.dpi
+    places = [to_points(x, y) for x, y, *_ in named]
+    taken = [(x - 4, x + 4, y - 4, y + 4) for x, y in places]  # left, right, bottom, top
+    free = lambda box: all(
+        box[1] < other[0] or other[1] < box[0] or box[3] < other[2] or other[3] < box[2]
+        for other in taken
+    )  # fmt: skip
+    pairs = sorted(zip(named, places), key=lambda pair: pair[0][1])
+    for (x, y, text, color), (own_x, own_y) in pairs:
+        width, shifts = 4.5 * len(text), sorted(range(-150, 160, 5), key=abs)
+        for dy, dx in itertools.product(shifts, (9, -9 - width, 60, -60 - width)):
+            box = (own_x + dx, own_x + dx + width, own_y + dy - 5, own_y + dy + 5)
+            if free(box) and first < box[0] and bottom < box[2] and box[3] < top:
+                break
+        taken.append(box)
+        left, near = dx < 0, abs(dy) < 5 and abs(dx) < 60
+        place = {"xytext": (dx + width if left else dx, dy), "ha": "right" if left else "left"}
+        place |= {"textcoords": "offset points", "fontsize": 8, "va": "center", "color": color}
+        line = {"arrowstyle": "-", "linewidth": 0.4, "color": color, "relpos": (left, 0.5)}
+        axes.annotate(text, (x, y), arrowprops=None if near else line, **place)
 
 
 def name_lines(axes, lines: dict, styles: dict, factors: bool):
@@ -180,7 +188,8 @@ def draw(rows: list, panels: list, path):
     settings |= {"font.sans-serif": ["DejaVu Sans"]}
     with matplotlib.rc_context(settings):
         width = 9 if panels[0].frontier else 2.5 + (4.5 if panels[0].direct else 3.7) * len(panels)
-        figure = matplotlib.figure.Figure((width, 4.5), layout="constrained")
+        height = 6 if panels[0].frontier else 4.5
+        figure = matplotlib.figure.Figure((width, height), layout="constrained")
         one = lambda axis: len({getattr(panel, axis) for panel in panels}) == 1
         shared = {"sharex": one("x"), "sharey": one("y")}
         all_axes = figure.subplots(1, len(panels), squeeze=False, **shared)[0]
