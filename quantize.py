@@ -24,8 +24,9 @@ The mean over M > 2 replicas takes two hops:
 
 Two replicas send all their codes to each other in one all-gather. One replica quantizes nothing.
 All replicas decode the same bytes, so their results are bit-equal. Error: the mean of the replicas'
-errors and, for M > 2, that of encoding the mean. With error feedback nothing is lost: the sender
-adds to a vector what the last one left, e <- v - C(v), and the owner of a piece to its mean.
+errors and, for M > 2, that of encoding the mean. With error feedback nothing is lost: a sender
+keeps what it has not sent, e = v - C(v), and adds it to its next vector. The owner of a piece does
+the same with its mean.
 
 Bytes per rank: 2 (M-1)/M * bytes_per_element() per element (sign: 0.141, e3m0: 0.516, int8 and
 log8: 1.016, none: 4).
@@ -117,8 +118,8 @@ class MeanInFlight:
     """The mean over the sync group of flat vectors, each cut into blocks of its own. weights: None,
     or a function that returns (M, vectors) with mean 1 over the replicas; it is called after the
     first hop. A vector with weight 0 is left out, also if it contains NaN. errors: None or, for
-    error feedback, a vector for each of `vectors`, 0 before the first mean: here an owner keeps
-    what it has not sent of its pieces. `vectors` become what this replica has not sent of them."""
+    error feedback, a vector for each of `vectors`, which is 0 before the first mean: the owner's
+    errors, see above. Then `vectors` become the errors of this replica as a sender."""
 
     def __init__(self, vectors: list, format: str, mesh, weights=None, errors=None):
         self.mesh, self.M, self.weights, self.errors = mesh, mesh.replicas, weights, errors

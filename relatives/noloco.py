@@ -14,8 +14,8 @@ NoLoCo a replica waits for one other only. A pull towards the partner keeps all 
 
 If M is odd, one replica is alone in each round: z_j = z_i. If M > 2, replicas are never equal, but
 come closer as the inner learning rate decays. The model to evaluate is the mean of all a_j.
---global_every H (Gossip-PGA): in every H-th round nobody has a partner, and a_i, x_i become the
-mean of all a_j: an all-reduce, for which all wait.
+--global_every H (Gossip-PGA): in every H-th round there are no pairs; a_i and x_i become the mean
+of all a_j, by an all-reduce, for which all replicas wait.
 
     paper      variable        shape        where
     theta_i    model.master    (sum P/N,)   every rank its shard (x_i)

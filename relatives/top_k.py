@@ -2,8 +2,8 @@
 
 The problem. Mini-batch sends the whole gradient in every step, but most of its elements are small
 and can wait. What is not sent stays with the replica and is added to the next step. If the momentum
-came after that, an element sent late would have missed it. So the momentum comes first, and is
-cleared where an element was sent.
+is applied after the exchange, an element that is sent late has missed it. So the momentum is
+applied before the exchange, and set to 0 where an element was sent.
 
     sync_warmup_steps steps of mini-batch; u_i = m (AdamW's); v_i = 0; then in each step:
         u_i <- m u_i + (1 - m) g_i                # momentum correction

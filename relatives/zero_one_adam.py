@@ -18,9 +18,9 @@ differ by their momentum only, and its sum can travel in 1 bit, with error feedb
             w = 1/M sum_i v_i;  v_i <- w           # [sync] quantize.py, log8
             V <- w sum(V) / sum(w) in each layer   # [shard] all-gather of the sums
 
-Where V is 0 (rows of the embedding that were not seen) nothing moves. The bound keeps a step of an
-old, small V as short as Adam's own steps are: without it long runs diverge. The refresh takes the
-shape of w and not its size, because the gradients of one replica are noisier than their mean.
+Where V is 0 (embedding rows of tokens that have not occurred) nothing moves. An old V may be much
+too small; the bound keeps steps as short as Adam's own are, and without it long runs diverge. The
+refresh takes the shape of w, not its size: gradients of one replica are noisier than their mean.
 --tau 1 is 1-bit Adam; --refresh no freezes V.
 
     paper      variable         shape        where
