@@ -13,8 +13,7 @@ applied before the exchange, and set to 0 where an element was sent.
         g    = 1/M sum_i s_i                      # [sync] all-gather of positions and values
         x   <- AdamW(x, clip(g)), with beta1 = 0  # u has the momentum
 
-All replicas stay equal. There are no rounds: tau only spaces the record's rows. For chunks and what
-is sent see sparse.py.
+All replicas stay equal. There are no rounds: tau only spaces the record's rows. Chunks: sparse.py.
 
     paper      variable        shape        where
     u, v       momentum, rest  (sum P/N,)   replica i
