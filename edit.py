@@ -63,11 +63,7 @@ SIGMA_FLOOR = 0.05  # of the mean: no norm within threshold * 5% of the mean is 
 
 
 @dataclass
-class PenaltyConfig:
-    """Flags of EDiT, A-EDiT and Streaming EDiT: everything but when to synchronize."""
-
-    outer_lr: float = option(0.7, "outer learning rate (paper: 0.8)")
-    outer_momentum: float = option(0.8, "outer Nesterov momentum (paper: 0.85)", below=1)
+class Penalty:
     anomaly_threshold: float = option(3.0, "delta, standard deviations above the mean norm")
     anomaly_ema: float = option(0.02, "alpha, a new norm's share in the statistics", below=1)
     anomaly_warmup_rounds: int = option(10, "norms seen before a finite one can be flagged")
@@ -75,6 +71,14 @@ class PenaltyConfig:
     anomaly_elimination: bool = option(True, "leave out replicas with anomalous norms")
     weighted_averaging: bool = option(True, "weight replicas by exp(-norm), else equally")
     pseudo_grad_clipping: bool = option(True, "clip each layer's dbar")
+
+
+@dataclass
+class PenaltyConfig(Penalty):
+    """Flags of EDiT, A-EDiT and Streaming EDiT: everything but when to synchronize."""
+
+    outer_lr: float = option(0.7, "outer learning rate (paper: 0.8)")
+    outer_momentum: float = option(0.8, "outer Nesterov momentum (paper: 0.85)", below=1)
     offload: bool = option(False, "keep anchor and momentum in host memory (on a GPU)")
 
 
@@ -152,22 +156,25 @@ class EDiT(Method):
             # d_i = a - x_i, in the storage of x_i
             d = torch.sub(a.to(x.device, non_blocking=True), x, out=x)
             squares.append(d.norm() ** 2)
-        squares = torch.stack(squares)
-        # [shard] all-reduce, L scalars, once per round
-        self.mesh.all_reduce(squares, self.mesh.shard).wait()
-        self.exchange(norms=squares.sqrt(), limits=anomaly_limits(self.statistics, self.config))
-
-        G, i = self.comparable_norms(), self.mesh.replica  # (M, L)
-        self.flagged, self.clips, self.handles = is_anomaly(G, self.exchanged.limits), [], []
-        self.statistics = update_statistics(self.statistics, G[i], ~self.flagged[i], self.config)
-        self.weights = self.compute_weights(G)
-        self.any_kept = (~self.flagged).any(dim=0).to(G.dtype)  # (L,)
+        self.judge(torch.stack(squares))
+        self.handles = []
         for l, d in enumerate(self.model.masters):
             # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
-            d.mul_(self.weights[i, l]).nan_to_num_(0.0, 0.0, 0.0)
+            d.mul_(self.weights[self.mesh.replica, l]).nan_to_num_(0.0, 0.0, 0.0)
             # [sync] all-reduce, P/N fp32, once per round and layer
             self.handles.append(self.mesh.all_reduce(d, self.mesh.sync))
         self.model.pre_layer_hook = self.complete
+
+    def judge(self, squares):
+        """Flags and weights (M, L), from the squared norms of this rank's shards (L,)."""
+        # [shard] all-reduce, L scalars, once per round
+        self.mesh.all_reduce(squares, self.mesh.shard).wait()
+        self.exchange(norms=squares.sqrt(), limits=anomaly_limits(self.statistics, self.config))
+        G, i = self.comparable_norms(), self.mesh.replica  # (M, L)
+        self.flagged, self.clips = is_anomaly(G, self.exchanged.limits), []
+        self.statistics = update_statistics(self.statistics, G[i], ~self.flagged[i], self.config)
+        self.weights = self.compute_weights(G)
+        self.any_kept = (~self.flagged).any(dim=0).to(G.dtype)  # (L,)
 
     def complete(self, l: int):
         """The next forward calls it before it gathers layer l: x_l becomes the new anchor."""

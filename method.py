@@ -128,7 +128,8 @@ class Method:
         self.record.loss_sum = self.record.loss_sum + metrics.loss
         # On a GPU the votes are known one step late.
         voted = self.local_steps > self.model.metrics_lag and self.model.known_metrics()[2] > 0
-        full = self.local_steps >= self.config.steps_of_round(lr)
+        k = self.steps - self.local_steps - self.config.sync_warmup_steps
+        full = self.local_steps >= self.config.steps_of_round(lr, k)
         return voted or full or self.progress >= self.config.max_steps
 
     def end_round(self):

@@ -110,6 +110,9 @@ class ShardedModel:
         self._place_parameters()
         self.tape = []  # (input, output) of each layer, from forward to backward
         self.pre_layer_hook = None  # EDiT: called with l before the forward gathers layer l
+        # Starts the sum of layer l's gradient over the replicas. A method may replace it.
+        # [sync] all-reduce, P/N fp32, once per layer and step (mini-batch and warm-up only)
+        self.average_layer = lambda l: mesh.all_reduce(self.grads[l], mesh.sync)
         self.metrics_lag = 1 if mesh.device.type == "cuda" else 0  # steps, see known_metrics()
         self.metrics = deque(maxlen=1 + self.metrics_lag)
 
@@ -253,8 +256,7 @@ class ShardedModel:
         handle.wait()
         if not average_replicas:
             return handle
-        # [sync] all-reduce, P/N fp32, once per layer and step (mini-batch and warm-up only)
-        return self.mesh.all_reduce(self.grads[l], self.mesh.sync)
+        return self.average_layer(l)
 
     # ---- the end of a step ----
 

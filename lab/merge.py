@@ -34,7 +34,7 @@ class Apart(PostLocalSGD):
 
 
 @torch.no_grad()
-def judge(folder, eval_batches: int = 16, data_path: str = "") -> dict:
+def judge(folder, eval_batches: int = 16, data_path: str | None = None) -> dict:
     """Validation losses, as train.py's: of the ensemble, and the mean of the models' own."""
     source, corpus, models = open_model(str(Path(folder, "model.pt"))), data.load(data_path, 0), []
     for path in sorted(Path(folder).glob("replica-*.pt")):

@@ -106,13 +106,18 @@ def vectors(model, method) -> tuple:
     """(those that are equal in all replicas, those of this replica), name -> flat vector."""
     parameters = {"parameters": model.master}
     private = {"exp_avg": model.exp_avg, "exp_avg_sq": model.exp_avg_sq}
-    if method.averages_gradients:  # the method's vectors are not in use yet
+    if replicas_equal(method):  # the method's vectors are not in use yet
         return parameters | private, {}
     shared = {name: getattr(method, name) for name in method.shared}
     private |= {name: getattr(method, name) for name in method.private}
     if type(method).evaluation_model is Method.evaluation_model:  # replicas are equal
         return parameters | shared, private
     return shared, parameters | private
+
+
+def replicas_equal(method) -> bool:
+    """In everything: in the warm-up, if it has no errors of quantization."""
+    return method.averages_gradients and getattr(method.config, "warmup_format", "none") == "none"
 
 
 def numbers(method) -> dict:
@@ -159,7 +164,7 @@ def save(setup, model, method, state: dict) -> Path:
         state |= {
             "flags": flags, "mesh": flags["mesh"], "corpus_hash": setup.corpus.hash,
             "model_config": dataclasses.asdict(model.config),
-            "replicas": replicas[:1] if method.averages_gradients else replicas[:: mesh.shards],
+            "replicas": replicas[:1] if replicas_equal(method) else replicas[:: mesh.shards],
         }  # fmt: skip
         error = next(filter(None, errors), "") or complete(unfinished, final, state)
         if error:

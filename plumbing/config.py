@@ -25,6 +25,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 STOPS = {signal.SIGINT, signal.SIGTERM}
@@ -230,8 +231,8 @@ class RoundConfig:
         "none", "of averaged moments. int8: m in int8, v in log8", choices=["none", "int8"]
     )
 
-    def steps_of_round(self, lr: float) -> float:
-        """lr: the inner learning rate of the last step."""
+    def steps_of_round(self, lr: float, k: int) -> float:
+        """lr: inner learning rate of the last step; k: steps from the warm-up to this round."""
         return math.inf  # votes end it
 
     def averaged_moments(self) -> list:
@@ -251,11 +252,29 @@ class LocalConfig(RoundConfig):
         "fixed", "qsr: max(tau, (qsr_c / lr)^2) steps, lr: of the step", choices=["fixed", "qsr"]
     )
     qsr_c: float = option(0.0175, "c of the quadratic synchronization rule, arXiv 2310.14423")
+    tau_schedule: str = option(
+        "", "TAU:STEPS,..., rounds of TAU steps for STEPS steps after the warm-up, ..., then --tau"
+    )
 
-    def steps_of_round(self, lr: float) -> float:
+    def steps_of_round(self, lr: float, k: int) -> float:
+        tau = next((tau for tau, last in self.first_rounds() if k < last), self.tau)
         if self.tau_rule == "fixed":
-            return self.tau
-        return max(self.tau, int((self.qsr_c / lr) ** 2)) if lr else math.inf
+            return tau
+        return max(tau, int((self.qsr_c / lr) ** 2)) if lr else math.inf
+
+    def first_rounds(self) -> list:
+        """[(tau, steps after the warm-up before which a round of it begins), ...]"""
+        pairs = [map(int, part.split(":")) for part in self.tau_schedule.split(",") if part]
+        taus, steps = zip(*pairs) if pairs else ((), ())
+        return list(zip(taus, accumulate(steps), strict=True))
+
+    def check(self, replicas: int):
+        super().check(replicas)
+        with suppress(ValueError):
+            if all(tau > 0 for tau, _ in self.first_rounds()):
+                return
+        example = "write 2:96,4:384 for rounds of 2 steps for 96 steps, then of 4 for 384"
+        raise UserError(f"--tau_schedule {self.tau_schedule}: {example}")
 
 
 GROUPS = {  # first flag of each group of --help -> its title

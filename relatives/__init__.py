@@ -3,6 +3,7 @@
 from relatives.co2 import CO2
 from relatives.eager import Eager
 from relatives.noloco import NoLoCo
+from relatives.one_bit_edit import OneBitEDiT
 from relatives.post_local_sgd import PostLocalSGD
 from relatives.robust import Robust
 from relatives.slowmo import SlowMo
@@ -20,6 +21,7 @@ RELATIVES = {  # --method -> class
     "noloco": NoLoCo,
     "streaming_edit": StreamingEDiT,
     "zero_one_adam": ZeroOneAdam,
+    "one_bit_edit": OneBitEDiT,
     "sparse_loco": SparseLoCo,
     "top_k": TopK,
     "eager": Eager,

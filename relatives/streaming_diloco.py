@@ -57,8 +57,9 @@ class Config(LocalConfig):  # paper: tau 100
             raise UserError(f"--fragments {F}: must divide --tau {self.tau}, at most one per layer")
         if self.steps_late >= interval:
             raise UserError(f"--delay {self.delay}: must be below tau / fragments = {interval:g}")
-        if self.tau_rule != "fixed":
-            raise UserError("--tau_rule qsr: the rounds of a streaming method have tau steps")
+        if self.tau_rule != "fixed" or self.tau_schedule:
+            flags = "--tau_rule qsr, --tau_schedule"
+            raise UserError(f"{flags}: the rounds of a streaming method have tau steps")
         if self.alpha > 1:
             raise UserError(f"--alpha {self.alpha}: must be at most 1")
 

@@ -39,6 +39,7 @@ Source: 0/1 Adam, arXiv 2202.06009; 1-bit Adam, arXiv 2102.02888; DeepSpeed's co
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -54,7 +55,13 @@ class Config(LocalConfig):  # paper: tau grows from 1 to 16
     quantize: str = option("sign", "what is sent", choices=FORMATS)
     error_feedback: bool = option(True, "add what was not sent to the next round")
     step_bound: float = option(1.0, "largest step of an element, in learning rates; 0: none")
+    round_bound: float = option(
+        0.0, "largest move of an element in a round, in sums of its learning rates; 0: any"
+    )
     refresh: str = option("shape", "what of V is refreshed", choices=["no", "shape", "full"])
+    warmup_format: str = option(
+        "none", "of mean gradients in the warm-up, errors fed back", choices=["none", "int8"]
+    )
     buffer_vectors = 2
 
     def sent_vectors(self, replicas):
@@ -64,7 +71,7 @@ class Config(LocalConfig):  # paper: tau grows from 1 to 16
         super().check(replicas)
         if self.sync_warmup_steps < 1 or self.average_moments != "none":
             reason = "needs --sync_warmup_steps above 0, for V, and no --average_moments"
-            raise UserError(f"--method zero_one_adam: {reason}")
+            raise UserError(f"--method {self.method}: {reason}")
 
 
 class ZeroOneAdam(Method):
@@ -72,8 +79,22 @@ class ZeroOneAdam(Method):
     shared = ("anchor",)
     private = ("variance", "error", "mean_error")
 
+    def __init__(self, model, mesh, config, record):
+        super().__init__(model, mesh, config, record)
+        if config.warmup_format != "none":
+            model.average_layer = self.average_layer
+
+    def average_layer(self, l):
+        """The sum of layer l's gradient over the replicas; e and E are not in use yet."""
+        g, e, E = (self.model.views(v)[l] for v in (self.model.grad, self.error, self.mean_error))
+        mean = MeanInFlight([e.add_(g)], self.config.warmup_format, self.mesh, errors=[E])
+        replicas = self.mesh.replicas
+        return SimpleNamespace(wait=lambda: torch.mul(mean.wait()[0], replicas, out=g))
+
     def begin(self):
         self.anchor.copy_(self.model.master)
+        self.error.zero_()
+        self.mean_error.zero_()
         self.model.exp_avg_sq.div_(1 - self.config.beta2**self.steps)
         self.variance.copy_(self.model.exp_avg_sq)
         self.lr_sum = 0.0  # of the round
@@ -96,21 +117,38 @@ class ZeroOneAdam(Method):
         return over
 
     def sync(self):
-        a, x, V, views = self.anchor, self.model.master, self.model.exp_avg_sq, self.model.views
-        denominator, frozen = V.sqrt().add_(EPS), V == 0
-        d = a - x
-        self.exchange(norms=self.model.norm(d))  # for the record
-        # z_i = (a - x_i) (sqrt(V) + eps) + e_i, in the storage of e_i
-        z = self.error.addcmul_(d, denominator).masked_fill_(frozen, 0)
-        # e_i <- z_i - C(z_i);  u = C(1/M sum_i C(z_i) + E)
+        views = self.model.views
+        self.exchange(norms=self.model.norm(self.anchor - self.model.master))  # for the record
+        z = self.error.add_(self.momentum_sum())
         E = views(self.mean_error)
         mean = MeanInFlight(views(z), self.config.quantize, self.mesh, errors=E).wait()
-        u = torch.cat(mean).masked_fill_(frozen, 0)
-        for error in self.error, self.mean_error:
-            error.masked_fill_(frozen, 0) if self.config.error_feedback else error.zero_()
+        for l, u in enumerate(mean):
+            self.outer_step(l, u)
+        self.end_steps()
+
+    def momentum_sum(self):
+        """(a - x_i) (sqrt(V) + eps): the round's sum of lr m_i, 0 where V is 0."""
+        V = self.model.exp_avg_sq
+        return (self.anchor - self.model.master).mul_(V.sqrt().add_(EPS)).masked_fill_(V == 0, 0)
+
+    def outer_step(self, l, u):
+        """Layer l's anchor and momentum from u, the mean of what all have sent."""
+        model, config = self.model, self.config
+        vectors = model.master, self.anchor, model.exp_avg, model.exp_avg_sq
+        x, a, m, V = (model.views(vector)[l] for vector in vectors)
+        frozen, size = V == 0, V.sqrt().add_(EPS)
+        u.masked_fill_(frozen, 0)
+        for error in model.views(self.error)[l], model.views(self.mean_error)[l]:
+            error.masked_fill_(frozen, 0) if config.error_feedback else error.zero_()
+        if config.round_bound:
+            limit = size * (config.round_bound * self.lr_sum)
+            u.clamp_(-limit, limit)
         # a <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / sum of lr
-        x.copy_(a.addcdiv_(u, denominator, value=-1))
-        self.model.exp_avg.copy_(u.div_(self.lr_sum or 1.0))
+        x.copy_(a.addcdiv_(u, size, value=-1))
+        m.copy_(u.div_(self.lr_sum or 1.0))
+
+    def end_steps(self):
+        """All layers have had their outer step."""
         self.lr_sum = 0.0
         if self.config.refresh != "no" and self.rounds & self.rounds - 1 == 0:
             self.refresh()

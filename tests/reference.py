@@ -222,6 +222,9 @@ class EDiT(Method):
         weighting, steps = getattr(self.f, "step_weighting", "none"), self.steps
         if weighting == "norm_per_step":
             judged = [norm / count * mean(steps) for norm, count in zip(G, steps)]
+        if self.f.method == "one_bit_edit":  # over their (lower) median
+            known = sorted(norm for norm in G if not math.isnan(norm))
+            judged = [norm / known[(len(known) - 1) // 2] if known else norm for norm in G]
         flagged = [int(is_anomaly(norm, own, self.f)) for norm, own in zip(judged, self.samples[l])]
         least = min((norm for norm, out in zip(judged, flagged) if not out), default=0.0)
         score = [math.exp(least - norm) if self.f.weighted_averaging else 1.0 for norm in judged]
@@ -495,12 +498,18 @@ class ZeroOneAdam(Method):
         self.lr_sum += lr if i == 0 else 0.0
 
     def sync(self, lr):
-        d, size, self.rounds = self.d(), self.V.sqrt() + 1e-8, self.rounds + 1
-        z = [torch.where(self.V > 0, di * size + e, 0.0) for di, e in zip(d, self.e)]
-        u, self.e, self.E = self.mean_with_errors(z)
-        u, *self.e, self.E = (torch.where(self.V > 0, v, 0.0) for v in (u, *self.e, self.E))
+        size, self.rounds = self.V.sqrt() + 1e-8, self.rounds + 1
+        healthy = lambda vectors: [torch.where(self.V > 0, v, 0.0) for v in vectors]
+        d = self.d()
+        z, w = self.to_send(healthy([di * size for di in d]))
+        u, self.e, self.E = mean_with_errors(z, self.E, self.layers, self.N, self.f.quantize, w)
+        u, self.E, *self.e = healthy([u, self.E, *self.e])
         if not self.f.error_feedback:
             self.e, self.E = [0.0 * e for e in self.e], 0.0 * self.E
+        u = self.limited(u)
+        if self.f.round_bound:
+            largest = self.f.round_bound * self.lr_sum * size
+            u = torch.minimum(torch.maximum(u, -largest), largest)
         self.a = self.a - u / size
         self.set_all(self.a)
         for replica in self.replicas:
@@ -508,29 +517,14 @@ class ZeroOneAdam(Method):
         self.lr_sum = 0.0
         if self.f.refresh != "no" and math.log2(self.rounds) % 1 == 0:
             self.refresh()
-        return {"pseudo_grad_norm": norms(d)}
+        return self.row() if isinstance(self, EDiT) else {"pseudo_grad_norm": norms(d)}
 
-    def mean_with_errors(self, z):
-        """(what all add up, the replicas' errors, the owners' errors)."""
-        if self.M == 1 or self.f.quantize == "none":
-            return mean(z), [0.0 * zi for zi in z], self.E
-        u, errors, E = torch.zeros_like(self.E), [torch.zeros_like(zi) for zi in z], self.E.clone()
-        for layer in self.layers:
-            size = layer.stop - layer.start
-            pieces = lambda v: F.pad(v[layer], (0, -size % (16 * self.N))).chunk(self.N)
-            put = lambda v, parts: v[layer].copy_(torch.cat(parts)[:size])
-            rounding = lambda parts: [rounded(part, self.f.quantize) for part in parts]
-            sent = [rounding(pieces(zi)) for zi in z]
-            for zi, error, own in zip(z, errors, sent):
-                put(error, [part - coded for part, coded in zip(pieces(zi), own)])
-            s = [mean(parts) for parts in zip(*sent)]
-            if self.M > 2:  # the owner of a piece keeps an error, too
-                s = [part + error for part, error in zip(s, pieces(self.E))]
-                coded = rounding(s)
-                put(E, [part - own for part, own in zip(s, coded)])
-                s = coded
-            put(u, s)
-        return u, errors, E
+    def to_send(self, u):
+        """What the replicas send, and their weights in each layer."""
+        return [ui + e for ui, e in zip(u, self.e)], None
+
+    def limited(self, u):
+        return u
 
     def refresh(self):
         for layer in self.layers:
@@ -539,6 +533,51 @@ class ZeroOneAdam(Method):
                 v[layer] = w
             scale = self.V[layer].sum() / w.sum() if self.f.refresh == "shape" else 1.0
             self.V[layer] = w * scale
+
+
+class OneBitEDiT(ZeroOneAdam, EDiT):
+    def to_send(self, u):
+        z, w = super().to_send(u)[0], []
+        for l, layer in enumerate(self.layers):
+            report = self.judge(l, [ui[layer] / self.lr_sum for ui in u])
+            w.append(report["w"])
+            for i in range(self.M):
+                if report["flagged"][i]:
+                    z[i][layer] = 0.0
+                    self.v[i][layer] = self.V[layer]
+        return z, w
+
+    def limited(self, u):
+        u, phi = u.clone(), self.f.pseudo_grad_clip if self.f.pseudo_grad_clipping else math.inf
+        for layer, report in zip(self.layers, self.reports):
+            norm = u[layer].norm().item() / self.lr_sum
+            report["clip"] = min(1.0, phi / (norm + 1e-6))
+            u[layer] *= report["clip"] if any(report["w"]) else 0.0
+        return u
+
+
+def mean_with_errors(z, E, layers, N, form, weights=None):
+    """(what all add up, the senders' errors, the owners' errors). weights: a list per layer."""
+    M = len(z)
+    weights = weights or [[1 / M] * M] * len(layers)
+    exact, u, new_E = M == 1 or form == "none", torch.zeros_like(E), E.clone()
+    errors = [torch.zeros_like(zi) for zi in z]
+    for layer, w in zip(layers, weights):
+        size = layer.stop - layer.start
+        pieces = lambda v: F.pad(v[layer], (0, -size % (16 * N))).chunk(N)
+        put = lambda v, parts: v[layer].copy_(torch.cat(parts)[:size])
+        rounding = lambda parts: list(parts) if exact else [rounded(part, form) for part in parts]
+        sent = [rounding(pieces(zi)) for zi in z]
+        for zi, error, own in zip(z, errors, sent):
+            put(error, [part - coded for part, coded in zip(pieces(zi), own)])
+        s = [weighted(parts, w) for parts in zip(*sent)]
+        if M > 2:  # the owner of a piece keeps an error, too
+            s = [part + error for part, error in zip(s, pieces(E))]
+            coded = rounding(s)
+            put(new_E, [part - own for part, own in zip(s, coded)])
+            s = coded
+        put(u, s)
+    return u, errors, new_E
 
 
 def quantized_mean(d, N, form, w=None):
@@ -591,8 +630,19 @@ RULES = {
     "minibatch": Method, "post_local_sgd": PostLocalSGD, "slowmo": SlowMo, "diloco": DiLoCo,
     "streaming_diloco": StreamingDiLoCo, "co2": CO2, "noloco": NoLoCo, "edit": EDiT,
     "a_edit": EDiT, "streaming_edit": StreamingEDiT, "zero_one_adam": ZeroOneAdam,
+    "one_bit_edit": OneBitEDiT,
     "sparse_loco": SparseLoCo, "top_k": TopK, "eager": Eager, "robust": Robust,
 }  # fmt: skip
+
+
+def scheduled_tau(f, k):
+    """k: steps after the warm-up when the round begins."""
+    for part in filter(None, f.tau_schedule.split(",")):
+        tau, steps = map(int, part.split(":"))
+        if k < steps:
+            return tau
+        k -= steps
+    return f.tau
 
 
 class Simulation:
@@ -606,6 +656,8 @@ class Simulation:
         self.replicas = [Replica(self.config, f.seed) for _ in range(M)]
         self.method = RULES[f.method](f, self.replicas, N)
         slow, factor = (f.slow_replica or "0:1").split(":")
+        zeros = torch.zeros_like(self.replicas[0].x)
+        self.e, self.E = [zeros] * M, zeros  # of the warm-up's gradients
         self.seconds = [float(factor) if i == int(slow) else 1.0 for i in range(M)]  # of a step
         self.taken, self.rate, self.progress, self.now = [0] * M, [1.0] * M, 0.0, 0.0
         self.rows = {"step": [], "sync": [], "eval": []}
@@ -627,7 +679,8 @@ class Simulation:
                 step = self.taken[i] + method.steps[i]
                 found[i] = self.replicas[i].gradient(f, self.corpus, step, i, self.M, self.N)
             if not local:  # both are means over all replicas
-                found = dict.fromkeys(running, [mean(each) for each in zip(*found.values())])
+                losses, g = zip(*found.values())
+                found = dict.fromkeys(running, [mean(losses), self.warmup_mean(g)])
             if local:
                 losses, g = zip(*found.values())
                 found = dict(zip(found, zip(losses, method.gradients(g))))
@@ -652,12 +705,20 @@ class Simulation:
         if local:
             self.sync(sums, lr)
 
+    def warmup_mean(self, g):
+        if getattr(self.f, "warmup_format", "none") == "none":
+            return mean(g)
+        z = [gi / self.M + e for gi, e in zip(g, self.e)]
+        found, self.e, self.E = mean_with_errors(z, self.E, self.method.layers, self.N, "int8")
+        return self.M * found
+
     def round_is_over(self, i):
         f, count = self.f, self.method.steps[i]
         timed = f.method == "a_edit"
         lr = self.rows["step"][-1]["lr"]  # the same in all replicas
         grown = int((f.qsr_c / lr) ** 2) if not timed and f.tau_rule == "qsr" else 0
-        full = count * self.seconds[i] >= f.tau_time_s if timed else count == max(f.tau, grown)
+        tau = 0 if timed else scheduled_tau(f, self.taken[0] - f.sync_warmup_steps)
+        full = count * self.seconds[i] >= f.tau_time_s if timed else count == max(tau, grown)
         return full or self.progress + count * self.rate[i] >= f.max_steps
 
     def sync(self, sums, lr):

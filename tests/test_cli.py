@@ -51,6 +51,9 @@ train --method zero_one_adam --sync_warmup_steps 0 | needs --sync_warmup_steps a
 train --method zero_one_adam --average_moments | no --average_moments
 train --method top_k --density 0        | --density 0.0: must be above 0
 train --method streaming_diloco --tau_rule qsr | rounds of a streaming method have tau steps
+train --method streaming_diloco --tau_schedule 2:8 | rounds of a streaming method have tau steps
+train --tau_schedule 2:96,4             | --tau_schedule 2:96,4: write 2:96,4:384 for rounds of
+train --tau_schedule 0:96               | --tau_schedule 0:96: write 2:96,4:384
 train --average_moments v               | --average_moments: invalid choice
 train --flip 0:5:4                      | FIRST 5 is after LAST 4
 train --flip 3:1:2                      | --flip 3:1:2: must be R:FIRST:LAST

@@ -277,3 +277,4 @@ def test_replicas_that_train_apart_are_judged_one_by_one_and_together(tmp_path, 
     assert twins["ensemble"] == pytest.approx(twins["alone"], rel=1e-6)
     own = torch.load(first, weights_only=True)
     assert any((own[name] != value).any() for name, value in run.model.items())  # of the merged
+    assert 0 < merge.judge(tmp_path, 1)["ensemble"] < 10  # on the built-in corpus

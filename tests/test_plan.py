@@ -20,8 +20,10 @@ from ranks import flags, run_training
 CASES = [(name, 2, "fp32", {}) for name, method in train.METHODS.items() if method.barrier]
 CASES += [("minibatch", 1, "fp32", {}), ("edit", 1, "fp64", {}), ("edit", 4, "fp32", {})]
 CASES += [("edit", 2, "fp32", dict(average_moments="both"))]
-SCALARS = {"post_local_sgd": 2, "top_k": 2, "edit": 2 + 2 * 4, "a_edit": 2 + 2 * 4}
-CODED = ("zero_one_adam", "sparse_loco", "top_k")  # the plan knows neither padding nor tails
+SCALARS = {"post_local_sgd": 2, "top_k": 2}
+SCALARS |= dict.fromkeys(["edit", "a_edit", "one_bit_edit"], 2 + 2 * 4)
+ONE_BIT = ("zero_one_adam", "one_bit_edit")
+CODED = (*ONE_BIT, "sparse_loco", "top_k")  # the plan knows neither padding nor tails
 
 
 def planned(corpus_folder, ranks, **options):
@@ -41,7 +43,7 @@ def test_memory_and_traffic_planned_equal_those_of_a_run(
     corpus_folder, method, shards, dtype, more
 ):
     options = dict(method=method, shards=shards, dtype=dtype, max_steps=2, sync_warmup_steps=0)
-    options |= more | (dict(sync_warmup_steps=1, max_steps=2) if method == "zero_one_adam" else {})
+    options |= more | (dict(sync_warmup_steps=1, max_steps=2) if method in ONE_BIT else {})
     run = run_training(4, corpus_folder, measure_memory, transport="shm", **options)
     plan, rounds = planned(corpus_folder, 4, **options), len(run.rows("sync"))
     rest = ("shared memory", "sync buffers")
@@ -61,7 +63,7 @@ def test_memory_and_traffic_planned_equal_those_of_a_run(
             steps = row["tau"] if method == "top_k" else 1
             assert sent == steps * expected_bytes(method, plan)
             shown = plan.sync_bytes() * (steps / plan.config.tau if method == "top_k" else 1)
-            assert 0.9 * shown <= sent <= (20 if method == "zero_one_adam" else 2) * shown
+            assert 0.9 * shown <= sent <= (20 if method in ONE_BIT else 2) * shown
         else:
             assert sent == plan.sync_bytes()
 
@@ -69,7 +71,7 @@ def test_memory_and_traffic_planned_equal_those_of_a_run(
 def expected_bytes(method, plan):
     """Two replicas; shards of less than 4,096 elements: what one sends, counted."""
     sizes = [layout.shard_size for layout in plan.layouts]
-    if method == "zero_one_adam":  # with the refresh after the first round
+    if method in ONE_BIT:  # with the refresh after the first round
         return sum(-(-size // 256) for size in sizes) * (32 + 4 + 256 + 4)
     counts = [max(1, round(plan.config.density * size)) for size in sizes]
     positions = -(-sum(counts) // 2) * 3
