@@ -13,6 +13,7 @@ unless they say otherwise. `tune` gives every method the same budget of three se
 a seed that no other experiment reports. The others take the best settings from tune.json.
 """
 
+import itertools
 import json
 import math
 
@@ -77,7 +78,7 @@ TUNING = {
     "slowmo": outer((1.0, 0.5), (0.7, 0.7)), "co2": outer((0.7, 0.2), (0.5, 0.2)),
     "noloco": outer((0.9, 0.5), (0.9, 0.3)),
     "diloco": NESTEROV, "streaming_diloco": NESTEROV, "edit": NESTEROV, "streaming_edit": NESTEROV,
-    "zero_one_adam": RATES, "top_k": RATES, "eager": outer((0.7, 0.0), (0.5, 0.0)),
+    "zero_one_adam": RATES, "one_bit_edit": RATES, "top_k": RATES, "eager": outer((0.7, 0.0), (0.5, 0.0)),
     "robust": NESTEROV,
     "sparse_loco": ["lr 0.003 outer_lr 1.0", "lr 0.0045 outer_lr 1.0", "lr 0.0045 outer_lr 0.7"],
 }  # fmt: skip
@@ -280,6 +281,61 @@ def liar(seed, quick):
             columns = {"disturbance": sick, "variant": variant}
             runs.append(training(method, seed, columns=columns, **own | flags))
     return runs
+
+
+# The first rounds of 0/1 Adam and one-bit EDiT are short: tau -> the rounds before.
+SHORT_FIRST = {4: "2:96", 8: "2:96,4:192", 16: "2:96,4:192,8:384"}
+ONE_BIT = ("zero_one_adam", "one_bit_edit")
+IN_8_BITS = {"sync_warmup_steps": 32, "warmup_format": "int8"}
+FRONTIER = {
+    "columns": ("val_loss", "over_minibatch", "sync_bytes", "fewer_bytes"),
+    "combine": over("over_minibatch", method="minibatch"),
+    "panels": [
+        Panel("sync_bytes", "val_loss", "sent per rank over slow links, warm-up included", log=10,
+              frontier=0.01),
+        Panel("local_bytes", "val_loss", "the same after the warm-up", log=10, frontier=0.01),
+    ],
+}  # fmt: skip
+
+
+@Experiment(**FRONTIER)
+def frontier(seed, quick):
+    """Which method loses least for its bytes, those of the warm-up included?"""
+    runs = [training("minibatch", seed)]
+    for warmup in (32,) if quick else (32, 128):
+        own = {"sync_warmup_steps": warmup, "columns": {"variant": f"warm-up {warmup}"}}
+        for tau in (16,) if quick else (4, 16, 64):
+            few = {"fragments": 2, "delay": 1} if tau == 4 else {}
+            for method in METHODS:
+                if method not in ("minibatch", "a_edit", "top_k"):
+                    more = few if method.startswith("streaming") else {}
+                    runs.append(training(method, seed, tau, **own | more))
+        runs.append(training("top_k", seed, **own | {"columns": own["columns"] | {"tau": 1}}))
+    for method, (tau, first) in itertools.product(ONE_BIT, SHORT_FIRST.items()):
+        columns = {"variant": "short rounds first"}
+        runs.append(training(method, seed, tau, columns=columns, tau_schedule=first, **IN_8_BITS))
+    return runs
+
+
+LONG = {"max_steps": 2000, "sync_warmup_steps": 32, "eval_interval": 250, "log_interval": 250}
+LONG |= {"checkpoint_interval": 1000, "lr": 0.003}
+SICK_ROUND = {  # of replica 3: a round of 16 steps, or two of 8; the middle of the run
+    "none": {}, FAST: {"scale_lr": "3:993:1008:100"}, RANDOM: {"random_tokens": "3:993:1008"},
+    "wrong sign": {"flip": "3:993:1008"},
+}  # fmt: skip
+
+
+@Experiment(**FRONTIER)
+def frontier_long(seed, quick):
+    """And in 2,000 steps, also with a sick replica?"""
+    long = {} if quick else LONG
+    runs = [training("minibatch", seed, **long)]
+    for name in ("none", FAST) if seed > 1 else SICK_ROUND:
+        flags, columns = long | SICK_ROUND[name], {"disturbance": name}
+        runs.append(training("edit", seed, columns=columns, **flags))
+        flags = flags | IN_8_BITS | {"tau_schedule": "2:96,4:384"}
+        runs += [training(method, seed, 8, columns=columns, **flags) for method in ONE_BIT]
+    return [*runs, training("streaming_diloco", seed, **long)]
 
 
 def merged_and_ensemble(run) -> list:

@@ -29,12 +29,14 @@ METHODS = {  # in the order of all tables and figures: name, color, marker, line
     "streaming_edit": ("Streaming EDiT", "#0072b2", "D", "--"),
     "a_edit": ("A-EDiT", "#009e73", "P", "-"),
     "zero_one_adam": ("0/1 Adam", "#7570b3", "*", "-"),
+    "one_bit_edit": ("one-bit EDiT", "#0072b2", "*", "-"),
     "sparse_loco": ("SparseLoCo", "#66a61e", "X", "-"),
     "top_k": ("top-k", "#66a61e", "p", "--"),
     "eager": ("eager", "#cc79a7", "h", "--"),
     "robust": ("Robust DiLoCo", "#999933", "d", "-"),
 }
-LATER = ("zero_one_adam", "sparse_loco", "top_k", "eager", "robust")  # in `quality` and `liar` only
+# These are not in the experiments of "all" methods.
+LATER = ("zero_one_adam", "one_bit_edit", "sparse_loco", "top_k", "eager", "robust")
 CASE = (  # what distinguishes the rows, the seed apart
     "method", "replica", "variant", "setting", "tau", "slowness", "clock", "disturbance",
     "link_mbps", "model", "gbit_per_s",
@@ -100,6 +102,7 @@ def over(name, same=("seed",), **baseline):
             base = next(r for r in rows if baseline.items() <= r.items() and key(r) == key(row))
             curve = list(map(relative, row["val_loss_curve"], base["val_loss_curve"]))
             added = {name: relative(row["val_loss"], base["val_loss"]), f"{name}_curve": curve}
+            added["fewer_bytes"] = base["sync_bytes"] / max(1, row["sync_bytes"])
             result.append(row | added)
         return result
 
@@ -109,6 +112,8 @@ def over(name, same=("seed",), **baseline):
 FORMATS = {  # column -> heading, format, factor
     "val_loss": ("validation loss", "{:.4f}", 1),
     "local_bytes": ("MB sent after the warm-up", "{:,.1f}", 1e-6),
+    "sync_bytes": ("MB sent in all", "{:,.1f}", 1e-6),
+    "fewer_bytes": ("of mini-batch's bytes", "1/{:,.0f}", 1),
     "over_minibatch": ("over mini-batch", "{:+.1%}", 1), "step_ms": ("ms a step", "{:,.0f}", 1),
     "local_s": ("seconds after the warm-up", "{:,.0f}", 1),
     "tokens_per_s": ("tokens per second", "{:,.0f}", 1),
