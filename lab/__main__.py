@@ -3,6 +3,7 @@
     python -m lab                    # list the experiments and their cost
     python -m lab quality            # print the table; write quality.json and .svg to lab/results/
     python -m lab quality --quick    # a small version for a first look, into out/lab/quick/
+    python -m lab quality --add      # only the runs that quality.json has no rows of
 
 Runs are kept in out/lab/. A finished run is not repeated, also if another experiment has it, and an
 interrupted run resumes from its last checkpoint. To add an experiment, write a function that

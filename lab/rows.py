@@ -100,7 +100,7 @@ def over(name, same=("seed",), **baseline):
         result = []
         for row in rows:
             base = next(r for r in rows if baseline.items() <= r.items() and key(r) == key(row))
-            curve = list(map(relative, row["val_loss_curve"], base["val_loss_curve"]))
+            curve = list(map(relative, *(r.get("val_loss_curve", ()) for r in (row, base))))
             added = {name: relative(row["val_loss"], base["val_loss"]), f"{name}_curve": curve}
             added["fewer_bytes"] = base["sync_bytes"] / max(1, row["sync_bytes"])
             result.append(row | added)

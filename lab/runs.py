@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,10 @@ class Run:
             words.append(switch[value] if isinstance(value, bool) else f"--{name} {value}")
         return " ".join(words) + (f"    # until step {stop}" if stop else "")
 
+    def commands(self) -> str:
+        """The command lines of all stages."""
+        return "\n".join(self.command(*stage) for stage in self.stages)
+
     def minutes(self) -> float:
         """Roughly, on 2 cores: 9 s for each start of torchrun, 3 s for evaluations, and 57 ms per
         step of 4 sequences per rank. A slow link is not counted."""
@@ -92,7 +97,7 @@ class Run:
         row |= {f"{name}_curve": record[name] for name in CURVES}
         # Milliseconds per step between the rows of the record; the first step is slower.
         row["step_ms_curve"] = [step["step_ms"] for step in record["steps"][2:]]
-        return row | {"command": "\n".join(self.command(*stage) for stage in self.stages)}
+        return row | {"command": self.commands()}
 
     def execute(self):
         """Train, or go on where an earlier start was interrupted. Then keep no checkpoint."""
@@ -161,13 +166,16 @@ class Experiment:
         return found
 
 
-def run_experiment(name: str, seeds: list, quick: bool):
+def run_experiment(name: str, seeds: list, quick: bool, add: bool = False):
+    """add: do not repeat the runs that the JSON file has rows of."""
     experiment, folder = EXPERIMENTS[name], RUNS / "quick" if quick else RESULTS
-    runs = experiment.all_runs(seeds, quick)
-    execute_all(runs)
+    runs, known = experiment.all_runs(seeds, quick), defaultdict(list)
+    for row in json.loads((folder / f"{name}.json").read_text()) if add else ():
+        known[row["command"]].append(row)
+    execute_all([run for run in runs if run.commands() not in known])
     drawn = {column for panel in experiment.panels for column in (panel.x, panel.y)}
     kept = lambda row: {k: v for k, v in row.items() if k in drawn or not isinstance(v, list)}
-    rows = [row for run in runs for row in experiment.rows_of(run)]
+    rows = [row for run in runs for row in known[run.commands()] or experiment.rows_of(run)]
     rows = [kept(row) for row in experiment.combine(rows)]
     folder.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
@@ -185,6 +193,7 @@ def main():
     parser = Parser(prog="python -m lab", description="Run an experiment; without one, list them.")
     parser.add_argument("experiment", nargs="?", choices=list(EXPERIMENTS))
     parser.add_argument("--quick", action="store_true", help="short runs, one seed")
+    parser.add_argument("--add", action="store_true", help="keep the rows of finished runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="(default: 1 2 3)")
     args = parser.parse_args()
     for seed in args.seeds:
@@ -196,7 +205,7 @@ def main():
         for number in STOPS:  # end the run, too
             signal.signal(number, signal.default_int_handler)
         try:
-            return run_experiment(args.experiment, args.seeds, args.quick)
+            return run_experiment(args.experiment, args.seeds, args.quick, args.add)
         except KeyboardInterrupt:
             raise UserError("interrupted; the same command goes on from here") from None
     for name, experiment in EXPERIMENTS.items():

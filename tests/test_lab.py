@@ -73,8 +73,11 @@ def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path, monkeyp
     assert row["tokens_per_s"] == tokens / seconds
     assert row["local_bytes"] == end["sync_bytes"] - warm["sync_bytes"] < row["sync_bytes"]
     runs.run_experiment("small", [1], False)
+    (run.folder / "metrics.jsonl").unlink()
+    runs.run_experiment("small", [1], False, add=True)  # the row is kept
+    assert json.loads((tmp_path / "small.json").read_text()) == [row]
     counts = [line for line in capsys.readouterr().out.splitlines() if "to do" in line]
-    assert counts == ["1 runs, 1 to do", "1 runs, 0 to do"]
+    assert counts == ["1 runs, 1 to do", "1 runs, 0 to do", "0 runs, 0 to do"]
 
 
 def test_stopped_or_failed_run_ends_the_experiment_with_one_line(tmp_path):
@@ -92,7 +95,7 @@ def test_stopped_or_failed_run_ends_the_experiment_with_one_line(tmp_path):
 
 def test_runs_that_do_not_depend_on_the_seed_are_made_once():
     of = lambda name, *seeds: runs.EXPERIMENTS[name].all_runs(seeds, False)
-    assert of("tune", 1, 2, 3) == of("tune", 1) and len(of("tune", 1)) == 42
+    assert of("tune", 1, 2, 3) == of("tune", 1) and len(of("tune", 1)) == 45
     seeds = [run.columns["seed"] for run in of("link", 1, 2)]
     assert [seeds.count(seed) for seed in (1, 2, None)] == [9, 9, 18]
 
@@ -104,7 +107,7 @@ def test_quick_has_short_runs_of_one_seed(monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", "lab quality --quick --seeds 4 5".split())
     runs.main()
-    assert seen == [("quality", [4], True)] and runs.BASE == full | runs.QUICK
+    assert seen == [("quality", [4], True, False)] and runs.BASE == full | runs.QUICK
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
@@ -165,12 +168,13 @@ def test_short_runs_give_the_times_and_full_runs_the_losses():
 def test_losses_over_those_of_the_base():
     losses = {("diloco", 1): 2.0, ("edit", 1): 3.0, ("diloco", 2): 4.0, ("edit", 2): 5.0}
     found = [
-        dict(method=method, seed=seed, val_loss=loss, val_loss_curve=[8.0, loss])
+        dict(method=method, seed=seed, val_loss=loss, val_loss_curve=[8.0, loss], sync_bytes=loss)
         for (method, seed), loss in losses.items()
     ]
     found = rows.over("more", method="diloco")(found)
     assert [row["more_curve"] for row in found] == [[0, 0], [0, 0.5], [0, 0], [0, 0.25]]
     assert [row["more"] for row in found] == [0, 0.5, 0, 0.25]
+    assert [row["fewer_bytes"] for row in found] == [1, 2 / 3, 1, 0.8]
 
 
 def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
