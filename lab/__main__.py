@@ -331,12 +331,18 @@ def frontier_long(seed, quick):
     """And in 2,000 steps, also with a sick replica?"""
     long = {} if quick else LONG
     runs = [training("minibatch", seed, **long)]
+    healthy = {"columns": {"disturbance": "none"}}
     for name in ("none", FAST) if seed > 1 else SICK_ROUND:
         flags, columns = long | SICK_ROUND[name], {"disturbance": name}
-        runs.append(training("edit", seed, columns=columns, **flags))
-        flags = flags | IN_8_BITS | {"tau_schedule": "2:96,4:384"}
-        runs += [training(method, seed, 8, columns=columns, **flags) for method in ONE_BIT]
-    return [*runs, training("streaming_diloco", seed, **long)]
+        to_8 = flags | IN_8_BITS | {"tau_schedule": "2:96,4:384"}
+        runs.append(training("one_bit_edit", seed, 8, columns=columns, **to_8))
+        if seed == 1 or name == "none":
+            runs.append(training("edit", seed, columns=columns, **flags))
+            runs.append(training("zero_one_adam", seed, 8, columns=columns, **to_8))
+    runs.append(training("streaming_diloco", seed, **long | healthy))
+    healthy["columns"]["variant"] = "warm-up 16"
+    to_64 = long | IN_8_BITS | {"tau_schedule": "2:48,4:96,8:192,16:384", "sync_warmup_steps": 16}
+    return [*runs, training("one_bit_edit", seed, 64, **to_64 | healthy)]
 
 
 def merged_and_ensemble(run) -> list:
