@@ -20,8 +20,8 @@ operations with the same sizes in the same order, so they also agree when slots 
 and sums have slots of their own: a rank can then be one layer ahead of its neighbours in both.
 
 The memory has no name in any file system (memfd_create), so it disappears with the last process
-that maps it, however that process ends. A dead neighbour is noticed through its pidfd, a silent one
-after the group's timeout; both raise RuntimeError.
+that maps it, however that process ends. A dead neighbour is noticed in /proc, a silent one after
+the group's timeout; both raise RuntimeError.
 
     dist.new_group(ranks, backend="shm")    # after `import plumbing.shm`; see machine_id()
 """
@@ -29,9 +29,7 @@ after the group's timeout; both raise RuntimeError.
 import os
 import platform
 import resource
-import select
 import time
-import weakref
 from collections import deque
 
 import torch
@@ -98,7 +96,8 @@ class Channel:
             time.sleep(min(tries, 20) * 2e-5)
             if tries % 50 == 0:
                 deadline = deadline or time.monotonic() + self.group.timeout_s
-                if self.group.deaths[rank].poll(0) and not done():
+                ended = not os.path.exists(f"/proc/{self.group.processes[rank]}/exe")
+                if ended and not done():
                     raise RuntimeError("a neighbour has died")
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"a neighbour is silent for {self.group.timeout_s:g} s")
@@ -157,14 +156,9 @@ class ShmGroup(dist.ProcessGroup):
         """options: what torch.distributed tells a backend: store, group_rank, timeout, ..."""
         rank, size, store = options.group_rank, options.group_size, options.store
         super().__init__(rank, size)
-        self.store, self.timeout_s, self.deaths = store, options.timeout.total_seconds(), []
+        self.store, self.timeout_s = store, options.timeout.total_seconds()
         store.set(f"process/{rank}", str(os.getpid()))
         self.processes = [int(store.get(f"process/{other}")) for other in range(size)]
-        for process in self.processes:
-            descriptor = os.pidfd_open(process)  # readable from the moment that it has ended
-            self.deaths.append(select.poll())
-            self.deaths[-1].register(descriptor, select.POLLIN)
-            weakref.finalize(self, os.close, descriptor)
         self.gathers, self.sums = Channel(self, "gathers"), Channel(self, "sums")
 
     def _allgather_base(self, output, input, opts=None):
