@@ -49,11 +49,6 @@ def machine_id() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
-def slot_size(payload_bytes: int) -> int:
-    """Bytes of a slot for payloads of this size."""
-    return -(-payload_bytes // 64) * 64
-
-
 class Channel:
     """The slots of all ranks of a group for one kind of operation."""
 
@@ -67,7 +62,7 @@ class Channel:
         while self.pending and (grow or self.pending[0].n <= self.count + 1 - SLOTS):
             self.pending[0].wait()
         if grow:
-            self._open(slot_size(flat.nbytes))
+            self._open(-(-flat.nbytes // 64) * 64)  # whole cache lines
         self.count += 1
         slot = self.count % SLOTS
         for rank in range(self.group.size()):
@@ -102,29 +97,23 @@ class Channel:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"a neighbour is silent for {self.group.timeout_s:g} s")
 
-    def _wait_for_key(self, key, rank) -> str:
-        self._wait(lambda: self.group.store.check([key]), rank)
-        return self.group.store.get(key).decode()
-
     def _open(self, slot_bytes: int):
         """Create this rank's slots and map those of the others. Collective."""
-        size = HEADER_BYTES + SLOTS * slot_bytes
-        descriptor = os.memfd_create("shm")
-        os.ftruncate(descriptor, size)
-        key = f"{self.name}/{slot_bytes}"  # slots only grow
-        self.group.store.set(f"{key}/{self.group.rank()}", str(descriptor))
+        store, size = self.group.store, HEADER_BYTES + SLOTS * slot_bytes
+        # All ranks have mapped the smaller slots, if there were any: their file may be closed.
+        self.file = open(os.memfd_create("shm"), "wb")
+        self.file.truncate(size)
+        keys = [f"{self.name}/{slot_bytes}/{rank}" for rank in range(self.group.size())]
+        store.set(keys[self.group.rank()], str(self.file.fileno()))
         self.slots, self.written, self.released = [], [], []
-        for rank, process in enumerate(self.group.processes):
-            path = f"/proc/{process}/fd/{self._wait_for_key(f'{key}/{rank}', rank)}"
+        for rank, key in enumerate(keys):
+            self._wait(lambda: store.check([key]), rank)
+            path = f"/proc/{self.group.processes[rank]}/fd/{store.get(key).decode()}"
             memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
             words = memory[: 2 * SLOTS * 8].view(torch.int64).numpy()
             self.written.append(words[:SLOTS])
             self.released.append(words[SLOTS:])
             self.slots.append(memory[HEADER_BYTES:].view(SLOTS, slot_bytes))
-        self.group.store.set(f"{key}/mapped/{self.group.rank()}", "")
-        for rank in range(self.group.size()):
-            self._wait_for_key(f"{key}/mapped/{rank}", rank)
-        os.close(descriptor)  # the mappings keep the memory
         self.slot_bytes, self.count = slot_bytes, 0
 
 
