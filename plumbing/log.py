@@ -207,16 +207,12 @@ class Log:
             count = sum(file.stat().st_size for file in path.iterdir())
             print(f"saved   {path}: {size(count)} in {seconds:.2f} s", flush=True)
 
-    def count_tokens(self, progress: float) -> int:
-        """Tokens that all ranks have trained on. A-EDiT extrapolates its progress between syncs;
-        the count never falls."""
-        passed = (progress - self.first_progress) * self.setup.plan.tokens_per_step
-        self.tokens = max(self.tokens, round(self.first_tokens + passed))
-        return self.tokens
-
     def now(self, method) -> dict:
-        tokens = self.count_tokens(method.progress)
-        return {"step": method.steps, "tokens": tokens, "train_s": self.clock.train_s()}
+        """tokens: that all ranks have trained on. A-EDiT extrapolates its progress between syncs;
+        the count never falls."""
+        passed = (method.progress - self.first_progress) * self.setup.plan.tokens_per_step
+        self.tokens = max(self.tokens, round(self.first_tokens + passed))
+        return {"step": method.steps, "tokens": self.tokens, "train_s": self.clock.train_s()}
 
     def state(self, method) -> dict:
         """What a checkpoint must know to continue this record."""
