@@ -312,7 +312,9 @@ def parse(argv: list, methods: dict, simulation_class, saved: dict | None = None
     values = PRESETS[values.get("model", "tiny")] | values
     method = methods[values.get("method", Config.method)]
     bases = (method.Config, simulation_class, Config)
-    return fill(dataclasses.make_dataclass("RunConfig", [], bases=bases), values), given
+    run_class = dataclasses.make_dataclass("RunConfig", [], bases=bases)
+    names = [f.name for f in dataclasses.fields(run_class)]  # flags of other methods are left out
+    return run_class(**{name: values[name] for name in names if name in values}), given
 
 
 def read_flags(argv: list, fields: dict, defaults: dict, methods: list) -> dict:
@@ -354,9 +356,3 @@ def check_limits(name, value, limits):
     if not (low <= value < below and value > above):  # also refuses NaN
         bound = f"above {above}" if above >= low else f"at least {low}"
         raise UserError(f"--{name} {str(value)[:20]}: must be {bound} and below {below:g}")
-
-
-def fill(config_class, values: dict):
-    """The dataclass with these values, and defaults for the rest."""
-    names = [f.name for f in dataclasses.fields(config_class)]
-    return config_class(**{name: values[name] for name in names if name in values})
