@@ -162,9 +162,7 @@ def resolve_device(config):
         config.dtype = "bf16" if has_native_bf16(config.device) else "fp32"
     if config.backend == "nccl" and config.device == "cpu":
         raise UserError("--backend nccl: it is for --device cuda; use --backend gloo")
-    if config.dry_run or config.device == "cpu":  # a dry run may be for another machine
-        return
-    if gpus == 0:
+    if config.device == "cuda" and gpus == 0 and not config.dry_run:  # which is for any machine
         raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
 
 
@@ -295,10 +293,9 @@ def make_mesh(setup: Setup, store) -> Mesh:
         checkpoint.clean_up(config.out_dir, config.overwrite)
     with translate_comm_errors():
         mesh = Mesh(config.shards, device, config.timeout_s, backend, link)
-    if config.timeline:
-        mesh.spans = []
-        if link:
-            link.note = mesh.note
+    mesh.spans = [] if config.timeline else None
+    if link:
+        link.note = mesh.note
     return mesh
 
 
