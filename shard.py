@@ -100,7 +100,9 @@ class ShardedModel:
         for l in range(config.n_layer + 2):  # one at a time: no rank builds the whole model
             layer = build_layer(config, l, seed).to(mesh.device)
             layout = Layout(layer, mesh.shards)
-            shards.append(self._own_shard(layout))
+            shards.append(self.own_shard(layout, layer.state_dict()))
+            for parameter in layer.parameters():  # frees the layer
+                parameter.data = parameter.new_empty(0, dtype=dtype)
             self.layers.append(layer)
             self.layouts.append(layout)
         self.n_params = sum(layout.used for layout in self.layouts)
@@ -116,13 +118,12 @@ class ShardedModel:
         self.metrics_lag = 1 if mesh.device.type == "cuda" else 0  # steps, see known_metrics()
         self.metrics = deque(maxlen=1 + self.metrics_lag)
 
-    def _own_shard(self, layout):
-        """This rank's shard of a new layer, in the dtype of `master`. Frees the layer."""
+    def own_shard(self, layout: Layout, tensors: dict) -> torch.Tensor:
+        """This rank's shard (P/N,) of a layer with these parameters, in the dtype of `master`."""
         master = torch.promote_types(self.dtype, torch.float32)
         whole = torch.zeros(layout.padded, dtype=master, device=self.mesh.device)
-        for (_, parameter), place in zip(layout.parameters, layout.cut(whole).values()):
-            place.copy_(parameter.detach())
-            parameter.data = torch.empty(0, dtype=self.dtype, device=self.mesh.device)
+        for name, place in layout.cut(whole).items():
+            place.copy_(tensors[name])
         return whole.chunk(self.mesh.shards)[self.mesh.shard_index].clone()
 
     def _place_parameters(self):

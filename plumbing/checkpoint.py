@@ -325,10 +325,8 @@ def load(setup, model, optimizer, method, clock):
 def start_from(source, model):
     """Set the parameters. source: an export.Source."""
     for l, (layout, master) in enumerate(zip(model.layouts, model.masters)):
-        whole = master.new_zeros(layout.padded)
-        for name, place in layout.cut(whole).items():
-            place.copy_(source.tensors.pop(f"layers.{l}.{name}"))  # frees it
-        master.copy_(whole.chunk(model.mesh.shards)[model.mesh.shard_index])
+        tensors = {name: source.tensors.pop(f"layers.{l}.{name}") for name in layout.shapes}
+        master.copy_(model.own_shard(layout, tensors))
     model.invalidate_gathered()
 
 
