@@ -76,10 +76,9 @@ class Metrics:
     replicas if gradients are averaged. They are copied to the host without blocking it."""
 
     def __init__(self, scalars: torch.Tensor):
-        self.norm, self.loss, self.host, self.event = scalars[0], scalars[1], scalars, None
+        self.norm, self.loss, self.event = scalars[0], scalars[1], None
+        self.host = scalars.to("cpu", non_blocking=True)  # from a GPU: a copy in pinned memory
         if scalars.device.type == "cuda":
-            self.host = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
-            self.host.copy_(scalars, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record()
 
