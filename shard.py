@@ -164,7 +164,7 @@ class ShardedModel:
 
     def invalidate_gathered(self):
         """Call this when `master` has changed: the buffers are out of date."""
-        self.gathered_layer, self.handles = [None, None], [None, None]
+        self.gathered_layer, self.handles = [None, None], [Handle(), Handle()]
 
     def start_gather(self, l: int):
         """Start to fill layer l's buffer, unless it is filled or there is no such layer."""
@@ -179,9 +179,7 @@ class ShardedModel:
 
     def finish_gather(self, l: int):
         self.start_gather(l)
-        if self.handles[l % 2]:
-            self.handles[l % 2].wait()
-            self.handles[l % 2] = None
+        self.handles[l % 2].wait()  # returns at once if it has returned before
 
     # ---- the two passes ----
 
