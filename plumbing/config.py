@@ -284,7 +284,7 @@ GROUPS = {  # first flag of each group of --help -> its title
     "data": "data",
     "lr": "inner optimizer",
     "slow_replica": "simulation of a slow, uneven cluster",
-    "sync": "benchmark",
+    "repeats": "benchmark",
     "sync_warmup_steps": "synchronization (methods with local steps)",
 }
 # Flags of this machine or this start: a resumed run does not take them from the checkpoint.
