@@ -151,24 +151,11 @@ class ShmGroup(dist.ProcessGroup):
         self.gathers, self.sums = Channel(self, "gathers"), Channel(self, "sums")
 
     def _allgather_base(self, output, input, opts=None):
-        pieces, channel = output.view(-1).chunk(self.size()), self.gathers
-
-        def collect(n):
-            for rank, piece in enumerate(pieces):
-                if piece.data_ptr() != input.data_ptr():  # in-place: it is there already
-                    piece.copy_(channel.read(n, rank, 0, piece))
-
-        return Work(channel, input.view(-1), collect)
+        return self._gather(output, input, 0)
 
     def alltoall_base(self, output, input, output_sizes, input_sizes, opts=None):
         """Equal pieces."""
-        pieces, channel = output.view(-1).chunk(self.size()), self.gathers
-
-        def collect(n):
-            for rank, piece in enumerate(pieces):
-                piece.copy_(channel.read(n, rank, self.rank() * piece.nbytes, piece))
-
-        return Work(channel, input.view(-1), collect)
+        return self._gather(output, input, self.rank() * (input.nbytes // self.size()))
 
     def _reduce_scatter_base(self, output, input, opts=None):
         return self._sum(input.view(-1), output.view(-1), self.rank() * output.nbytes, opts)
@@ -179,6 +166,17 @@ class ShmGroup(dist.ProcessGroup):
     # torch 2.13's names
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
     all_to_all_single = alltoall_base
+
+    def _gather(self, output, input, first_byte):
+        """Each piece of output <- a rank's input from first_byte on, in rank order."""
+        pieces, channel = output.view(-1).chunk(self.size()), self.gathers
+
+        def collect(n):
+            for rank, piece in enumerate(pieces):
+                if piece.data_ptr() != input.data_ptr():  # in-place: it is there already
+                    piece.copy_(channel.read(n, rank, first_byte, piece))
+
+        return Work(channel, input.view(-1), collect)
 
     def _sum(self, flat, part, first_byte, opts):
         """part <- the sum over the ranks of `flat` from first_byte on, in rank order on every
