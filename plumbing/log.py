@@ -37,7 +37,6 @@ from mesh import Handle
 from plumbing.config import NOT_RESUMED, UserError
 from plumbing.plan import size
 
-
 LOST_ROUNDS = 3
 
 
@@ -83,9 +82,9 @@ class RoundRecord:
     @contextmanager
     def stall(self):
         """The device's time in this context is a stall of the training."""
-        self.stalls.append(time_mark(self.mesh.device))
+        begin = time_mark(self.mesh.device)
         yield
-        self.stalls.append(time_mark(self.mesh.device))
+        self.stalls.append((begin, time_mark(self.mesh.device)))
 
     def describe(self, **fields):
         """Fields of the row about replicas, in place of the defaults in done()."""
@@ -113,8 +112,7 @@ class RoundRecord:
         gather.wait()  # raises an error if another rank was lost
         row = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in row.items()}
         row |= {"tau": int(row["tau"]), "steps": [int(steps) for steps in row["steps"]]}
-        begins, ends = row["stall_ms"][::2], row["stall_ms"][1::2]
-        return row | {"stall_ms": sum(map(passed_ms, begins, ends))}
+        return row | {"stall_ms": sum(passed_ms(*marks) for marks in row["stall_ms"])}
 
     def wait(self):
         """Wait for the exchanges in flight."""
