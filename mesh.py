@@ -90,7 +90,7 @@ class Group:
 
 
 class Mesh:
-    """The grid as seen by one rank. Raises ValueError if the shards do not divide the ranks.
+    """The grid as seen by one rank; shards must divide the number of ranks (launch.check_mesh).
     backend(ranks, crosses_replicas) names the backend of a group; link: a simulate.SimulatedLink
     between replicas; alone: ignore the other ranks. all_gather_object and gather_in_background use
     torch.distributed's default group, which must be gloo."""
@@ -99,8 +99,6 @@ class Mesh:
         started = dist.is_initialized() and not alone
         self.world_size = dist.get_world_size() if started else 1
         self.rank = dist.get_rank() if started else 0
-        if self.world_size % shards:
-            raise ValueError(f"{self.world_size} ranks do not divide into replicas of {shards}")
         self.device, self.shards, self.replicas = device, shards, self.world_size // shards
         self.replica, self.shard_index = divmod(self.rank, shards)
         self.timeout, self.backend, self.link = timedelta(seconds=timeout_s), backend, link
