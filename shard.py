@@ -104,7 +104,6 @@ class ShardedModel:
                 parameter.data = parameter.new_empty(0, dtype=dtype)
             self.layers.append(layer)
             self.layouts.append(layout)
-        self.n_params = sum(layout.used for layout in self.layouts)
         self.master = torch.cat(shards)  # (sum P/N,)
         self.grad = torch.zeros_like(self.master)
         self.masters, self.grads = self.views(self.master), self.views(self.grad)

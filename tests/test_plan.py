@@ -35,7 +35,8 @@ def measure_memory(method, model, mesh):
     tensors = [model.master, model.grad, model.exp_avg, model.exp_avg_sq, *model.gathered]
     tensors += [getattr(method, name) for name in method.shared + method.private]
     tensors += [model.grad_buffer] if mesh.shards > 1 else []
-    return model.n_params, sum(tensor.nbytes for tensor in tensors)
+    count = sum(p.numel() for layer in model.layers for p in layer.parameters())
+    return count, sum(tensor.nbytes for tensor in tensors)
 
 
 @pytest.mark.parametrize("method, shards, dtype, more", CASES)
