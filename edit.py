@@ -31,8 +31,6 @@ clip, or roll back.
     G_i            exchanged.norms       (M, L)       all ranks
     w_i            weights               (M, L)       all ranks
     mean_i, sigma_i  statistics          (3, L)       replica i: count, mean, variance
-    tau, phi       tau, pseudo_grad_clip              inner steps, norm
-    delta, alpha   anomaly_threshold, anomaly_ema     standard deviations, share of a new sample
 
 Deviations from the paper and its authors' code: (1) One exchange carries the norms and limits of
 all layers, and nothing is read on the host; the code's 2 to 4 host reads per layer prevent overlap.
@@ -41,9 +39,9 @@ never enter the statistics, so one outlier does not hide the next. Cost: a repli
 suddenly and permanently stays flagged (the log shows it; raise anomaly_threshold). (4) For the
 first anomaly_warmup_rounds samples the statistics are the plain mean and standard deviation: an
 exponential average started at zero is badly biased. (5) sigma is at least SIGMA_FLOOR * mean, so
-nearly equal norms do not flag noise. (6) A non-finite inner gradient is set to 0 (shard.py), so
-that AdamW's moments stay finite and a replica recovers with the sync that left it out. (7) Training
-stops with an error after three rounds in a row that were rolled back in all layers (log.py).
+nearly equal norms do not flag noise. (6) A non-finite inner gradient is set to 0 (shard.py), so a
+replica recovers with the sync that left it out. (7) Training stops with an error after three rounds
+in a row that were rolled back in all layers (log.py).
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for the exchange. Exposed
 time per round, on NCCL and gloo: max(first layer's all-reduce, all layers' all-reduce - forward).

@@ -1,7 +1,7 @@
 """ZeRO-3 by hand: a layer's parameters are one flat vector, and each rank keeps 1/N of it.
 
-Parameters, gradients and AdamW moments take 16 bytes per parameter. With N shards a rank keeps 1/N
-of them, and a layer is whole only while it computes:
+Parameters, gradients and AdamW moments take 16 bytes per parameter. A layer is whole only while it
+computes:
 
     forward   for each layer l:           all-gather l -> compute -> free
     backward  for each layer l, reversed: all-gather l -> compute -> reduce-scatter gradient -> free
@@ -20,13 +20,12 @@ layer's gradients at a time. The flat vector of a layer has P elements, a multip
     gathered[2]  (max P,)      compute (bf16, fp32)  two whole layers
     grad_buffer  (max P,)      fp32                  gradient of one layer, while reduced
 
-Even layers are gathered into one permanent buffer and odd layers into the other: one computes while
-the next arrives. A layer's parameters are views of its buffer. "Free" means that layer l + 2 (in
-the backward l - 2) overwrites the buffer. Autograd saves these views, and the backward gathers the
-layer into the same buffer first, so they hold the right values again. The backward starts with the
-two layers that the forward gathered last, and the embedding's backward needs no parameters: of L
-layers a micro-step gathers 2 L - 3. With N = 1 in fp32 the parameters are views of `master`: no
-buffer, no copy, no collective.
+Even layers are gathered into one permanent buffer and odd layers into the other. A layer's
+parameters are views of its buffer. "Free" means that layer l + 2 (in the backward l - 2) overwrites
+the buffer. Autograd saves these views, and the backward gathers the layer into the same buffer
+first, so they hold the right values again. The backward starts with the two layers that the forward
+gathered last, and the embedding's backward needs no parameters: of L layers a micro-step gathers
+2 L - 3. With N = 1 in fp32 the parameters are views of `master`: no buffer, copy or collective.
 
 While a layer computes, the next all-gather is in flight, and in the backward also the
 reduce-scatter of the layer before. If gradients are averaged over replicas too (mini-batch,
@@ -44,7 +43,6 @@ from torch.profiler import record_function
 
 from mesh import Handle
 from model import ModelConfig, build_layer
-
 
 ALIGNED = 16
 
@@ -134,8 +132,7 @@ class ShardedModel:
         self.grad_buffer = None if alone else make(self.master.dtype)
         for l, (layer, master) in enumerate(zip(self.layers, self.masters)):
             buffer = master if self.aliased else self.gathered[l % 2]
-            # .data has a version counter of its own. Otherwise autograd would report the refilled
-            # buffer as modified, although it holds the same values again when autograd reads it.
+            # .data has a version counter of its own: autograd does not see the buffer change.
             for name, place in self.layouts[l].cut(buffer.data).items():
                 layer.get_parameter(name).data = place
         self.parameters = [[p for _, p in layout.parameters] for layout in self.layouts]
