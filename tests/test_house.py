@@ -47,12 +47,12 @@ def count(paths) -> int:
 def test_limits_of_lines_are_kept():
     inside = lambda folder: [path for path in PRODUCT if path.parent == ROOT / folder]
     limits = {  # goals that are not reached yet: 1450, 200, 1250, 950, 5500 lines
-        "the reading path": (count(ROOT / f"{name}.py" for name in READING_PATH), 1540),
+        "the reading path": (count(ROOT / f"{name}.py" for name in READING_PATH), 1530),
         "train.py": (count([ROOT / "train.py"]), 200),
-        "plumbing": (count(inside("plumbing")), 1831),
+        "plumbing": (count(inside("plumbing")), 1793),
         "lab": (count(inside("lab")), 1537),
-        "product": (count(PRODUCT), 7602),
-        "tests": (count(TESTS), 5725),
+        "product": (count(PRODUCT), 7554),
+        "tests": (count(TESTS), 5721),
         "README.md": (count([ROOT / "README.md"]), 160),
     }
     for path in inside("relatives"):
