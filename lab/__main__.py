@@ -79,8 +79,8 @@ TUNING = {
     "slowmo": outer((1.0, 0.5), (0.7, 0.7)), "co2": outer((0.7, 0.2), (0.5, 0.2)),
     "noloco": outer((0.9, 0.5), (0.9, 0.3)),
     "diloco": NESTEROV, "streaming_diloco": NESTEROV, "edit": NESTEROV, "streaming_edit": NESTEROV,
-    "zero_one_adam": RATES, "one_bit_edit": RATES, "top_k": RATES, "eager": outer((0.7, 0.0), (0.5, 0.0)),
-    "robust": NESTEROV,
+    "zero_one_adam": RATES, "one_bit_edit": RATES, "top_k": RATES, "robust": NESTEROV,
+    "eager": outer((0.7, 0.0), (0.5, 0.0)),
     "sparse_loco": ["lr 0.003 outer_lr 1.0", "lr 0.0045 outer_lr 1.0", "lr 0.0045 outer_lr 0.7"],
 }  # fmt: skip
 
@@ -311,7 +311,8 @@ def frontier(seed, quick):
                 if method not in ("minibatch", "a_edit", "top_k"):
                     more = few if method.startswith("streaming") else {}
                     runs.append(training(method, seed, tau, **own | more))
-        runs.append(training("top_k", seed, **own | {"columns": own["columns"] | {"tau": 1}}))
+        own["columns"]["tau"] = 1
+        runs.append(training("top_k", seed, **own))
     for method, (tau, first) in itertools.product(ONE_BIT, SHORT_FIRST.items()):
         columns = {"variant": "short rounds first"}
         runs.append(training(method, seed, tau, columns=columns, tau_schedule=first, **IN_8_BITS))
