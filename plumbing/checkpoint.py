@@ -311,9 +311,11 @@ def load(setup, model, optimizer, method, clock):
             restore(method, state["replicas"][replica])
             shared, private = vectors(model, method)
             for i, own in (0, shared), (replica, private):
-                saved = files(path, state)[i * shards : (i + 1) * shards]
+                saved = [open_file(f) for f in files(path, state)[i * shards : (i + 1) * shards]]
                 for name, vector in own.items():
-                    fill(vector, [open_file(file)[name] for file in saved], model)
+                    # In the warm-up the method may change: another one has no errors.
+                    if not method.averages_gradients or name in {"parameters", *saved[0]}:
+                        fill(vector, [each[name] for each in saved], model)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
