@@ -51,13 +51,17 @@ class Clock:
         self.started = time.perf_counter() - saved["train_s"]
 
     def __enter__(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        self._finish_queued_work()
         self.stopped_at = time.perf_counter()
 
-    def __exit__(self, *exception):  # evaluation and saving have read their results: nothing runs
+    def __exit__(self, *exception):
+        self._finish_queued_work()
         self.started += time.perf_counter() - self.stopped_at
         self.stopped_at = None
+
+    def _finish_queued_work(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def train_s(self) -> float:
         return (self.stopped_at or time.perf_counter()) - self.started
