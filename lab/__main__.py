@@ -22,7 +22,7 @@ from lab import merge as merge_module
 from lab import planner
 from lab import timeline as timeline_module
 from lab.plot import METHODS, Panel
-from lab.rows import LATER, over, times_and_losses
+from lab.rows import LATER, beside_minibatch, over, times_and_losses
 from lab.runs import BASE, RESULTS, Experiment, Run, main
 from plumbing.config import run_command
 
@@ -288,18 +288,22 @@ def liar(seed, quick):
 SHORT_FIRST = {4: "2:96", 8: "2:96,4:192", 16: "2:96,4:192,8:384"}
 ONE_BIT = ("zero_one_adam", "one_bit_edit")
 IN_8_BITS = {"sync_warmup_steps": 32, "warmup_format": "int8"}
-FRONTIER = {
+
+
+IN_ALL = "sent per rank over slow links, the warm-up included"
+BESIDE_MINIBATCH = {
     "columns": ("val_loss", "over_minibatch", "sync_bytes", "fewer_bytes"),
-    "combine": over("over_minibatch", method="minibatch"),
-    "panels": [
-        Panel("sync_bytes", "val_loss", "sent per rank over slow links, warm-up included", log=10,
-              frontier=0.01),
-        Panel("local_bytes", "val_loss", "the same after the warm-up", log=10, frontier=0.01),
+    "combine": beside_minibatch,
+}
+
+
+@Experiment(
+    **BESIDE_MINIBATCH,
+    panels=[
+        Panel("sync_bytes", "val_loss", IN_ALL, log=10, frontier=True),
+        Panel("local_bytes", "val_loss", "the same after the warm-up", log=10, frontier=True),
     ],
-}  # fmt: skip
-
-
-@Experiment(**FRONTIER)
+)
 def frontier(seed, quick):
     """Which method loses least for its bytes, those of the warm-up included?"""
     runs = [training("minibatch", seed)]
@@ -311,8 +315,8 @@ def frontier(seed, quick):
                 if method not in ("minibatch", "a_edit", "top_k"):
                     more = few if method.startswith("streaming") else {}
                     runs.append(training(method, seed, tau, **own | more))
-        own["columns"]["tau"] = 1
-        runs.append(training("top_k", seed, **own))
+        every_step = own["columns"] | {"tau": 1}
+        runs.append(training("top_k", seed, **own | {"columns": every_step}))
     for method, (tau, first) in itertools.product(ONE_BIT, SHORT_FIRST.items()):
         columns = {"variant": "short rounds first"}
         runs.append(training(method, seed, tau, columns=columns, tau_schedule=first, **IN_8_BITS))
@@ -327,23 +331,23 @@ SICK_ROUND = {  # of replica 3: a round of 16 steps, or two of 8; the middle of 
 }  # fmt: skip
 
 
-@Experiment(**FRONTIER)
+@Experiment(
+    **BESIDE_MINIBATCH,
+    panels=[
+        Panel("sync_bytes", "val_loss", IN_ALL, where={"disturbance": "none"}, log=10,
+              frontier=True)
+    ],
+)  # fmt: skip
 def frontier_long(seed, quick):
     """And in 2,000 steps, also with a sick replica?"""
-    long = {} if quick else LONG
-    runs = [training("minibatch", seed, **long)]
-    healthy = {"columns": {"disturbance": "none"}}
-    for name in ("none", FAST) if seed > 1 else SICK_ROUND:
+    long, healthy = {} if quick else LONG, {"columns": {"disturbance": "none"}}
+    runs = [training("minibatch", seed, **long | healthy)]
+    for name in SICK_ROUND if seed == 1 and not quick else ["none"]:
         flags, columns = long | SICK_ROUND[name], {"disturbance": name}
-        to_8 = flags | IN_8_BITS | {"tau_schedule": "2:96,4:384"}
-        runs.append(training("one_bit_edit", seed, 8, columns=columns, **to_8))
-        if seed == 1 or name == "none":
-            runs.append(training("edit", seed, columns=columns, **flags))
-            runs.append(training("zero_one_adam", seed, 8, columns=columns, **to_8))
-    runs.append(training("streaming_diloco", seed, **long | healthy))
-    healthy["columns"]["variant"] = "warm-up 16"
-    to_64 = long | IN_8_BITS | {"tau_schedule": "2:48,4:96,8:192,16:384", "sync_warmup_steps": 16}
-    return [*runs, training("one_bit_edit", seed, 64, **to_64 | healthy)]
+        runs.append(training("edit", seed, columns=columns, **flags))
+        flags = flags | IN_8_BITS | {"tau_schedule": "2:96,4:384"}
+        runs += [training(method, seed, 8, columns=columns, **flags) for method in ONE_BIT]
+    return runs + ([training("streaming_diloco", seed, **long | healthy)] if seed == 1 else [])
 
 
 def merged_and_ensemble(run) -> list:

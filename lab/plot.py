@@ -187,7 +187,8 @@ def draw(rows: list, panels: list, path):
     settings |= {"svg.hashsalt": "", "axes.spines.top": False, "axes.spines.right": False}
     settings |= {"font.sans-serif": ["DejaVu Sans"]}
     with matplotlib.rc_context(settings):
-        width = 9 if panels[0].frontier else 2.5 + (4.5 if panels[0].direct else 3.7) * len(panels)
+        width = 2.5 + (4.5 if panels[0].direct else 3.7) * len(panels)
+        width = 2 + 7 * len(panels) if panels[0].frontier else width
         height = 6 if panels[0].frontier else 4.5
         figure = matplotlib.figure.Figure((width, height), layout="constrained")
         one = lambda axis: len({getattr(panel, axis) for panel in panels}) == 1

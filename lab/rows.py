@@ -102,11 +102,17 @@ def over(name, same=("seed",), **baseline):
             base = next(r for r in rows if baseline.items() <= r.items() and key(r) == key(row))
             curve = list(map(relative, *(r.get("val_loss_curve", ()) for r in (row, base))))
             added = {name: relative(row["val_loss"], base["val_loss"]), f"{name}_curve": curve}
-            added["fewer_bytes"] = base["sync_bytes"] / max(1, row["sync_bytes"])
             result.append(row | added)
         return result
 
     return combine
+
+
+def beside_minibatch(rows):
+    """Adds how much higher the losses, and how many times lower the bytes are."""
+    sent = {row["seed"]: row["sync_bytes"] for row in rows if row["method"] == "minibatch"}
+    found = over("over_minibatch", method="minibatch")(rows)
+    return [row | {"fewer_bytes": sent[row["seed"]] / row["sync_bytes"]} for row in found]
 
 
 FORMATS = {  # column -> heading, format, factor

@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +69,9 @@ class Run:
         """The command lines of all stages."""
         return "\n".join(self.command(*stage) for stage in self.stages)
 
+    def made(self, row: dict) -> bool:
+        return self.columns.items() <= row.items() and row.get("command") == self.commands()
+
     def minutes(self) -> float:
         """Roughly, on 2 cores: 9 s for each start of torchrun, 3 s for evaluations, and 57 ms per
         step of 4 sequences per rank. A slow link is not counted."""
@@ -89,9 +91,11 @@ class Run:
         row = self.columns | {name: record[name][-1] for name in ("val_loss", "sync_bytes")}
         row["warmup_steps"] = warmup
         totals = zip(record["sync_bytes"], record["tokens"], record["train_s"])
-        totals = {0: (0, 0, 0.0)} | dict(zip(record["step"], totals))
-        # Subtract the warm-up, if there was an evaluation at its end.
-        began, end = totals.get(warmup, totals[0]), totals[record["step"][-1]]
+        totals = dict(zip(record["step"], totals))
+        # Subtract the warm-up. Without an evaluation at its end: as many bytes as the first step's
+        # in each of its steps.
+        began = totals.get(warmup, (warmup * record["steps"][0]["sync_bytes"], 0, 0.0))
+        end = totals[record["step"][-1]]
         row["local_bytes"], tokens, seconds = (b - a for a, b in zip(began, end))
         row["tokens_per_s"] = tokens / seconds
         row |= {f"{name}_curve": record[name] for name in CURVES}
@@ -169,13 +173,13 @@ class Experiment:
 def run_experiment(name: str, seeds: list, quick: bool, add: bool = False):
     """add: do not repeat the runs that the JSON file has rows of."""
     experiment, folder = EXPERIMENTS[name], RUNS / "quick" if quick else RESULTS
-    runs, known = experiment.all_runs(seeds, quick), defaultdict(list)
-    for row in json.loads((folder / f"{name}.json").read_text()) if add else ():
-        known[row["command"]].append(row)
-    execute_all([run for run in runs if run.commands() not in known])
+    runs = experiment.all_runs(seeds, quick)
+    old = json.loads((folder / f"{name}.json").read_text()) if add else []
+    known = {run.folder: [row for row in old if run.made(row)] for run in runs}
+    execute_all([run for run in runs if not known[run.folder]])
     drawn = {column for panel in experiment.panels for column in (panel.x, panel.y)}
     kept = lambda row: {k: v for k, v in row.items() if k in drawn or not isinstance(v, list)}
-    rows = [row for run in runs for row in known[run.commands()] or experiment.rows_of(run)]
+    rows = [row for run in runs for row in known[run.folder] or experiment.rows_of(run)]
     rows = [kept(row) for row in experiment.combine(rows)]
     folder.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)

@@ -7,8 +7,8 @@
 Checkpoints are taken at round ends, the last one at the end of the training. There the method's
 `shared` vectors and, in most methods, the parameters are equal in all replicas, and only the ranks
 of replica 0 write them. AdamW's moments and `private` vectors are written by every rank. In the
-warm-up (always, in mini-batch) replicas are equal in everything, so only replica 0 writes. Saving
-reads vectors and changes nothing.
+warm-up (always, in mini-batch) replicas are equal in everything, so only replica 0 writes, unless
+gradients are quantized (--warmup_format). Saving reads vectors and changes nothing.
 
 The folder is written as checkpoint.tmp and gets its name when all ranks have written their files.
 So list_checkpoints() finds only complete ones, whenever a rank is killed.
@@ -314,7 +314,8 @@ def load(setup, model, optimizer, method, clock):
                 saved = [open_file(f) for f in files(path, state)[i * shards : (i + 1) * shards]]
                 for name, vector in own.items():
                     # In the warm-up the method may change: another one has no errors.
-                    if not method.averages_gradients or name in {"parameters", *saved[0]}:
+                    other = method.averages_gradients and name in method.shared + method.private
+                    if not other or name in saved[0]:
                         fill(vector, [each[name] for each in saved], model)
     except torch.OutOfMemoryError:
         raise

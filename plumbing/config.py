@@ -264,17 +264,19 @@ class LocalConfig(RoundConfig):
 
     def first_rounds(self) -> list:
         """[(tau, steps after the warm-up before which a round of it begins), ...]"""
-        pairs = [map(int, part.split(":")) for part in self.tau_schedule.split(",") if part]
-        taus, steps = zip(*pairs) if pairs else ((), ())
-        return list(zip(taus, accumulate(steps), strict=True))
+        parts = self.tau_schedule.split(",") if self.tau_schedule else []
+        pairs = [(int(tau), int(steps)) for tau, steps in (part.split(":") for part in parts)]
+        if any(not 0 < number < 2**31 for pair in pairs for number in pair):
+            raise ValueError
+        return list(zip([tau for tau, _ in pairs], accumulate(steps for _, steps in pairs)))
 
     def check(self, replicas: int):
         super().check(replicas)
-        with suppress(ValueError):
-            if all(tau > 0 for tau, _ in self.first_rounds()):
-                return
-        example = "write 2:96,4:384 for rounds of 2 steps for 96 steps, then of 4 for 384"
-        raise UserError(f"--tau_schedule {self.tau_schedule}: {example}")
+        try:
+            self.first_rounds()
+        except ValueError:
+            example = "write 2:96,4:384 for rounds of 2 steps for 96 steps, then of 4 for 384"
+            raise UserError(f"--tau_schedule {self.tau_schedule}: {example}") from None
 
 
 GROUPS = {  # first flag of each group of --help -> its title

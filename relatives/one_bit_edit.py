@@ -1,14 +1,15 @@
 """One-bit EDiT: 0/1 Adam's rounds in 1 bit, with EDiT's penalty, layer by layer. Ours: no paper.
 
-The problem. 0/1 Adam (zero_one_adam.py) loses least for what it sends, but it blocks and trusts
-every replica alike. EDiT (edit.py) does neither, but sends 32 bits an element. This method takes
+The problem. 0/1 Adam (zero_one_adam.py) loses little for what it sends, but it blocks, and one sick
+replica ruins it. EDiT (edit.py) does neither, but sends 32 bits an element. This method takes
 the round from the one and the penalty and the schedule from the other.
 
     as zero_one_adam.py, but at the round's end, for all layers l:
         u_i  = (a - x_i) (sqrt(V) + eps)
         G_i  = ||u_i|| / (the round's sum of lr)        # [shard] one all-reduce, all layers
         exchange G and limits of all replicas           # [sync] one all-gather, all layers
-        flag i if G_i > limit_i, weights w_i: as in edit.py
+        flag i if G_i > limit_i, as in edit.py, and G_i > (1 + 0.05 delta) median_j G_j
+        w_i  = exp(-g_i) / sum_j exp(-g_j) over the unflagged, g_i = G_i / median_j G_j
         z_i  = u_i + e_i; 0 if i is flagged, and then v_i <- V
         e_i <- z_i - C(z_i)
         start u = C(s), E <- s - u, where s = sum_i w_i C(z_i) + E       # [sync] quantize.py, async
@@ -21,16 +22,19 @@ the round from the one and the penalty and the schedule from the other.
     after the last layer: V is refreshed as in zero_one_adam.py
 
 In units of the sum of learning rates u_i is a momentum, so G_i does not grow with the length of a
-round or the learning rate. A flagged replica sends nothing, forgets its errors, and has the
-others' a and m afterwards; V is refreshed as if its gradients had been as before. Where all
-replicas are flagged, the layer goes back to its anchor, and its momentum is 0.
+round or the learning rate. If it grows in all replicas alike, that is no anomaly: hence the median
+(the lower one of two). One replica alone is flagged only if its norm is not finite.
+
+A flagged replica sends nothing, forgets its errors, and then has the a and m of the others. In a
+refresh V stands in for its v_i. Where all replicas are flagged, the layer goes back to its anchor,
+its momentum is 0, and what E has sent is lost. So is what a bound or the clip cuts off.
 
 With all parts off it is 0/1 Adam, bit for bit: --no-anomaly_elimination --no-weighted_averaging
 --no-pseudo_grad_clipping --round_bound 0. The names and shapes are those of the two files.
 
 The first hop of all layers is waited for before layer 0; the second hops travel during the forward.
-To synchronize a step late would hide both, but a replica would then train on from what it must
-give up.
+To synchronize a step late would hide both, but that is another method: a replica takes the step
+from parameters that the sync then replaces.
 
 Slow-link bytes per rank and round: those of 0/1 Adam, and 8 (M-1) (L + 1) for the exchange.
 Run: torchrun --nproc_per_node 4 train.py --method one_bit_edit --tau 8 --tau_schedule 2:96,4:384
@@ -41,7 +45,7 @@ from dataclasses import dataclass
 
 import torch
 
-from edit import EDiT, Penalty, clip_factor
+from edit import SIGMA_FLOOR, EDiT, Penalty, clip_factor
 from plumbing.config import option
 from quantize import MeanInFlight
 from relatives import zero_one_adam
@@ -81,10 +85,15 @@ class OneBitEDiT(EDiT, ZeroOneAdam):
     def unit(self) -> float:
         return self.lr_sum or 1.0
 
-    def comparable_norms(self):
-        """Norms (M, L) over their median in the round: a rise in all replicas is no anomaly."""
-        norms = self.exchanged.norms
-        return norms / norms.nanmedian(dim=0).values.clamp(min=torch.finfo(norms.dtype).tiny)
+    def exchange(self, **values):
+        super().exchange(**values)
+        # A rise in all replicas is no anomaly.
+        self.median = self.exchanged.norms.nanmedian(dim=0).values  # (L,)
+        floor = self.median * (1 + self.config.anomaly_threshold * SIGMA_FLOOR)
+        self.exchanged.limits = torch.maximum(self.exchanged.limits, floor)
+
+    def compute_weights(self, G):
+        return super().compute_weights(G / self.median.clamp(min=torch.finfo(G.dtype).tiny))
 
     def relative_weights(self, l):
         """M w_i of layer l, (M, 1): 1 where all weights are equal."""

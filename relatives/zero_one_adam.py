@@ -13,6 +13,7 @@ differ by their momentum only, and its sum can travel in 1 bit, with error feedb
         z_i  = (a - x_i) (sqrt(V) + eps) + e_i     # (a - x_i) ...: the round's sum of lr m_i
         e_i <- z_i - C(z_i)                        # C: 1 bit an element, see quantize.py
         u    = C(s), E <- s - u, where s = 1/M sum_i C(z_i) + E     # [sync] quantize.py, two hops
+        u   <- u, at most (the round's sum of lr) (sqrt(V) + eps)             # round_bound; off
         a   <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / (the round's sum of lr)
         after rounds 1, 2, 4, 8, ...:
             w = 1/M sum_i v_i;  v_i <- w           # [sync] quantize.py, log8
@@ -21,7 +22,8 @@ differ by their momentum only, and its sum can travel in 1 bit, with error feedb
 Where V is 0 (embedding rows of tokens that have not occurred) nothing moves. An old V may be much
 too small; the bound keeps steps as short as Adam's own are, and without it long runs diverge. The
 refresh takes the shape of w, not its size: gradients of one replica are noisier than their mean.
---tau 1 is 1-bit Adam; --refresh no freezes V.
+--tau 1 is 1-bit Adam; --refresh no freezes V. With --warmup_format int8 the warm-up averages
+gradients in 8 bits, layer by layer, with errors of its own, which the warm-up's end drops.
 
     paper      variable         shape        where
     m_i, V     exp_avg, exp_avg_sq of the model: V and, after a sync, m_i are equal everywhere
@@ -31,9 +33,11 @@ refresh takes the shape of w, not its size: gradients of one replica are noisier
 
 Deviations: (1) the bound; (2) the refresh after rounds that double, of the replicas' v_i, with the
 old scale; in the paper of mean gradients in full precision; (3) blocks of 256 have a scale each;
-(4) weight decay is in z_i. A resumed run on another mesh keeps e and E of the replicas that go on.
+(4) weight decay is in z_i. A resumed run on another mesh keeps e of the replicas that go on, and of
+E what their pieces need.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N; with a refresh * 1.156. Blocking.
+Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N; with a refresh * 1.156. Blocking. In each
+step of a warm-up in 8 bits: 2 (M-1)/M * 1.016 P/N.
 Run: torchrun --nproc_per_node 4 train.py --method zero_one_adam --tau 4
 Source: 0/1 Adam, arXiv 2202.06009; 1-bit Adam, arXiv 2102.02888; DeepSpeed's code of both.
 """
@@ -82,14 +86,20 @@ class ZeroOneAdam(Method):
     def __init__(self, model, mesh, config, record):
         super().__init__(model, mesh, config, record)
         if config.warmup_format != "none":
-            model.average_layer = self.average_layer
+            model.average_layer, self.starting = self.average_layer, []
 
     def average_layer(self, l):
         """The sum of layer l's gradient over the replicas; e and E are not in use yet."""
         g, e, E = (self.model.views(v)[l] for v in (self.model.grad, self.error, self.mean_error))
         mean = MeanInFlight([e.add_(g)], self.config.warmup_format, self.mesh, errors=[E])
-        replicas = self.mesh.replicas
-        return SimpleNamespace(wait=lambda: torch.mul(mean.wait()[0], replicas, out=g))
+        self.starting.append(mean)
+
+        def wait():
+            while self.starting:  # all second hops, before one of them is waited for
+                self.starting.pop(0).halfway()
+            torch.mul(mean.wait()[0], self.mesh.replicas, out=g)
+
+        return SimpleNamespace(wait=wait)
 
     def begin(self):
         self.anchor.copy_(self.model.master)

@@ -222,10 +222,15 @@ class EDiT(Method):
         weighting, steps = getattr(self.f, "step_weighting", "none"), self.steps
         if weighting == "norm_per_step":
             judged = [norm / count * mean(steps) for norm, count in zip(G, steps)]
-        if self.f.method == "one_bit_edit":  # over their (lower) median
-            known = sorted(norm for norm in G if not math.isnan(norm))
-            judged = [norm / known[(len(known) - 1) // 2] if known else norm for norm in G]
-        flagged = [int(is_anomaly(norm, own, self.f)) for norm, own in zip(judged, self.samples[l])]
+        known, at_least = sorted(norm for norm in G if not math.isnan(norm)), 0.0
+        if self.f.method == "one_bit_edit" and known:
+            median = known[(len(known) - 1) // 2]  # the lower one
+            at_least = (1 + self.f.anomaly_threshold * 0.05) * median
+        flagged = [
+            int(is_anomaly(norm, own, self.f, at_least)) for norm, own in zip(judged, self.samples[l])
+        ]
+        if at_least > 0:
+            judged = [norm / median for norm in judged]
         least = min((norm for norm, out in zip(judged, flagged) if not out), default=0.0)
         score = [math.exp(least - norm) if self.f.weighted_averaging else 1.0 for norm in judged]
         if weighting == "times_steps":
@@ -262,8 +267,9 @@ class EDiT(Method):
         }
 
 
-def is_anomaly(G, samples, f):
-    """samples: the norms of one layer of one replica so far. G joins them if it is no anomaly."""
+def is_anomaly(G, samples, f, at_least=0.0):
+    """samples: the norms of one layer of one replica so far. G joins them if it is no anomaly:
+    the limit is `at_least` or higher."""
     warmup, mu = max(f.anomaly_warmup_rounds, 2), 0.0
     limit = math.inf
     if f.anomaly_elimination and len(samples) >= warmup:
@@ -272,7 +278,7 @@ def is_anomaly(G, samples, f):
             mu = mu + f.anomaly_ema * (sample - mu)
             variance = (1 - f.anomaly_ema) * variance + f.anomaly_ema * (sample - mu) ** 2
         limit = mu + f.anomaly_threshold * max(math.sqrt(variance), 0.05 * mu)
-    if math.isfinite(G) and G <= limit:
+    if math.isfinite(G) and G <= max(limit, at_least):
         samples.append(G)
         return False
     return True

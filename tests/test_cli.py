@@ -54,6 +54,8 @@ train --method streaming_diloco --tau_rule qsr | rounds of a streaming method ha
 train --method streaming_diloco --tau_schedule 2:8 | rounds of a streaming method have tau steps
 train --tau_schedule 2:96,4             | --tau_schedule 2:96,4: write 2:96,4:384 for rounds of
 train --tau_schedule 0:96               | --tau_schedule 0:96: write 2:96,4:384
+train --tau_schedule 2:96:5,4:384       | --tau_schedule 2:96:5,4:384: write 2:96,4:384
+train --tau_schedule ,                  | --tau_schedule ,: write 2:96,4:384
 train --average_moments v               | --average_moments: invalid choice
 train --flip 0:5:4                      | FIRST 5 is after LAST 4
 train --flip 3:1:2                      | --flip 3:1:2: must be R:FIRST:LAST

@@ -168,13 +168,29 @@ def test_short_runs_give_the_times_and_full_runs_the_losses():
 def test_losses_over_those_of_the_base():
     losses = {("diloco", 1): 2.0, ("edit", 1): 3.0, ("diloco", 2): 4.0, ("edit", 2): 5.0}
     found = [
-        dict(method=method, seed=seed, val_loss=loss, val_loss_curve=[8.0, loss], sync_bytes=loss)
+        dict(method=method, seed=seed, val_loss=loss, val_loss_curve=[8.0, loss])
         for (method, seed), loss in losses.items()
     ]
     found = rows.over("more", method="diloco")(found)
     assert [row["more_curve"] for row in found] == [[0, 0], [0, 0.5], [0, 0], [0, 0.25]]
     assert [row["more"] for row in found] == [0, 0.5, 0, 0.25]
-    assert [row["fewer_bytes"] for row in found] == [1, 2 / 3, 1, 0.8]
+
+
+def test_bytes_after_a_warmup_with_and_without_an_evaluation_at_its_end(monkeypatch):
+    record = dict(step=[4, 8], sync_bytes=[30, 62], tokens=[4, 8], train_s=[1.0, 2.0])
+    record |= dict(val_loss=[2.0, 1.0], steps=[{"sync_bytes": 7, "step_ms": 1.0}])
+    monkeypatch.setattr(runs, "read_run", lambda folder: record)
+    for warmup, expected in (0, 62), (2, 62 - 14), (4, 62 - 30):
+        run = runs.Run({}, {"method": "edit", "sync_warmup_steps": warmup}, ())
+        assert run.row()["local_bytes"] == expected
+
+
+def test_bytes_below_those_of_minibatch():
+    found = [
+        dict(method=method, seed=seed, val_loss=2.0, sync_bytes=sent)
+        for method, seed, sent in [("minibatch", 1, 90), ("edit", 1, 9), ("minibatch", 2, 60), ("edit", 2, 12)]
+    ]
+    assert [row["fewer_bytes"] for row in rows.beside_minibatch(found)] == [1, 10, 1, 5]
 
 
 def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):

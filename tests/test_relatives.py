@@ -1,11 +1,13 @@
 """The relatives: what those without a barrier send, NoLoCo's pairs, CO2's staleness, fragments."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
+from edit import is_anomaly
 from mesh import Handle
 from model import Llama, ModelConfig
 from ranks import method_alone, run_config
@@ -168,3 +170,27 @@ def test_nothing_moves_where_the_variance_is_zero():
     assert torch.equal(model.master[::3], anchor[::3]) and (model.exp_avg[::3] == 0).all()
     torch.testing.assert_close(anchor[1::3] - model.master[1::3], moved[1::3])
     torch.testing.assert_close(model.exp_avg[2::3], torch.full_like(model.exp_avg[2::3], 2.0))
+
+
+def test_one_bit_edit_flags_who_left_its_past_and_the_others():
+    method = method_alone(method="one_bit_edit", sync_warmup_steps=1, steps=1)
+    L = len(method.model.layers)
+
+    def flags(*norms):
+        """Of replicas whose own limits are 1.2."""
+        limits = torch.full((len(norms), L), 1.2).double()
+        norms = torch.tensor(norms).double()[:, None].expand(-1, L)
+        losses = torch.ones(len(norms))
+        method.mesh.gather_rows = lambda row, group: torch.cat(
+            [losses[:, None], losses[:, None], norms, limits], dim=1
+        )
+        method.exchange(norms=norms[0], limits=limits[0])
+        return is_anomaly(method.exchanged.norms, method.exchanged.limits)[:, 0].tolist()
+
+    assert flags(1.0, 1.1) == [False, False]
+    assert flags(1.0, 0.5) == [False, False]  # a small norm flags nobody, itself or another
+    assert flags(3.0, 3.1, 2.9, 3.0) == [False] * 4  # a rise in all
+    assert flags(1.0, 1.1, 100.0, 1.0) == [False, False, True, False]
+    assert flags(1.0, 1.1, math.nan, 1.0) == [False, False, True, False]
+    assert flags(1.0, 1.1, math.inf, math.nan) == [False, False, True, True]
+    assert flags(5.0) == [False] and flags(math.nan) == [True]
