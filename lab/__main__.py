@@ -325,7 +325,9 @@ def frontier(seed, quick):
 
 LONG = {"max_steps": 2000, "sync_warmup_steps": 32, "eval_interval": 250, "log_interval": 250}
 LONG |= {"checkpoint_interval": 1000, "lr": 0.003}
-SICK_ROUND = {  # of replica 3: a round of 16 steps, or two of 8; the middle of the run
+GROWING = IN_8_BITS | {"tau": 32, "tau_schedule": "2:96,4:192,8:384,16:768"}
+FEW_BYTES = {"sync_warmup_steps": 12, "tau": 64, "tau_schedule": "2:16,4:32,8:64,16:256,32:512"}
+SICK_ROUND = {  # of replica 3, in the middle of the run: a round of 16 steps
     "none": {}, FAST: {"scale_lr": "3:993:1008:100"}, RANDOM: {"random_tokens": "3:993:1008"},
     "wrong sign": {"flip": "3:993:1008"},
 }  # fmt: skip
@@ -340,14 +342,18 @@ SICK_ROUND = {  # of replica 3: a round of 16 steps, or two of 8; the middle of 
 )  # fmt: skip
 def frontier_long(seed, quick):
     """And in 2,000 steps, also with a sick replica?"""
-    long, healthy = {} if quick else LONG, {"columns": {"disturbance": "none"}}
-    runs = [training("minibatch", seed, **long | healthy)]
-    for name in SICK_ROUND if seed == 1 and not quick else ["none"]:
-        flags, columns = long | SICK_ROUND[name], {"disturbance": name}
-        runs.append(training("edit", seed, columns=columns, **flags))
-        flags = flags | IN_8_BITS | {"tau_schedule": "2:96,4:384"}
-        runs += [training(method, seed, 8, columns=columns, **flags) for method in ONE_BIT]
-    return runs + ([training("streaming_diloco", seed, **long | healthy)] if seed == 1 else [])
+    long, first = {} if quick else LONG, seed == 1 and not quick
+
+    def run(method, disturbance="none", variant="", **flags):
+        flags = long | {"tau": 16} | flags | SICK_ROUND[disturbance]
+        columns = {"disturbance": disturbance, "variant": variant, "tau": flags["tau"]}
+        return training(method, seed, columns=columns, **flags)
+
+    runs = [training("minibatch", seed, columns={"disturbance": "none"}, **long)]
+    for name in SICK_ROUND if first else ["none"]:
+        runs += [run("edit", name), *(run(method, name, **GROWING) for method in ONE_BIT)]
+    runs += [run(method, variant="few bytes", **GROWING | FEW_BYTES) for method in ONE_BIT]
+    return [*runs, run("streaming_diloco")]
 
 
 def merged_and_ensemble(run) -> list:
