@@ -18,15 +18,13 @@ max_steps. Between syncs a replica extrapolates: progress + (its own steps) * ra
 mean_j(steps_j) / steps_i in the last round. When that reaches max_steps, it votes for an early
 sync, so that the training does not overshoot by a round. tau_time_s is the paper's tau_time.
 
-Deviations from the authors' code: (1) A monotonic clock, differences only; an fp32 tensor of
-wall-clock seconds has a resolution of 128 s. (2) The clock restarts at the end of the sync, not
-before it. Otherwise waiting shortens a fast replica's next round, until nothing is left of it. (3)
-Learning rate and end follow the tokens of all replicas. (4) With the paper's weights a replica that
-takes more steps has a larger norm, and so a smaller weight. So --step_weighting norm_per_step, the
-default, replaces G_i by G_i mean_j(steps_j) / steps_i in the weights and in the detection of
-anomalies. times_steps multiplies w_i by steps_i and normalizes again; none is the paper's way;
-RESULTS.md compares them. The record shows G_i itself. (5) On CUDA the vote is read one step late,
-so that the host can run ahead; and the host waits for the device once per sync.
+Deviations from the authors' code: (1) A monotonic clock; an fp32 tensor of wall-clock seconds has a
+resolution of 128 s. (2) The clock restarts at the end of the sync, so that waiting does not shorten
+a round. (3) Learning rate and end follow the tokens of all replicas. (4) With the paper's weights
+(--step_weighting none) a replica that takes more steps has a larger norm, and so a smaller weight.
+norm_per_step, the default, replaces G_i by G_i mean_j(steps_j) / steps_i in the weights and in the
+detection of anomalies, but not in the record; times_steps multiplies w_i by steps_i and normalizes
+again. (5) On CUDA the vote is read one step late, and the host waits for the device once per sync.
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.

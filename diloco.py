@@ -19,10 +19,9 @@ lets each replica train alone for tau steps and exchanges once: 1/tau of the tra
     d_i, d     model.master    (sum P/N,)   in the storage of x_i, which is about to be overwritten
     b          momentum        (sum P/N,)   torch.optim.SGD's momentum buffer
 
-The inner AdamW's moments stay with their replica, across rounds (but see --average_moments). Weight
-decay and gradient clipping belong to the inner step. With --outer_lr 1 --outer_momentum 0 this is
-Post Local SGD: x_i <- mean_j x_j. Deviation: the paper starts from a model that was pretrained on
-one worker, not from a mini-batch warm-up.
+The inner AdamW's moments stay with their replica (but see --average_moments). With --outer_lr 1
+--outer_momentum 0 this is Post Local SGD: x_i <- mean_j x_j. Deviation: the paper starts from a
+model that was pretrained on one worker, not from a mini-batch warm-up.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 12 (M-1) for losses, steps and norms.
 Run: torchrun --nproc_per_node 4 train.py --method diloco --shards 2

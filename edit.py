@@ -23,7 +23,7 @@ clip, or roll back.
             anchor <- anchor - lr (dhat + mu b)
         x_i    <- anchor
 
-    M replicas, L layers (embedding and head included), P elements of a layer, N shards.
+    M replicas, L layers (with embedding and head), P elements of a layer, N shards
     paper          variable              shape        where
     theta_i, d_i   model.masters[l]      (P/N,)       every rank its shard
     theta (anchor) anchor                (sum P/N,)   equal in a sync group
@@ -38,10 +38,9 @@ all layers, and nothing is read on the host; the code's 2 to 4 host reads per la
 never enter the statistics, so one outlier does not hide the next. Cost: a replica whose norms rise
 suddenly and permanently stays flagged (the log shows it; raise anomaly_threshold). (4) For the
 first anomaly_warmup_rounds samples the statistics are the plain mean and standard deviation: an
-exponential average started at zero is badly biased. (5) sigma is at least SIGMA_FLOOR * mean, so
-nearly equal norms do not flag noise. (6) A non-finite inner gradient is set to 0 (shard.py), so a
-replica recovers with the sync that left it out. (7) Training stops with an error after three rounds
-in a row that were rolled back in all layers (log.py).
+exponential average started at zero is biased. (5) sigma is at least SIGMA_FLOOR * mean, so nearly
+equal norms do not flag noise. (6) A non-finite inner gradient is set to 0 (shard.py). (7) Training
+stops with an error after three rounds in a row that were rolled back in all layers (log.py).
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for the exchange. Exposed
 time per round, on NCCL and gloo: max(first layer's all-reduce, all layers' all-reduce - forward).

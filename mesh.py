@@ -11,17 +11,15 @@ r"""The replicas x shards grid: the process groups, every collective, the byte l
                        ^ sync group: the ranks that hold the same shard, slow links;
                          communicates once per round (in the warm-up every step)
 
-The world group is all ranks; metrics of a step with averaged gradients travel in it. Tensors cross
-ranks only here: `grep -rn '^ *# \[s' --include=*.py .` lists every collective. The ledger counts in
-sent["shard"] and sent["sync"] (with world) the bytes that this rank has sent, as bandwidth-optimal
-algorithms would: all-gather, reduce-scatter and all-to-all (n-1)/n of the whole vector, all-reduce
-2(n-1)/n of its payload, a send-receive its payload.
+The world group is all ranks. Tensors cross ranks only here: `grep -rn '^ *# \[s' --include=*.py .`
+lists every collective. The ledger counts in sent["shard"] and sent["sync"] (with world) the bytes
+that this rank has sent, as bandwidth-optimal algorithms would: all-gather, reduce-scatter and
+all-to-all (n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload, send-receive all of it.
 
 Collectives are asynchronous and return a handle; gather_rows and all_gather_object wait. `wait()`
-blocks the stream on NCCL and the host on gloo and shm (plumbing/shm.py). Ranks of a group must
-issue its operations in the same order. In a group of one rank an operation does nothing and is not
-counted. If a rank has died, or is silent for timeout_s, the others raise RankLostError (with NCCL,
-its watchdog ends the process).
+blocks the stream on NCCL and the host on gloo and shm (plumbing/shm.py). In a group of one rank an
+operation does nothing and is not counted. If a rank has died, or is silent for timeout_s, the
+others raise RankLostError (with NCCL, its watchdog ends the process).
 """
 
 import time
@@ -90,10 +88,9 @@ class Group:
 
 
 class Mesh:
-    """The grid as seen by one rank; shards must divide the number of ranks (launch.check_mesh).
-    backend(ranks, crosses_replicas) names the backend of a group; link: a simulate.SimulatedLink
-    between replicas; alone: ignore the other ranks. all_gather_object and gather_in_background use
-    torch.distributed's default group, which must be gloo."""
+    """The grid as seen by one rank. backend(ranks, crosses_replicas) names the backend of a group;
+    link: a simulate.SimulatedLink between replicas; alone: ignore the other ranks. Things that
+    travel on the host use torch.distributed's default group, which must be gloo."""
 
     def __init__(self, shards, device, timeout_s=600, backend=None, link=None, alone=False):
         started = dist.is_initialized() and not alone
@@ -108,10 +105,9 @@ class Mesh:
         self.world = self.shard if self.replicas == 1 else self.sync
         if min(self.replicas, self.shards) > 1:
             self.world = self._group("world", grid.view(1, -1), 0)
-        self.sent = {"shard": 0.0, "sync": 0.0}  # bytes
-        self.calls = Counter()
-        # Seconds that the host has waited for traffic between replicas. others: for other replicas
-        # and a real link; link: for a simulated link. (For waits on NCCL see RoundRecord.stall().)
+        self.sent, self.calls = {"shard": 0.0, "sync": 0.0}, Counter()  # bytes; operations
+        # Seconds that the host has waited for other replicas, and for a simulated link. (For waits
+        # on NCCL see RoundRecord.stall().)
         self.waited_s = {"others": 0.0, "link": 0.0}
         self.spans = None  # --timeline: a list of (name, begin, end), seconds of perf_counter()
 
@@ -176,8 +172,8 @@ class Mesh:
         return self._issue(group, "all-gather", all_gather_single, whole, own)
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, group: Group) -> Handle:
-        """part <- this rank's piece of the sum of `whole` over the group. In a group of one, part
-        and whole must be the same memory. `whole` may be reused after wait()."""
+        """part <- this rank's piece of the sum of `whole` over the group, which may be reused
+        after wait()."""
         return self._issue(group, "reduce-scatter", reduce_scatter_single, part, whole)
 
     def all_reduce(self, x: torch.Tensor, group: Group) -> Handle:
@@ -207,19 +203,16 @@ class Mesh:
     def gather_in_background(self, row: torch.Tensor) -> tuple:
         """(rows, handle): rows (world_size, n) has the rows (n,) of all ranks, on the host, when
         handle.is_completed(). For the record of a run, so it is not counted."""
-        rows = row.new_zeros(self.world_size, len(row))
-        rows[self.rank] = row
-        if self.world_size == 1:
-            return rows, Handle()
-        with translate_comm_errors():
-            work = all_gather_single(rows.view(-1), row, async_op=True)
-        return rows, Handle([work])
+        rows, works = row.repeat(self.world_size, 1), []
+        if self.world_size > 1:
+            with translate_comm_errors():
+                works = [all_gather_single(rows.view(-1), row, async_op=True)]
+        return rows, Handle(works)
 
     def all_gather_object(self, thing) -> list:
         """What every rank passes, in rank order; on the host, for rare things."""
-        if self.world_size == 1:
-            return [thing]
-        things = [None] * self.world_size
-        with translate_comm_errors():
-            dist.all_gather_object(things, thing)
+        things = [thing] * self.world_size
+        if self.world_size > 1:
+            with translate_comm_errors():
+                dist.all_gather_object(things, thing)
         return things

@@ -97,13 +97,17 @@ class Method:
         columns = rows.split([value.numel() for value in own.values()], dim=1)
         self.exchanged = SimpleNamespace(**{k: v.squeeze(1) for k, v in zip(own, columns)})
 
-    def average(self, vector: torch.Tensor):
-        """vector, laid out like model.master, becomes its mean over the replicas; blocks."""
-        vector.div_(self.mesh.replicas)
-        # [sync] all-reduce, P/N fp32, once per call and layer
-        handles = [self.mesh.all_reduce(v, self.mesh.sync) for v in self.model.views(vector)]
-        for handle in handles:
-            handle.wait()
+    def average(self, vector: torch.Tensor, format="none"):
+        """vector, laid out like model.master, becomes its mean over the replicas; blocks. format:
+        how it travels, see quantize.py."""
+        views = self.model.views(vector)
+        if format == "none":
+            vector.div_(self.mesh.replicas)
+            # [sync] all-reduce, P/N fp32, once per call and layer
+            for handle in [self.mesh.all_reduce(view, self.mesh.sync) for view in views]:
+                handle.wait()
+        else:
+            torch.cat(MeanInFlight(views, format, self.mesh).wait(), out=vector)
 
     # ---- what train.py calls ----
 
@@ -135,22 +139,12 @@ class Method:
     def end_round(self):
         self.rounds, self.exchanged = self.rounds + 1, None
         with self.record.stall():
-            self._average_moments()
+            # AdamW's moments (--average_moments). Those of a diverged replica are finite, too.
+            for name, format in self.config.averaged_moments():
+                self.average(getattr(self.model, name), format)
             self.sync()
             if self.exchanged is None:
                 self.exchange()
         self.local_steps = 0
         if not self.model.pre_layer_hook:  # EDiT's sync ends in the next forward
             self.record.done(self)
-
-    def _average_moments(self):
-        """AdamW's moments become their means over the replicas (--average_moments). Those of a
-        diverged replica are finite, too (see clip_gradient)."""
-        for name, format in self.config.averaged_moments():
-            moment = getattr(self.model, name)
-            if format == "none":
-                self.average(moment)
-            else:
-                views = self.model.views(moment)
-                for view, mean in zip(views, MeanInFlight(views, format, self.mesh).wait()):
-                    view.copy_(mean)

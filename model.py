@@ -14,7 +14,7 @@ Sharded training handles a model one layer at a time, so the model is a list, [e
 Choices: pre-norm RMSNorm, rotary positions (RoPE), SwiGLU, no biases, an untied output matrix
 (tying would join the first and the last layer, which are never gathered at the same time). Layer l
 is initialized from (seed, l) alone, so it does not depend on the mesh. Layers may compute in bf16,
-but sums over tokens happen in fp32: the loss, the gradients of the embedding and the output matrix.
+but the loss and the embedding's gradient are sums over tokens in fp32.
 
 Source: Llama, arXiv 2302.13971; RoPE, arXiv 2104.09864; SwiGLU, arXiv 2002.05202.
 """
@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
@@ -113,26 +112,6 @@ def attend(q, k, v):
     return (scores.softmax(dim=-1) @ values).view(v.shape)
 
 
-LOGITS = {"cpu": 2**26, "cuda": 2**30}  # that exist at a time: 256 MiB and 4 GiB in fp32
-
-
-def cross_entropy(x, weight, targets):
-    """Mean over n tokens of -log softmax(x W^T)[target], nats; x (n, C), W (V, C), targets (n,).
-    Large logits are computed in chunks of tokens, and again in the backward."""
-    most = LOGITS["cuda" if x.device.type == "cuda" else "cpu"]
-    rows = max(1, most // len(weight))
-    if len(x) <= rows:
-        return F.cross_entropy(widen(F.linear(x, weight)), targets)
-
-    def chunk_loss(x, wide, targets):
-        return F.cross_entropy(widen(F.linear(x, wide.to(x.dtype))), targets, reduction="sum")
-
-    wide = widen(weight)  # so that the chunks' gradients of W are summed in fp32
-    chunks = zip(x.split(rows), targets.split(rows))
-    losses = [checkpoint(chunk_loss, xs, wide, ts, use_reentrant=False) for xs, ts in chunks]
-    return torch.stack(losses).sum() / len(x)
-
-
 class Head(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -144,7 +123,8 @@ class Head(nn.Module):
         x = self.norm(x)
         if targets is None:
             return self.output(x)
-        return cross_entropy(x.flatten(0, 1), self.output.weight, targets.flatten())
+        logits = self.output(x.flatten(0, 1))  # (B T, V)
+        return F.cross_entropy(widen(logits), targets.flatten())
 
 
 def make_layer(config: ModelConfig, layer: int) -> nn.Module:

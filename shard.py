@@ -20,16 +20,16 @@ layer's gradients at a time. The flat vector of a layer has P elements, a multip
     gathered[2]  (max P,)      compute (bf16, fp32)  two whole layers
     grad_buffer  (max P,)      fp32                  gradient of one layer, while reduced
 
-Even layers are gathered into one permanent buffer and odd layers into the other. A layer's
-parameters are views of its buffer. "Free" means that layer l + 2 (in the backward l - 2) overwrites
-the buffer. Autograd saves these views, and the backward gathers the layer into the same buffer
-first, so they hold the right values again. The backward starts with the two layers that the forward
-gathered last, and the embedding's backward needs no parameters: of L layers a micro-step gathers
-2 L - 3. With N = 1 in fp32 the parameters are views of `master`: no buffer, copy or collective.
+Even layers are gathered into one permanent buffer and odd layers into the other, and "free" means
+that the next such layer overwrites it. A layer's parameters are views of its buffer. Autograd saves
+these views; the backward gathers the layer into the same buffer first, so they hold the right
+values again. It starts with the two layers that the forward gathered last, and the embedding's
+backward needs no parameters: of L layers a micro-step gathers 2 L - 3. With N = 1 in fp32 the
+parameters are views of `master`: no buffer, copy or collective.
 
 While a layer computes, the next all-gather is in flight, and in the backward also the
-reduce-scatter of the layer before. If gradients are averaged over replicas too (mini-batch,
-warm-up), the all-reduce of a layer's gradient shard starts when its reduce-scatter has finished.
+reduce-scatter of the layer before. If gradients are averaged over replicas, too, the all-reduce of
+a layer's gradient shard starts when its reduce-scatter has finished.
 
 Source: ZeRO, arXiv 1910.02054.
 """
@@ -150,8 +150,8 @@ class ShardedModel:
 
     def norm(self, vector: torch.Tensor) -> torch.Tensor:
         """||vector|| over the whole replica, of a vector laid out like `master` or of one layer;
-        0-dim. An all-reduce may add in another order in another shard group, so gather the squares
-        and then add them: replicas with equal vectors get bit-identical norms."""
+        0-dim. Gathers the squares and adds them in rank order, so equal replicas have equal norms,
+        bit for bit."""
         square = vector.norm().square().view(1)
         # [shard] all-gather, 1 scalar per rank, when a method calls it
         return self.mesh.gather_rows(square, self.mesh.shard).sum().sqrt()
@@ -231,26 +231,22 @@ class ShardedModel:
 
     def _start_reduce(self, l, gradients, first):
         """Start the sum of one layer's gradient over the shards into `grad`, in fp32."""
-        layout, grad, alone = self.layouts[l], self.grads[l], self.mesh.shards == 1
-        whole = grad if alone else self.grad_buffer[: layout.padded]
-        accumulate = alone and not first
-        places = list(layout.cut(whole).values())
-        (torch._foreach_add_ if accumulate else torch._foreach_copy_)(places, gradients)
-        if alone:
+        layout, grad = self.layouts[l], self.grads[l]
+        if self.mesh.shards == 1:
+            put = torch._foreach_copy_ if first else torch._foreach_add_
+            put(list(layout.cut(grad).values()), gradients)
             return Handle()
+        whole = self.grad_buffer[: layout.padded]
+        torch._foreach_copy_(list(layout.cut(whole).values()), gradients)
         whole[layout.used :].zero_()
-        if not first:
-            # Add the gradient so far to our slice; the reduce-scatter then accumulates without
-            # another buffer.
+        if not first:  # add the gradient so far to our slice, for the reduce-scatter to sum
             whole.chunk(self.mesh.shards)[self.mesh.shard_index].add_(grad)
         # [shard] reduce-scatter, P fp32, backward, once per layer and micro-step
         return self.mesh.reduce_scatter(grad, whole, self.mesh.shard)
 
     def _finish_reduce(self, l, handle, average_replicas):
         handle.wait()
-        if not average_replicas:
-            return handle
-        return self.average_layer(l)
+        return self.average_layer(l) if average_replicas else handle
 
     # ---- the end of a step ----
 
@@ -274,9 +270,8 @@ class ShardedModel:
 
     def clip_gradient(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor | None:
         """Scale `grad`, which has this norm, to a norm of at most max_norm (0: any). If the norm
-        is not finite, set `grad` to 0: AdamW then takes a step with its old moments, which stay
-        finite. Returns what AdamW.step() must still divide `grad` by, which saves a pass on GPUs,
-        or None. (torch's kernel takes it in fp32 only.)"""
+        is not finite, set `grad` to 0: AdamW's moments stay finite. Returns what AdamW.step() must
+        still divide `grad` by, which saves a pass on GPUs (in fp32, torch's kernel), or None."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
         factor = factor.where(norm.isfinite(), 0.0)
         if self.mesh.device.type == "cpu" and factor == 1:  # reading it is free, a pass is not
@@ -293,7 +288,8 @@ class AdamW:
     (torch.optim's class does the same, but imports the compiler: 0.8 s of each start.)"""
 
     def __init__(self, model, weight_decay: float, betas: tuple):
-        self.lr, self.betas = 0.0, betas
+        self.lr, self.betas, self.device = 0.0, betas, model.mesh.device
+        self.steps = 0  # that the moments have seen, for their bias correction
         model.exp_avg, model.exp_avg_sq = model.new_vector(), model.new_vector()
         self.groups = [(weight_decay, []), (0.0, [])]
         vectors = (model.master, model.grad, model.exp_avg, model.exp_avg_sq)
@@ -302,27 +298,21 @@ class AdamW:
             border = min(max(layout.decayed - model.mesh.shard_index * size, 0), size)
             for part, (_, group) in zip((slice(border), slice(border, size)), self.groups):
                 if views[0][part].numel():
-                    step = torch.zeros((), device=model.mesh.device)
-                    group.append([view[part] for view in views] + [step])
+                    group.append([view[part] for view in views])
 
     def step(self, grad_scale: torch.Tensor | None = None):
         """grad_scale: divide the gradient by it first."""
-        beta1, beta2 = self.betas
-        options = {"beta1": beta1, "beta2": beta2, "eps": 1e-8, "amsgrad": False, "maximize": False}
-        for decay, group in filter(lambda each: each[1], self.groups):
-            parameters, grads, exp_avgs, exp_avg_sqs, steps = map(list, zip(*group))
-            vectors = parameters, grads, exp_avgs, exp_avg_sqs, [], steps
-            options |= {"lr": self.lr, "weight_decay": decay, "grad_scale": grad_scale}
-            adamw(*vectors, fused=True, **options)
+        options = {"lr": self.lr, "beta1": self.betas[0], "beta2": self.betas[1], "eps": 1e-8}
+        options |= {"amsgrad": False, "maximize": False, "grad_scale": grad_scale}
+        for weight_decay, group in self.groups:
+            if group:
+                vectors = [list(column) for column in zip(*group)]
+                steps = torch.full((len(group),), float(self.steps), device=self.device)
+                adamw(*vectors, [], list(steps), fused=True, weight_decay=weight_decay, **options)
+        self.steps += 1
 
     def decay(self):
         """Weight decay alone, for methods with a step of their own: x <- (1 - lr wd) x."""
         for weight_decay, group in self.groups:
             for x, *_ in group if weight_decay else ():
                 x.mul_(1 - self.lr * weight_decay)
-
-    def set_steps(self, steps: int):
-        """How many steps the moments have seen, for their bias correction."""
-        for _, group in self.groups:
-            for *_, step in group:
-                step.fill_(steps)

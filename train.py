@@ -12,7 +12,6 @@ it in METHODS. Evaluations, checkpoints and stops are at round ends.
 import math
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -112,7 +111,8 @@ def at_round_end(setup, model, method, log, stop):
         log.eval(method, evaluate(setup, model, method, log.clock))
     if stopping or over or due(log.saved_at, config.checkpoint_interval):
         began = time.perf_counter()
-        with paused(method, log.clock):
+        method.drain()
+        with log.clock, model.mesh.uncounted():  # saving is no training
             state = log.state(method)
             try:
                 path = checkpoint.save(setup, model, method, state)
@@ -150,14 +150,6 @@ def learning_rate(progress: float, config) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
-@contextmanager
-def paused(method, clock):
-    """In this context nothing is training: the clock stops, and no bytes count."""
-    method.drain()
-    with clock, method.mesh.uncounted():
-        yield
-
-
 def evaluate(setup, model, method, clock, parameters=None) -> float:
     """Mean loss over the validation windows, nats per token; the ranks share the work. parameters:
     evaluate these; by default those of method.evaluation_model()."""
@@ -167,7 +159,8 @@ def evaluate(setup, model, method, clock, parameters=None) -> float:
         setup.corpus, config.eval_batches, mesh.rank, mesh.world_size,
         setup.plan.batch_size, config.block_size,
     )  # fmt: skip
-    with paused(method, clock):
+    method.drain()
+    with clock, mesh.uncounted():  # the clock stops, and no bytes count
         if parameters is None:
             parameters = x if method.averages_gradients else method.evaluation_model()
         if parameters is not x:

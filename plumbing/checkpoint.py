@@ -321,7 +321,7 @@ def load(setup, model, optimizer, method, clock):
         raise
     except Exception as error:
         raise damaged(path, error) from None
-    optimizer.set_steps(method.steps)
+    optimizer.steps = method.steps
     model.invalidate_gathered()
 
 

@@ -108,7 +108,7 @@ class Plan:
         if self.on_cpu and self.dtype == torch.bfloat16 and config.block_size <= 1024:
             blocks = 1 if config.recompute else config.n_layer
             numbers += blocks * tokens * config.n_head * config.block_size
-        logits = min(tokens * self.vocab_size, model.LOGITS[config.device])
+        logits = tokens * self.vocab_size
         # Embedding and head sum their gradients in fp32 (model.widen), one of them at a time.
         wide = 0 if self.dtype == self.master else 2 * self.vocab_size * config.n_embd
         return numbers * self.dtype.itemsize + (2 * logits + wide) * self.master.itemsize
