@@ -5,7 +5,7 @@
     print(table(rows, ("val_loss", "local_bytes")))                     # Markdown
 
 A row is a dict with the columns of a run (method, tau, seed ...), its results and its command
-lines. times_and_losses() and over() compute the rows of an experiment from those of its runs.
+lines. times_and_losses() and over() turn the rows of runs into those of an experiment.
 """
 
 import itertools
@@ -41,8 +41,6 @@ CASE = (  # what distinguishes the rows, the seed apart
     "method", "replica", "variant", "setting", "tau", "slowness", "clock", "disturbance",
     "link_mbps", "model", "gbit_per_s",
 )  # fmt: skip
-
-
 CURVES = ("step", "tokens", "train_s", "sync_bytes", "val_loss")  # columns of the eval rows
 
 
@@ -62,6 +60,18 @@ def read_run(folder) -> dict:
         return {"config": config, "end": end, "steps": rows["step"], "rounds": rounds} | curves
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path} is not the record of a run ({error})") from None
+
+
+def after_warmup(record: dict, warmup: int) -> dict:
+    """Lists like the record's, less what the first `warmup` steps have sent and taken. Without an
+    evaluation at their end: from the start, less as many bytes per step as the first one sent."""
+    totals = {name: record[name] for name in ("sync_bytes", "tokens", "train_s")}
+    first = record["steps"][0]
+    began = {"sync_bytes": warmup * first["sync_bytes"] // first["step"], "tokens": 0, "train_s": 0.0}
+    if warmup in record["step"]:
+        k = record["step"].index(warmup)
+        began = {name: curve[k] for name, curve in totals.items()}
+    return {name: [max(0, x - began[name]) for x in curve] for name, curve in totals.items()}
 
 
 def in_order(rows: list) -> list:
@@ -91,19 +101,15 @@ def times_and_losses(rows):
 
 
 def over(name, same=("seed",), **baseline):
-    """A function that adds to each row how much higher its losses are than those of its base: the
-    row with the columns `baseline` and the same values in `same`."""
+    """A function that adds to each row how much higher its loss is than that of its base: the row
+    with the columns `baseline` and the same values in `same`."""
+
+    def base(row, rows):
+        wanted = baseline | {column: row[column] for column in same}
+        return next(other for other in rows if wanted.items() <= other.items())
 
     def combine(rows):
-        key = lambda row: [row[column] for column in same]
-        relative = lambda loss, base: loss / base - 1
-        result = []
-        for row in rows:
-            base = next(r for r in rows if baseline.items() <= r.items() and key(r) == key(row))
-            curve = list(map(relative, *(r.get("val_loss_curve", ()) for r in (row, base))))
-            added = {name: relative(row["val_loss"], base["val_loss"]), f"{name}_curve": curve}
-            result.append(row | added)
-        return result
+        return [row | {name: row["val_loss"] / base(row, rows)["val_loss"] - 1} for row in rows]
 
     return combine
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.plot import draw
-from lab.rows import CASE, CURVES, read_run, table
+from lab.rows import CASE, CURVES, after_warmup, read_run, table
 from plumbing.checkpoint import list_checkpoints
 from plumbing.config import STOPS, Parser, UserError, check_limits
 
@@ -89,15 +89,9 @@ class Run:
         """columns, results, the lists of the evaluations as *_curve, the command lines."""
         record, warmup = read_run(self.folder), self.flags["sync_warmup_steps"]
         row = self.columns | {name: record[name][-1] for name in ("val_loss", "sync_bytes")}
-        row["warmup_steps"] = warmup
-        totals = zip(record["sync_bytes"], record["tokens"], record["train_s"])
-        totals = dict(zip(record["step"], totals))
-        # Subtract the warm-up. Without an evaluation at its end: as many bytes as the first step's
-        # in each of its steps.
-        began = totals.get(warmup, (warmup * record["steps"][0]["sync_bytes"], 0, 0.0))
-        end = totals[record["step"][-1]]
-        row["local_bytes"], tokens, seconds = (b - a for a, b in zip(began, end))
-        row["tokens_per_s"] = tokens / seconds
+        after = {name: curve[-1] for name, curve in after_warmup(record, warmup).items()}
+        row |= {"warmup_steps": warmup, "local_bytes": after["sync_bytes"]}
+        row["tokens_per_s"] = after["tokens"] / after["train_s"]
         row |= {f"{name}_curve": record[name] for name in CURVES}
         # Milliseconds per step between the rows of the record; the first step is slower.
         row["step_ms_curve"] = [step["step_ms"] for step in record["steps"][2:]]
