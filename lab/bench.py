@@ -119,13 +119,14 @@ def alternate(mesh, steps: dict, config) -> dict:
     for step in [*steps.values()] * 2:
         step()
     times, names = {name: [] for name in steps}, list(steps)
-    for turn in range(config.repeats):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+    for _ in range(config.repeats):
+        for name in names:
             steps[name]()  # fills the caches, which the candidate before has used
             began = now_ms(mesh)
             for _ in range(config.steps):
                 steps[name]()
             times[name].append((now_ms(mesh) - began) / config.steps)
+        names.append(names.pop(0))
     return times
 
 
