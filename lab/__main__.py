@@ -17,6 +17,7 @@ a seed that no other experiment reports. The others take the best settings from 
 import itertools
 import json
 import math
+from functools import partial
 
 from lab import merge as merge_module
 from lab import planner
@@ -62,12 +63,11 @@ def flags_of(setting: str) -> dict:
     return dict(zip(words[::2], words[1::2]))
 
 
-# Replica 3 can be sick in some steps.
 FAST, RANDOM, LIAR = "learning rate x 100", "random tokens", "wrong sign"
 
 
 def sick(disturbance: str, first: int, last: int) -> dict:
-    """Flags."""
+    """Flags with which replica 3 is sick from step first to last."""
     steps = f"3:{first}:{last}"
     flags = {FAST: {"scale_lr": f"{steps}:100"}, RANDOM: {"random_tokens": steps}}
     return (flags | {LIAR: {"flip": steps}, "none": {}})[disturbance]
@@ -183,15 +183,13 @@ def replicas_of(run) -> list:
 TITLE = "Lost time: two replicas on a slow link, replica 1 half as fast"
 
 
-@Experiment(
-    ("computing",), rows_of=replicas_of,
-    picture=lambda rows, path: draw_timeline(rows, path, TITLE),
-)  # fmt: skip
+@Experiment(("computing",), rows_of=replicas_of, picture=partial(draw_timeline, title=TITLE))
 def timeline(seed, quick):
     """When does each replica compute, and when does it wait?"""
     flags = {"link_mbps": 60, "slow_replica": "1:2", "batch_size": 16, "dtype": "fp32"}
     flags |= {"sync_warmup_steps": 0, "eval_interval": 10**6, "checkpoint_interval": 0}
-    flags |= {"timeline": True, "log_interval": 8, "columns": {"seed": None}, "stages": ((2, None),)}
+    flags |= {"timeline": True, "log_interval": 8}
+    flags |= {"columns": {"seed": None}, "stages": ((2, None),)}
     runs = [training("minibatch", TUNING_SEED, 8, max_steps=16, **flags)]
     for method in ("diloco", "edit", "co2", "streaming_diloco"):
         runs.append(training(method, TUNING_SEED, 8, max_steps=40, **flags))
@@ -282,7 +280,8 @@ def liar(seed, quick):
     """What does a replica cost that sends its progress with the wrong sign?"""
     runs = []
     for disturbance in ("none", LIAR):
-        flags = sick(disturbance, 49 if quick else 289, 448) | {"columns": {"disturbance": disturbance}}
+        flags = sick(disturbance, 49 if quick else 289, 448)
+        flags["columns"] = {"disturbance": disturbance}
         runs += [training(method, seed, **flags) for method in ("diloco", "edit")]
         runs.append(training("robust", seed, variant="flag", **flags))  # the default
         runs.append(training("robust", seed, variant="median", aggregate="median", **flags))

@@ -14,6 +14,7 @@ import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 
 from lab.rows import GRAY, METHODS, after_warmup, in_order, read_run
 from lab.timeline import read_timeline
@@ -23,8 +24,8 @@ from plumbing.config import NOT_RESUMED, Parser, UserError, optional, run_comman
 SAME_LINE = NOT_RESUMED | {"seed", "mesh", "micro_steps", "micro_batch", "n_params"}
 SAME_LINE |= {"corpus_hash", "torch", "device_name"}
 VARIANTS = (  # fill of the marker, line
-    ("none", ":"), ("left", "-."), ("right", (0, (1, 3))), ("top", (0, (5, 1, 1, 1))),
-    ("bottom", "--"),
+    ("none", ":"), ("left", "-."), ("top", "--"), ("right", (0, (1, 3))),
+    ("bottom", (0, (5, 1, 1, 1))),
 )  # fmt: skip
 SPANS = {  # name in a timeline -> color, or two in turns, so that steps can be told apart; label
     "step": (("#0072b2", "#5aa9d6"), "computes"),
@@ -36,6 +37,7 @@ STYLE = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), GRAY)
 STYLE |= {"xtick.color": GRAY, "ytick.color": GRAY, "font.size": 9, "svg.fonttype": "none"}
 STYLE |= {"svg.hashsalt": "", "axes.spines.top": False, "axes.spines.right": False}
 STYLE |= {"font.sans-serif": ["DejaVu Sans"], "legend.frameon": False}
+STYLE |= {"lines.linewidth": 1.4, "lines.markersize": 5.5}
 
 
 @dataclass
@@ -57,21 +59,18 @@ class Panel:
 def lines_of(rows: list, panel: Panel) -> dict:
     """(method, variant) -> points (mean x, mean y, lowest y, highest y), in the order of METHODS
     and of x. Rows with the same x, and the k-th points of curves, are seeds."""
-    lines = {}
+    lines = defaultdict(lambda: defaultdict(list))
     for row in in_order(rows):
         if panel.where.items() <= row.items():
-            points = lines.setdefault((row["method"], row.get("variant")), defaultdict(list))
-            xs, ys = row[panel.x], row[panel.y]
-            curve = zip(xs, ys) if isinstance(xs, list) else [(xs, ys)]
-            for k, (x, y) in enumerate(curve):
+            x, y = row[panel.x], row[panel.y]
+            points = enumerate(zip(x, y)) if isinstance(x, list) else [(x, (x, y))]
+            for key, (x, y) in points:
                 if panel.xlim[0] <= x <= panel.xlim[1]:
-                    points[k if isinstance(xs, list) else x].append((x, y))
-    mean = lambda values: sum(values) / len(values) if len(set(values)) > 1 else values[0]
-    found = {}
+                    lines[row["method"], row.get("variant")][key].append((x, y))
     for label, points in lines.items():
-        columns = [list(zip(*seeds)) for _, seeds in sorted(points.items())]
-        found[label] = [(mean(xs), sum(ys) / len(ys), min(ys), max(ys)) for xs, ys in columns]
-    return {label: line for label, line in found.items() if line}
+        seeds = [zip(*points[key]) for key in sorted(points)]
+        lines[label] = [(mean(xs), mean(ys), min(ys), max(ys)) for xs, ys in seeds]
+    return dict(lines)
 
 
 def styles_of(panels_lines: list) -> dict:
@@ -91,14 +90,14 @@ def styles_of(panels_lines: list) -> dict:
             styles[first]["label"] += f" = {name if method != first[0] else variant or name}"
         else:
             styles[label] = {"color": color, "marker": marker, "linestyle": line, "label": name}
-            styles[label] |= {"fillstyle": fill, "linewidth": 1.4, "markersize": 4.5}
+            styles[label]["fillstyle"] = fill
     return styles
 
 
 def draw_panel(axes, panel: Panel, lines: dict, styles: dict):
     for label, style in styles.items():
         x, y, lowest, highest = zip(*lines[label]) if label in lines else [()] * 4
-        style = style | ({"linestyle": "none", "markersize": 6} if panel.frontier else {})
+        style = style | ({"linestyle": "none"} if panel.frontier else {})
         axes.plot(x, y, markevery=max(1, len(x) // 6), **style)
         if lowest != highest:
             axes.vlines(x, lowest, highest, color=style["color"], linewidth=0.8)
@@ -132,8 +131,6 @@ def draw(rows: list, panels: list, path):
     def fill(figure):
         from matplotlib.ticker import EngFormatter
 
-        plain, in_bytes = EngFormatter(sep=""), EngFormatter(unit="B")
-        number = lambda x, _: plain(x) if x >= 1e6 else f"{x:g}"  # 100M, not 10^8
         one = lambda axis: len({getattr(panel, axis) for panel in panels}) == 1
         grid = figure.subplots(1, len(panels), squeeze=False, sharex=one("x"), sharey=one("y"))
         styles = styles_of(panels_lines)
@@ -141,9 +138,9 @@ def draw(rows: list, panels: list, path):
             draw_panel(axes, panel, lines, styles)
             if panel.frontier:
                 draw_frontier(axes, panel, rows, lines)
-            # one replica sends nothing
-            of_bytes = panel.x.endswith("bytes") and axes.get_xlim()[1] > 1
-            axes.xaxis.set_major_formatter(in_bytes if of_bytes else number)
+            sent = panel.x.endswith("bytes") and axes.get_xlim()[1] > 1  # one replica sends nothing
+            number = EngFormatter(unit="B") if sent else EngFormatter(sep="")  # 100M, not 10^8
+            axes.xaxis.set_major_formatter(number)
             if one("y"):
                 axes.label_outer()
         figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
@@ -171,7 +168,8 @@ def draw_timeline(rows: list, path, title="Lost time"):
                 spans = row["spans"].get(name, ())
                 bars = [(b, e - b) for b, e in spans if e > 0 and b < seconds]
                 axes.broken_barh(bars, place, facecolors=colors, label="" if k else label)
-        axes.set(xlim=(0, seconds), xlabel="seconds", yticks=list(names), yticklabels=names.values())
+        axes.set(xlim=(0, seconds), xlabel="seconds")
+        axes.set_yticks(list(names), names.values())
         axes.spines["left"].set_visible(False)
         axes.set_title(title, loc="left", weight="bold")
         axes.set_title("computes", loc="right", fontsize=9)
@@ -220,10 +218,8 @@ def main():
         return print(f"picture {args.out}")
     runs = [read_run(folder) for folder in args.runs]
     for folder, run in zip(args.runs, runs):
-        if not run["step"]:
-            raise UserError(f"{folder}: the run has no evaluation yet")
-        if None in run["val_loss"]:
-            raise UserError(f"{folder}: a validation loss of the run is not finite")
+        if not run["val_loss"] or None in run["val_loss"]:
+            raise UserError(f"{folder}: the run has no evaluation yet, or one that is not finite")
     longest = max(run["config"].get("sync_warmup_steps", 0) for run in runs)
     rows = []
     for run in runs:

@@ -27,7 +27,7 @@ METHODS = {  # in the order of all tables and figures: name, color, marker, line
     "streaming_diloco": ("Streaming DiLoCo", "#d55e00", "D", "--"),
     "edit": ("EDiT", "#0072b2", "o", "-"),
     "streaming_edit": ("Streaming EDiT", "#0072b2", "D", "--"),
-    "a_edit": ("A-EDiT", "#009e73", "P", "-"),
+    "a_edit": ("A-EDiT", "#009e73", "o", "-"),
     "zero_one_adam": ("0/1 Adam", "#7570b3", "*", "-"),
     "one_bit_edit": ("one-bit EDiT", "#0072b2", "*", "-"),
     "sparse_loco": ("SparseLoCo", "#66a61e", "X", "-"),
@@ -64,14 +64,11 @@ def read_run(folder) -> dict:
 
 def after_warmup(record: dict, warmup: int) -> dict:
     """Lists like the record's, less what the first `warmup` steps have sent and taken. Without an
-    evaluation at their end: from the start, less as many bytes per step as the first one sent."""
-    totals = {name: record[name] for name in ("sync_bytes", "tokens", "train_s")}
-    first = record["steps"][0]
-    began = {"sync_bytes": warmup * first["sync_bytes"] // first["step"], "tokens": 0, "train_s": 0.0}
-    if warmup in record["step"]:
-        k = record["step"].index(warmup)
-        began = {name: curve[k] for name, curve in totals.items()}
-    return {name: [max(0, x - began[name]) for x in curve] for name, curve in totals.items()}
+    evaluation at their end: less as many bytes per step as the first one has sent."""
+    names, first = ("sync_bytes", "tokens", "train_s"), record["steps"][0]
+    totals = dict(zip(record["step"], zip(*(record[name] for name in names))))
+    began = totals.get(warmup, (warmup * first["sync_bytes"] // first["step"], 0, 0.0))
+    return {name: [max(0, x - x0) for x in record[name]] for name, x0 in zip(names, began)}
 
 
 def in_order(rows: list) -> list:

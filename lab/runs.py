@@ -61,8 +61,8 @@ class Run:
         flags |= {"resume": "auto", "out_dir": os.path.relpath(self.folder, HERE)}
         words = [f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node {ranks} {self.program}"]
         for name, value in flags.items():
-            switch = {True: f"--{name}", False: f"--no-{name}"}
-            words.append(switch[value] if isinstance(value, bool) else f"--{name} {value}")
+            switch = f"--{name}" if value else f"--no-{name}"
+            words.append(switch if isinstance(value, bool) else f"--{name} {value}")
         return " ".join(words) + (f"    # until step {stop}" if stop else "")
 
     def commands(self) -> str:
@@ -75,8 +75,7 @@ class Run:
     def minutes(self) -> float:
         """Roughly, on 2 cores: 9 s for each start of torchrun, 3 s for evaluations, and 57 ms per
         step of 4 sequences per rank. A slow link is not counted."""
-        sequences = self.flags.get("batch_size", 4)
-        step_s = 0.025 + 0.008 * sequences
+        step_s = 0.025 + 0.008 * self.flags.get("batch_size", 4)
         return (9 * len(self.stages) + 3 + self.flags["max_steps"] * step_s) / 60
 
     def finished(self) -> bool:
@@ -115,9 +114,8 @@ class Run:
         _, _, *words = self.command(ranks).split()
         output, environment = self.folder / "output.txt", os.environ | {"OMP_NUM_THREADS": "1"}
         with open(output, "a") as file:
-            torchrun = subprocess.Popen(
-                TORCHRUN + words, cwd=HERE, env=environment, stdout=file, stderr=file
-            )
+            streams = {"stdout": file, "stderr": file}
+            torchrun = subprocess.Popen(TORCHRUN + words, cwd=HERE, env=environment, **streams)
         try:
             while torchrun.poll() is None and not (stop and self.reached(stop)):
                 time.sleep(0.1)
@@ -167,8 +165,9 @@ class Experiment:
 def run_experiment(name: str, seeds: list, quick: bool, add: bool = False):
     """add: do not repeat the runs that the JSON file has rows of."""
     experiment, folder = EXPERIMENTS[name], RUNS / "quick" if quick else RESULTS
+    result, picture = folder / f"{name}.json", folder / f"{name}.svg"
     runs = experiment.all_runs(seeds, quick)
-    old = json.loads((folder / f"{name}.json").read_text()) if add else []
+    old = json.loads(result.read_text()) if add else []
     known = {run.folder: [row for row in old if run.made(row)] for run in runs}
     execute_all([run for run in runs if not known[run.folder]])
     drawn = {column for panel in experiment.panels for column in (panel.x, panel.y)}
@@ -177,14 +176,13 @@ def run_experiment(name: str, seeds: list, quick: bool, add: bool = False):
     rows = [kept(row) for row in experiment.combine(rows)]
     folder.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
-    (folder / f"{name}.json").write_text(f"[\n{lines}\n]\n")
+    result.write_text(f"[\n{lines}\n]\n")
     print(table(experiment.summary(rows), experiment.columns))
-    print(f"results {folder / name}.json", flush=True)
-    picture = folder / f"{name}.svg"
+    print(f"results {result}", flush=True)
     if experiment.panels:
         draw(rows, experiment.panels, picture)
     elif experiment.picture:
-        experiment.picture(json.loads((folder / f"{name}.json").read_text()), picture)
+        experiment.picture(json.loads(result.read_text()), picture)
 
 
 def main():
