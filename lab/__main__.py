@@ -109,6 +109,8 @@ def tune(seed, quick):
 MOMENTS = {"variant": "moments averaged", "average_moments": True}
 CHEAP = MOMENTS | {"variant": "moments in 8 bits", "moments_format": "int8"}
 OVER_MINIBATCH = over("over_minibatch", method="minibatch")
+LOCKSTEP = ("minibatch", "diloco", "edit")
+LOCAL = ("diloco", "streaming_diloco", "edit", "streaming_edit")
 IN_ALL = "sent per rank over slow links, the warm-up included"
 AFTER_WARMUP = "sent per rank over slow links after the warm-up"
 
@@ -138,20 +140,17 @@ def longer(seed, quick):
     # The batch, steps and warm-up of train.py
     flags = {"batch_size": 8, "max_steps": 700, "sync_warmup_steps": 200, "eval_interval": 200}
     flags = {} if quick else flags
-    runs = [training(method, seed, **flags) for method in ("minibatch", "diloco", "edit")]
+    runs = [training(method, seed, **flags) for method in LOCKSTEP]
     return [*runs, training("edit", seed, **flags, **MOMENTS)]
 
 
-@Experiment(
-    ("val_loss", "local_bytes"), [Panel("tau", "val_loss", "tau, steps per round", log=2)]
-)
+@Experiment(("val_loss", "local_bytes"), [Panel("tau", "val_loss", "steps per round", log=2)])
 def tau(seed, quick):
     """How long may a round be?"""
-    runs = []
-    for tau in (4, 16) if quick else (4, 16, 64, 128):
-        for method in ("diloco", "streaming_diloco", "edit", "streaming_edit"):
-            runs.append(training(method, seed, tau, **SHORT_ROUND if tau == 4 else {}))
-    return runs
+    return [
+        training(method, seed, tau, **SHORT_ROUND if tau == 4 else {})
+        for tau in ((4, 16) if quick else (4, 16, 64, 128)) for method in LOCAL
+    ]  # fmt: skip
 
 
 @Experiment(
@@ -212,12 +211,11 @@ VIRTUAL = {"clock": "virtual"}
 )  # fmt: skip
 def stragglers(seed, quick):
     """What does one slow replica cost?"""
-    lockstep = ("minibatch", "diloco", "edit")
-    runs = [training(method, seed) for method in lockstep]
+    runs = [training(method, seed) for method in LOCKSTEP]
     for slowness in (1.0, 2.0) if quick else (1.0, 1.5, 2.0, 4.0):
         columns, slow = {"slowness": slowness} | VIRTUAL, {"slow_replica": f"3:{slowness}"}
-        for method in lockstep:
-            runs.append(timing(method, columns=columns, **slow, virtual_clock=True))
+        clock = slow | {"virtual_clock": True}
+        runs += [timing(method, columns=columns, **clock) for method in LOCKSTEP]
         for weighting in ("none", "times_steps", "norm_per_step"):
             # If no replica is slow, all weights are equal.
             flags = slow | {"step_weighting": weighting} if slowness > 1 else {}
@@ -259,8 +257,7 @@ def penalty(seed, quick):
         columns = {"disturbance": disturbance}
         return training(method, seed, variant=variant, columns=columns, **flags)
 
-    methods = ("diloco", "streaming_diloco", "edit", "streaming_edit")
-    runs = [run(method, disturbance) for disturbance in first for method in methods]
+    runs = [run(method, disturbance) for disturbance in first for method in LOCAL]
     for name, part in () if quick else PARTS.items():
         others = [other for other in PARTS.values() if other != part]
         runs.append(run("edit", FAST, f"without {name}", **{part: False}))
@@ -270,10 +267,8 @@ def penalty(seed, quick):
 
 @Experiment(
     ("excess", "val_loss"),
-    [
-        Panel("step_curve", "val_loss_curve", "steps", title="replica 3: wrong sign",
-              where={"disturbance": LIAR}, xlim=(192, 448), shade=(289, 448))
-    ],
+    [Panel("step_curve", "val_loss_curve", "steps", title="replica 3: wrong sign",
+           where={"disturbance": LIAR}, xlim=(192, 448), shade=(289, 448))],
     combine=over("excess", ("method", "variant", "seed"), disturbance="none"),
 )  # fmt: skip
 def liar(seed, quick):
@@ -328,10 +323,7 @@ FEW_BYTES = {"sync_warmup_steps": 12, "tau": 64, "tau_schedule": "2:16,4:32,8:64
 
 @Experiment(
     FRONTIER_COLUMNS,
-    [
-        Panel("sync_bytes", "val_loss", IN_ALL, where={"disturbance": "none"}, log=10,
-              frontier=True)
-    ],
+    [Panel("sync_bytes", "val_loss", IN_ALL, where={"disturbance": "none"}, log=10, frontier=True)],
     combine=beside_minibatch,
 )  # fmt: skip
 def frontier_long(seed, quick):
@@ -363,9 +355,7 @@ def merged_and_ensemble(run) -> list:
     return [row | {"variant": "merged once"}, *more]
 
 
-@Experiment(
-    ("val_loss", "over_minibatch"), combine=OVER_MINIBATCH, rows_of=merged_and_ensemble
-)
+@Experiment(("val_loss", "over_minibatch"), combine=OVER_MINIBATCH, rows_of=merged_and_ensemble)
 def merge(seed, quick):
     """Train apart and merge once: a merge of weights beside the ensemble of the models."""
     apart = training("post_local_sgd", seed, 10**9, columns={"tau": None})

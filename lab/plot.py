@@ -127,27 +127,22 @@ def draw(rows: list, panels: list, path):
     """Write the panels, side by side, as an SVG. Raises UserError without matplotlib."""
     panels = [panel for panel in panels if lines_of(rows, panel)]  # --quick leaves some empty
     panels_lines = [lines_of(rows, panel) for panel in panels]
-
-    def fill(figure):
-        from matplotlib.ticker import EngFormatter
-
-        one = lambda axis: len({getattr(panel, axis) for panel in panels}) == 1
-        grid = figure.subplots(1, len(panels), squeeze=False, sharex=one("x"), sharey=one("y"))
-        styles = styles_of(panels_lines)
-        for axes, panel, lines in zip(grid[0], panels, panels_lines):
-            draw_panel(axes, panel, lines, styles)
-            if panel.frontier:
-                draw_frontier(axes, panel, rows, lines)
-            sent = panel.x.endswith("bytes") and axes.get_xlim()[1] > 1  # one replica sends nothing
-            number = EngFormatter(unit="B") if sent else EngFormatter(sep="")  # 100M, not 10^8
-            axes.xaxis.set_major_formatter(number)
-            if one("y"):
-                axes.label_outer()
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
-
     frontier = any(panel.frontier for panel in panels)
-    size = (3 + 6 * len(panels), 6) if frontier else (2.5 + 3.7 * len(panels), 4.5)
-    save(path, size, fill, panels_lines)
+    figure = new_figure(3 + 6 * len(panels) if frontier else 2.5 + 3.7 * len(panels), 5 + frontier)
+    number_format = optional("matplotlib.ticker").EngFormatter  # 100M, not 10^8
+    one = lambda axis: len({getattr(panel, axis) for panel in panels}) == 1
+    grid = figure.subplots(1, len(panels), squeeze=False, sharex=one("x"), sharey=one("y"))
+    styles = styles_of(panels_lines)
+    for axes, panel, lines in zip(grid[0], panels, panels_lines):
+        draw_panel(axes, panel, lines, styles)
+        if panel.frontier:
+            draw_frontier(axes, panel, rows, lines)
+        sent = panel.x.endswith("bytes") and axes.get_xlim()[1] > 1  # one replica sends nothing
+        axes.xaxis.set_major_formatter(number_format("B") if sent else number_format(sep=""))
+        if one("y"):
+            axes.label_outer()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+    save(figure, path, panels_lines)
 
 
 def draw_timeline(rows: list, path, title="Lost time"):
@@ -155,38 +150,37 @@ def draw_timeline(rows: list, path, title="Lost time"):
     of computing at the right. rows: of read_timeline(). Raises UserError without matplotlib."""
     seconds = min(min(row["whole_s"] for row in rows), max(row["some_s"] for row in rows))
     runs, names = list(dict.fromkeys(row["folder"] for row in rows)), {}
-
-    def fill(figure):
-        axes = figure.subplots()
-        for k, row in enumerate(rows):
-            y = -k - 0.5 * runs.index(row["folder"])
-            method = METHODS.get(row["method"], [row["method"]])[0]
-            names[y] = f"{method}, replica {row['replica']}"
-            axes.text(seconds, y, f" {row['computing']:.0%}", va="center")
-            for name, (colors, label) in SPANS.items():
-                place = (y - 0.55, 0.1) if name == "link" else (y - 0.4, 0.8)
-                spans = row["spans"].get(name, ())
-                bars = [(b, e - b) for b, e in spans if e > 0 and b < seconds]
-                axes.broken_barh(bars, place, facecolors=colors, label="" if k else label)
-        axes.set(xlim=(0, seconds), xlabel="seconds")
-        axes.set_yticks(list(names), names.values())
-        axes.spines["left"].set_visible(False)
-        axes.set_title(title, loc="left", weight="bold")
-        axes.set_title("computes", loc="right", fontsize=9)
-        figure.legend(loc="outside upper center", ncols=4)
-
-    save(path, (10, 1.3 + 0.22 * len(rows) + 0.1 * len(runs)), fill, [row["spans"] for row in rows])
+    figure = new_figure(10, 1.3 + 0.22 * len(rows) + 0.1 * len(runs))
+    axes = figure.subplots()
+    for k, row in enumerate(rows):
+        y = -k - 0.5 * runs.index(row["folder"])
+        method = METHODS.get(row["method"], [row["method"]])[0]
+        names[y] = f"{method}, replica {row['replica']}"
+        axes.text(seconds, y, f" {row['computing']:.0%}", va="center")
+        for name, (colors, label) in SPANS.items():
+            place = (y - 0.55, 0.1) if name == "link" else (y - 0.4, 0.8)
+            spans = row["spans"].get(name, ())
+            bars = [(b, e - b) for b, e in spans if e > 0 and b < seconds]
+            axes.broken_barh(bars, place, facecolors=colors, label="" if k else label)
+    axes.set(xlim=(0, seconds), xlabel="seconds")
+    axes.set_yticks(list(names), names.values())
+    axes.spines["left"].set_visible(False)
+    axes.set_title(title, loc="left", weight="bold")
+    axes.set_title("computes", loc="right", fontsize=9)
+    figure.legend(loc="outside upper center", ncols=4)
+    save(figure, path, [row["spans"] for row in rows])
 
 
-def save(path, size: tuple, fill, shown: list):
-    """Write a figure of `size` inches, which fill(figure) draws, as an SVG that shows `shown`."""
-    matplotlib, module = optional("matplotlib"), optional("matplotlib.figure")
-    with matplotlib.rc_context(STYLE):
-        figure = module.Figure(size, layout="constrained")
-        fill(figure)
-        # Without a date the same figures give the same file.
-        metadata = {"Date": None, "Description": checksum(shown)}
-        figure.savefig(path, format="svg", transparent=True, metadata=metadata)
+def new_figure(width: float, height: float):
+    """An empty figure, in inches. Raises UserError without matplotlib."""
+    optional("matplotlib").rcParams.update(STYLE)
+    return optional("matplotlib.figure").Figure((width, height), layout="constrained")
+
+
+def save(figure, path, shown: list):
+    # Without a date the same figures give the same file.
+    metadata = {"Date": None, "Description": checksum(shown)}
+    figure.savefig(path, format="svg", transparent=True, metadata=metadata)
 
 
 def checksum(shown: list) -> str:

@@ -35,19 +35,14 @@ def test_candidates_take_turns(monkeypatch):
     assert times == {"a": [10.0] * 2, "b": [10.0] * 2, "c": [10.0] * 2}
 
 
-def test_one_rank_is_compared_with_fsdp2_alone(monkeypatch):
+def test_one_rank_is_compared_with_fsdp2_alone():
     config = bench.read_config(SMALL, 1)
     plan = Plan(config, bench.METHODS["minibatch"], config.vocab_size, 1)
     batch = torch.zeros(2, 1, 8, dtype=torch.int64)
-    compare = lambda: bench.compare(plan, Mesh(1, torch.device("cpu")), batch)
-    try:
-        assert compare().keys() >= {"ours_ms", "fsdp2_ms", "over_fsdp2"}
-    finally:
-        torch.distributed.destroy_process_group()
-    monkeypatch.setattr(bench, "fsdp2_step", lambda *_: None)
-    monkeypatch.setattr(bench, "alternate", lambda *_: {"ours": [4.0], "fsdp2": [6.0]})
-    row = compare()
-    assert (row["over_fsdp2"], row["tokens_per_s"]) == (1.5, 8 / 0.004)
+    row = bench.compare(plan, Mesh(1, torch.device("cpu")), batch)
+    torch.distributed.destroy_process_group()
+    assert row["tokens_per_s"] == pytest.approx(8e3 / row["ours_ms"])
+    assert "over_fsdp2" in row and "of_bound" not in row
 
 
 def test_two_ranks_print_what_they_write(tmp_path):
@@ -66,5 +61,3 @@ def test_flags_without_effect_are_refused():
     for flag in "--method edit", "--accum 2", "--timeline":
         with pytest.raises(UserError, match=f"{flag.split()[0]}: it has no effect on the bench"):
             bench.read_config([*SMALL, *flag.split()], 2)
-    with pytest.raises(UserError, match="unrecognized arguments: --link_mbps"):
-        bench.read_config([*SMALL, "--link_mbps", "10"], 2)
