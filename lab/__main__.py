@@ -22,7 +22,7 @@ from functools import partial
 from lab import merge as merge_module
 from lab import planner
 from lab.plot import Panel, draw_timeline
-from lab.rows import LATER, METHODS, beside_minibatch, over, times_and_losses
+from lab.rows import LATER, METHODS, beside_minibatch, over
 from lab.runs import BASE, RESULTS, Experiment, Run, main
 from lab.timeline import read_timeline
 from plumbing.config import run_command
@@ -30,7 +30,9 @@ from plumbing.config import run_command
 TUNING_SEED = 7
 
 
-def training(method, seed, tau=16, variant="", columns=None, stages=((4, None),), **flags) -> Run:
+def training(
+    method, seed, tau=16, variant="", columns=None, stages=((4, None),), timed_by=None, **flags
+) -> Run:
     """A run with the best setting of the method. flags: other than BASE; columns: of its row."""
     columns = {"method": method, "variant": variant, "tau": tau, "seed": seed} | (columns or {})
     rounds = {"tau": tau}
@@ -39,15 +41,17 @@ def training(method, seed, tau=16, variant="", columns=None, stages=((4, None),)
     if method == "a_edit":  # by the virtual clock: as many steps as in the other methods
         rounds = {"tau_time_s": tau, "virtual_clock": True}
     flags = BASE | {"method": method, "seed": seed} | rounds | best_setting(method) | flags
-    return Run(columns, flags, stages)
+    return Run(columns, flags, stages, timed_by=timed_by)
 
 
-def timing(method, tau=16, columns=None, **flags) -> Run:
-    """A short run for the time of a step: three rounds without evaluations and checkpoints."""
+def timing(method, tau=16, **flags) -> Run:
+    """A short run for the time of a step: three rounds without evaluations and checkpoints. A slow
+    link changes no loss, and a slow replica none if all replicas take the same steps. So the full
+    runs, which give the losses, do without."""
     steps = 4 if method == "minibatch" else tau
     length = {"max_steps": 3 * steps, "log_interval": steps, "eval_interval": 10**6}
     flags = length | {"checkpoint_interval": 0, "sync_warmup_steps": 0} | flags
-    return training(method, TUNING_SEED, tau, columns={"seed": None} | (columns or {}), **flags)
+    return training(method, TUNING_SEED, tau, columns={"seed": None}, **flags)
 
 
 def best_setting(method: str) -> dict:
@@ -160,16 +164,16 @@ def tau(seed, quick):
               title=f"{mbps} Mbit/s", where={"link_mbps": mbps}, xlim=(1, math.inf))
         for mbps in (100, 10)
     ],
-    combine=times_and_losses,
 )  # fmt: skip
 def link(seed, quick):
     """How long does the training take over a slow link?"""
     methods = ("minibatch", "diloco", "streaming_diloco", "edit") if quick else METHODS
     methods = [method for method in methods if method not in ("a_edit", *LATER)]
-    runs = [training(method, seed, 64) for method in methods]
-    for mbps in (100,) if quick else (100, 10):
+    runs = []
+    for method, mbps in itertools.product(methods, (100,) if quick else (100, 10)):
         slow = {"link_mbps": mbps}
-        runs += [timing(method, 64, columns=slow, **slow) for method in methods]
+        short = timing(method, 64, **slow)
+        runs.append(training(method, seed, 64, columns=slow, timed_by=short))
     return runs
 
 
@@ -207,23 +211,24 @@ VIRTUAL = {"clock": "virtual"}
               "methods in lockstep are one line", VIRTUAL),
         Panel("slowness", "val_loss", "slowness of a replica", where=VIRTUAL),
     ],
-    combine=times_and_losses,
 )  # fmt: skip
 def stragglers(seed, quick):
     """What does one slow replica cost?"""
-    runs = [training(method, seed) for method in LOCKSTEP]
+    runs = []
     for slowness in (1.0, 2.0) if quick else (1.0, 1.5, 2.0, 4.0):
         columns, slow = {"slowness": slowness} | VIRTUAL, {"slow_replica": f"3:{slowness}"}
-        clock = slow | {"virtual_clock": True}
-        runs += [timing(method, columns=columns, **clock) for method in LOCKSTEP]
+        for method in LOCKSTEP:
+            short = timing(method, **slow, virtual_clock=True)
+            runs.append(training(method, seed, columns=columns, timed_by=short))
         for weighting in ("none", "times_steps", "norm_per_step"):
             # If no replica is slow, all weights are equal.
             flags = slow | {"step_weighting": weighting} if slowness > 1 else {}
             variant = f"weights {weighting}"
             runs.append(training("a_edit", seed, variant=variant, columns=columns, **flags))
-    real = {"columns": {"slowness": 2.0, "clock": "real"}, "slow_replica": "3:2.0"}
-    runs.append(timing("edit", **real))
-    return [*runs, training("a_edit", seed, tau_time_s=1.0, virtual_clock=False, **real)]
+    columns, slow = {"slowness": 2.0, "clock": "real"}, {"slow_replica": "3:2.0"}
+    runs.append(training("edit", seed, columns=columns, timed_by=timing("edit", **slow)))
+    clock = {"tau_time_s": 1.0, "virtual_clock": False}
+    return [*runs, training("a_edit", seed, columns=columns, **clock, **slow)]
 
 
 PARTS = {

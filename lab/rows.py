@@ -5,10 +5,9 @@
     print(table(rows, ("val_loss", "local_bytes")))                     # Markdown
 
 A row is a dict with the columns of a run (method, tau, seed ...), its results and its command
-lines. times_and_losses() and over() turn the rows of runs into those of an experiment.
+lines. over() turns the rows of runs into those of an experiment.
 """
 
-import itertools
 import json
 import statistics
 from collections import defaultdict
@@ -75,26 +74,6 @@ def in_order(rows: list) -> list:
     """Rows in the order of METHODS, and then the reader's own methods."""
     order = [*METHODS, *(row["method"] for row in rows)]
     return sorted(rows, key=lambda row: order.index(row["method"]))
-
-
-def times_and_losses(rows):
-    """A slow link changes no loss, and a slow replica none if all replicas take the same steps. So
-    the losses come from full runs (with a seed), and the time of a step from short ones (without a
-    seed: see timing() in __main__.py)."""
-    full = [row for row in rows if row["seed"] is not None]
-    timings = [row for row in rows if row["seed"] is None]
-    timed = {timing["method"] for timing in timings}
-    result = [row for row in full if row["method"] not in timed]
-    for row, timing in itertools.product(full, timings):
-        if row["method"] == timing["method"]:
-            case = {name: timing[name] for name in CASE if name in timing}
-            step_s = statistics.median(timing["step_ms_curve"]) / 1e3
-            seconds = [(k - row["warmup_steps"]) * step_s for k in row["step_curve"]]
-            speed = row["tokens_curve"][-1] / row["step_curve"][-1] / step_s
-            row = row | case | {"tokens_per_s": speed, "step_ms": 1e3 * step_s}
-            row |= {"seconds_curve": seconds, "local_s": seconds[-1]}
-            result.append(row | {"command": row["command"] + "\n" + timing["command"]})
-    return result
 
 
 def over(name, same=("seed",), **baseline):

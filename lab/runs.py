@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -49,6 +50,7 @@ class Run:
     flags: dict
     stages: tuple
     program: str = "train.py"
+    timed_by: object = None  # a short Run that gives the time of a step
 
     @property
     def folder(self) -> Path:
@@ -66,8 +68,9 @@ class Run:
         return " ".join(words) + (f"    # until step {stop}" if stop else "")
 
     def commands(self) -> str:
-        """The command lines of all stages."""
-        return "\n".join(self.command(*stage) for stage in self.stages)
+        """The command lines of all stages, and of the run that times it."""
+        lines = [self.command(*stage) for stage in self.stages]
+        return "\n".join(lines + ([self.timed_by.commands()] if self.timed_by else []))
 
     def made(self, row: dict) -> bool:
         return self.columns.items() <= row.items() and row.get("command") == self.commands()
@@ -92,9 +95,17 @@ class Run:
         row |= {"warmup_steps": warmup, "local_bytes": after["sync_bytes"]}
         row["tokens_per_s"] = after["tokens"] / after["train_s"]
         row |= {f"{name}_curve": record[name] for name in CURVES}
-        # Milliseconds per step between the rows of the record; the first step is slower.
-        row["step_ms_curve"] = [step["step_ms"] for step in record["steps"][2:]]
+        if self.timed_by:
+            step_s = self.timed_by.step_s()
+            seconds = [(k - warmup) * step_s for k in record["step"]]
+            row |= {"step_ms": 1e3 * step_s, "seconds_curve": seconds, "local_s": seconds[-1]}
+            row["tokens_per_s"] = record["tokens"][-1] / record["step"][-1] / step_s
         return row | {"command": self.commands()}
+
+    def step_s(self) -> float:
+        """The median between the rows of the record; the first step is slower."""
+        steps = read_run(self.folder)["steps"]
+        return statistics.median(step["step_ms"] for step in steps[2:]) / 1e3
 
     def execute(self):
         """Train, or go on where an earlier start was interrupted. Then keep no checkpoint."""
@@ -126,10 +137,16 @@ class Run:
             raise UserError(f"a run failed, see {output}: {self.command(ranks)}")
 
 
+def different(runs: list) -> list:
+    """The runs and those that time them, each once."""
+    timings = [run.timed_by for run in runs if run.timed_by]
+    return list({run.folder: run for run in runs + timings}.values())
+
+
 def execute_all(runs: list):
     """Execute the runs that have not finished."""
-    todo = list({run.folder: run for run in runs if not run.finished()}.values())
-    print(f"{len(runs)} runs, {len(todo)} to do", flush=True)
+    todo = [run for run in different(runs) if not run.finished()]
+    print(f"{len(different(runs))} runs, {len(todo)} to do", flush=True)
     for done, run in enumerate(todo, 1):
         run.execute()
         row = run.row()
@@ -205,6 +222,6 @@ def main():
         except KeyboardInterrupt:
             raise UserError("interrupted; the same command goes on from here") from None
     for name, experiment in EXPERIMENTS.items():
-        runs = {run.folder: run for run in experiment.all_runs(args.seeds, args.quick)}
-        minutes = sum(run.minutes() for run in runs.values())
+        runs = different(experiment.all_runs(args.seeds, args.quick))
+        minutes = sum(run.minutes() for run in runs)
         print(f"{name:11} {experiment.question} {minutes:.0f} minutes")

@@ -63,8 +63,6 @@ def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path, monkeyp
     assert [row["world_size"] for row in resumed] == [1, 2] and 40 <= resumed[1]["step"] < 150
     assert [row["step"] for row in events if row["event"] == "step"] == [1, *range(2, 301, 2)]
     assert list_checkpoints(run.folder) == []
-    times = [row["step_ms"] for row in events if row["event"] == "step"]
-    assert run.row()["step_ms_curve"] == times[2:]  # without the first, slow step
     (row,) = json.loads((tmp_path / "small.json").read_text())
     assert row["seed"] == 1 and row["val_loss"] == events[-1]["val_loss"]
     assert [line.split("#")[1:] for line in row["command"].splitlines()] == [[" until step 40"], []]
@@ -96,7 +94,7 @@ def test_stopped_or_failed_run_ends_the_experiment_with_one_line(tmp_path):
 def test_runs_that_do_not_depend_on_the_seed_are_made_once():
     of = lambda name, *seeds: runs.EXPERIMENTS[name].all_runs(seeds, False)
     assert of("tune", 1, 2, 3) == of("tune", 1) and len(of("tune", 1)) == 45
-    seeds = [run.columns["seed"] for run in of("link", 1, 2)]
+    seeds = [run.columns["seed"] for run in runs.different(of("link", 1, 2))]
     assert [seeds.count(seed) for seed in (1, 2, None)] == [9, 9, 18]
 
 
@@ -115,7 +113,7 @@ def test_figure_and_table_say_what_the_json_says(path):
     found, experiment = json.loads(path.read_text()), runs.EXPERIMENTS[path.stem]
     made_by = {line for row in found for line in row.get("command", "").splitlines()}
     made = experiment.all_runs([1, 2, 3], False)
-    assert made_by == {run.command(*stage) for run in made for stage in run.stages}
+    assert made_by == {line for run in made for line in run.commands().splitlines()}
     printed = rows.table(experiment.summary(found), experiment.columns)
     assert printed in (ROOT / "RESULTS.md").read_text()
     svg = path.with_suffix(".svg").read_text() if experiment.picture or experiment.panels else ""
@@ -154,15 +152,16 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
     ]  # fmt: skip
 
 
-def test_short_runs_give_the_times_and_full_runs_the_losses():
-    full = dict(method="edit", variant="", tau=16, seed=1, val_loss=2.0, command="full")
-    full |= dict(warmup_steps=100, step_curve=[100, 420], tokens_curve=[100 * 2048, 420 * 2048])
-    short = full | dict(seed=None, val_loss=9.0, link_mbps=10, command="short")
-    short["step_ms_curve"] = [100, 200, 900]
-    other = full | {"method": "a_edit"}  # has no short run
-    joined = dict(link_mbps=10, step_ms=200, tokens_per_s=10240, seconds_curve=[0, 64], local_s=64)
-    expected = [other, full | joined | {"command": "full\nshort"}]
-    assert rows.times_and_losses([full, short, other]) == expected
+def test_short_runs_give_the_times_and_full_runs_the_losses(monkeypatch):
+    curves = dict(step=[100, 420], tokens=[204800, 860160], train_s=[1, 9], sync_bytes=[7, 9])
+    steps = [dict(step=1, step_ms=ms, sync_bytes=1) for ms in (9000, 900, 100, 200, 900)]
+    monkeypatch.setattr(runs, "read_run", lambda folder: curves | dict(val_loss=[3, 2], steps=steps))
+    short = runs.Run({}, dict(method="edit"), ((4, None),))
+    full = lambda **more: runs.Run({}, dict(method="edit", sync_warmup_steps=100), ((4, None),), **more)
+    row, alone = full(timed_by=short).row(), full().row()
+    expected = dict(step_ms=200, tokens_per_s=10240, seconds_curve=[0, 64], local_s=64)
+    command = alone["command"] + "\n" + short.commands()
+    assert row == alone | expected | dict(command=command) and alone["tokens_per_s"] == 655360 / 8
 
 
 def test_losses_over_those_of_the_base():
