@@ -138,9 +138,9 @@ class Run:
 
 
 def different(runs: list) -> list:
-    """The runs and those that time them, each once."""
+    """The runs, each once, and before them those that time them."""
     timings = [run.timed_by for run in runs if run.timed_by]
-    return list({run.folder: run for run in runs + timings}.values())
+    return list({run.folder: run for run in timings + runs}.values())
 
 
 def execute_all(runs: list):

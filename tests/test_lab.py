@@ -96,6 +96,7 @@ def test_runs_that_do_not_depend_on_the_seed_are_made_once():
     assert of("tune", 1, 2, 3) == of("tune", 1) and len(of("tune", 1)) == 45
     seeds = [run.columns["seed"] for run in runs.different(of("link", 1, 2))]
     assert [seeds.count(seed) for seed in (1, 2, None)] == [9, 9, 18]
+    assert seeds[:18] == [None] * 18  # a row needs the run that times it
 
 
 def test_quick_has_short_runs_of_one_seed(monkeypatch):
