@@ -17,36 +17,41 @@ a seed that no other experiment reports. The others take the best settings from 
 import itertools
 import json
 import math
+from functools import partial
 
 from lab import merge as merge_module
 from lab import planner
-from lab import timeline as timeline_module
-from lab.plot import METHODS, Panel
-from lab.rows import LATER, beside_minibatch, over, times_and_losses
+from lab.plot import Panel, draw_timeline
+from lab.rows import LATER, METHODS, beside_minibatch, over
 from lab.runs import BASE, RESULTS, Experiment, Run, main
+from lab.timeline import read_timeline
 from plumbing.config import run_command
 
 TUNING_SEED = 7
 
 
-def training(method, seed, tau=16, stages=((4, None),), columns=None, **flags) -> Run:
+def training(
+    method, seed, tau=16, variant="", columns=None, stages=((4, None),), timed_by=None, **flags
+) -> Run:
     """A run with the best setting of the method. flags: other than BASE; columns: of its row."""
-    columns = {"method": method, "variant": "", "tau": tau, "seed": seed} | (columns or {})
+    columns = {"method": method, "variant": variant, "tau": tau, "seed": seed} | (columns or {})
     rounds = {"tau": tau}
     if method == "minibatch":
         columns["tau"], rounds = 1, {}
     if method == "a_edit":  # by the virtual clock: as many steps as in the other methods
         rounds = {"tau_time_s": tau, "virtual_clock": True}
     flags = BASE | {"method": method, "seed": seed} | rounds | best_setting(method) | flags
-    return Run(columns, flags, stages)
+    return Run(columns, flags, stages, timed_by=timed_by)
 
 
-def timing(method, tau=16, columns=None, **flags) -> Run:
-    """A short run for the time of a step: three rounds without evaluations and checkpoints."""
+def timing(method, tau=16, **flags) -> Run:
+    """A short run for the time of a step: three rounds without evaluations and checkpoints. A slow
+    link changes no loss, and a slow replica none if all replicas take the same steps. So the full
+    runs, which give the losses, do without."""
     steps = 4 if method == "minibatch" else tau
     length = {"max_steps": 3 * steps, "log_interval": steps, "eval_interval": 10**6}
     flags = length | {"checkpoint_interval": 0, "sync_warmup_steps": 0} | flags
-    return training(method, TUNING_SEED, tau, columns={"seed": None} | (columns or {}), **flags)
+    return training(method, TUNING_SEED, tau, columns={"seed": None}, **flags)
 
 
 def best_setting(method: str) -> dict:
@@ -62,8 +67,19 @@ def flags_of(setting: str) -> dict:
     return dict(zip(words[::2], words[1::2]))
 
 
+FAST, RANDOM, LIAR = "learning rate x 100", "random tokens", "wrong sign"
+
+
+def sick(disturbance: str, first: int, last: int) -> dict:
+    """Flags with which replica 3 is sick from step first to last."""
+    steps = f"3:{first}:{last}"
+    flags = {FAST: {"scale_lr": f"{steps}:100"}, RANDOM: {"random_tokens": steps}}
+    return (flags | {LIAR: {"flip": steps}, "none": {}})[disturbance]
+
+
 # ---- the experiments: functions of one seed ----
 
+SHORT_ROUND = {"fragments": 2, "delay": 1}  # with tau 4 the delay is at most tau / F - 1
 RATES = ["lr 0.003", "lr 0.0045", "lr 0.006"]
 
 
@@ -94,18 +110,19 @@ def tune(seed, quick):
     ]  # fmt: skip
 
 
-MOMENTS = {"columns": {"variant": "moments averaged"}, "average_moments": True}
-CHEAP = MOMENTS | {"columns": {"variant": "moments in 8 bits"}, "moments_format": "int8"}
-FP32 = {"columns": {"variant": "32 bits"}, "quantize": "none"}
+MOMENTS = {"variant": "moments averaged", "average_moments": True}
+CHEAP = MOMENTS | {"variant": "moments in 8 bits", "moments_format": "int8"}
+OVER_MINIBATCH = over("over_minibatch", method="minibatch")
+LOCKSTEP = ("minibatch", "diloco", "edit")
+LOCAL = ("diloco", "streaming_diloco", "edit", "streaming_edit")
+IN_ALL = "sent per rank over slow links, the warm-up included"
+AFTER_WARMUP = "sent per rank over slow links after the warm-up"
 
 
 @Experiment(
     ("val_loss", "over_minibatch", "local_bytes"),
-    combine=over("over_minibatch", method="minibatch"),
-    panels=[
-        Panel("local_bytes", "val_loss", "sent per rank over slow links after the warm-up", log=10,
-              frontier=True)
-    ],
+    [Panel("local_bytes", "val_loss", AFTER_WARMUP, log=10, frontier=True)],
+    combine=OVER_MINIBATCH,
 )
 def quality(seed, quick):
     """What does each method lose against mini-batch, and how much does it send?"""
@@ -114,42 +131,35 @@ def quality(seed, quick):
     for tau in (16,) if quick else (16, 64):
         runs += [training(method, seed, tau) for method in methods]
     runs += [training("edit", seed, **MOMENTS), training("edit", seed, **CHEAP)]
-    runs += [training("streaming_diloco", seed, **FP32)]
+    runs.append(training("streaming_diloco", seed, variant="32 bits", quantize="none"))
     runs += [training("zero_one_adam", seed, tau) for tau in (1, 4, 16)]
     runs += [training(method, seed) for method in ("sparse_loco", "eager", "robust")]
-    every_step = {"tau": 1}
-    runs.append(training("top_k", seed, columns=every_step))
-    control = every_step | {"variant": "without momentum correction"}
-    return [*runs, training("top_k", seed, columns=control, momentum_correction=0)]
+    control = {"variant": "without momentum correction", "momentum_correction": 0}
+    return runs + [training("top_k", seed, columns={"tau": 1}, **own) for own in ({}, control)]
 
 
-@Experiment(("val_loss", "over_minibatch"), combine=over("over_minibatch", method="minibatch"))
+@Experiment(("val_loss", "over_minibatch"), combine=OVER_MINIBATCH)
 def longer(seed, quick):
     """Is the distance from mini-batch smaller in a longer run with a larger batch?"""
     # The batch, steps and warm-up of train.py
     flags = {"batch_size": 8, "max_steps": 700, "sync_warmup_steps": 200, "eval_interval": 200}
     flags = {} if quick else flags
-    runs = [training(method, seed, **flags) for method in ("minibatch", "diloco", "edit")]
+    runs = [training(method, seed, **flags) for method in LOCKSTEP]
     return [*runs, training("edit", seed, **flags, **MOMENTS)]
 
 
-@Experiment(
-    ("val_loss", "local_bytes"), [Panel("tau", "val_loss", "tau, steps per round", log=2)]
-)
+@Experiment(("val_loss", "local_bytes"), [Panel("tau", "val_loss", "steps per round", log=2)])
 def tau(seed, quick):
     """How long may a round be?"""
-    runs = []
-    for tau in (4, 16) if quick else (4, 16, 64, 128):
-        flags = {"fragments": 2, "delay": 1} if tau == 4 else {}  # the delay is at most tau / F - 1
-        for method in ("diloco", "streaming_diloco", "edit", "streaming_edit"):
-            runs.append(training(method, seed, tau, **flags))
-    return runs
+    return [
+        training(method, seed, tau, **SHORT_ROUND if tau == 4 else {})
+        for tau in ((4, 16) if quick else (4, 16, 64, 128)) for method in LOCAL
+    ]  # fmt: skip
 
 
 @Experiment(
     ("step_ms", "local_s", "val_loss"),
-    combine=times_and_losses,
-    panels=[
+    [
         Panel("seconds_curve", "val_loss_curve", "seconds after the warm-up", log=10,
               title=f"{mbps} Mbit/s", where={"link_mbps": mbps}, xlim=(1, math.inf))
         for mbps in (100, 10)
@@ -159,73 +169,68 @@ def link(seed, quick):
     """How long does the training take over a slow link?"""
     methods = ("minibatch", "diloco", "streaming_diloco", "edit") if quick else METHODS
     methods = [method for method in methods if method not in ("a_edit", *LATER)]
-    runs = [training(method, seed, 64) for method in methods]
-    for mbps in (100,) if quick else (100, 10):
-        columns = {"link_mbps": mbps}
-        runs += [timing(method, 64, columns, link_mbps=mbps) for method in methods]
+    runs = []
+    for method, mbps in itertools.product(methods, (100,) if quick else (100, 10)):
+        slow = {"link_mbps": mbps}
+        short = timing(method, 64, **slow)
+        runs.append(training(method, seed, 64, columns=slow, timed_by=short))
     return runs
 
 
 def replicas_of(run) -> list:
     """A row per replica."""
-    rows, own = timeline_module.read_timeline(run.folder), {"folder": run.folder.name}
-    return [run.columns | row | own | {"command": run.command(*run.stages[0])} for row in rows]
+    own = {"folder": run.folder.name, "command": run.commands()}
+    return [run.columns | row | own for row in read_timeline(run.folder)]
 
 
 TITLE = "Lost time: two replicas on a slow link, replica 1 half as fast"
 
 
-@Experiment(
-    ("computing",), rows_of=replicas_of,
-    picture=lambda rows, path: timeline_module.draw(rows, path, TITLE),
-)  # fmt: skip
+@Experiment(("computing",), rows_of=replicas_of, picture=partial(draw_timeline, title=TITLE))
 def timeline(seed, quick):
     """When does each replica compute, and when does it wait?"""
     flags = {"link_mbps": 60, "slow_replica": "1:2", "batch_size": 16, "dtype": "fp32"}
     flags |= {"sync_warmup_steps": 0, "eval_interval": 10**6, "checkpoint_interval": 0}
     flags |= {"timeline": True, "log_interval": 8}
-    runs = []
-    for method in ("minibatch", "diloco", "edit", "co2", "streaming_diloco", "a_edit"):
-        flags["max_steps"] = {"minibatch": 16, "a_edit": 60}.get(method, 40)
-        # as long as 8 steps of the slow replica
-        rounds = {"tau_time_s": 2.6, "virtual_clock": False} if method == "a_edit" else {}
-        two, seedless = ((2, None),), {"seed": None}
-        runs.append(training(method, TUNING_SEED, 8, two, seedless, **flags | rounds))
-    return runs[:3] if quick else runs
+    flags |= {"columns": {"seed": None}, "stages": ((2, None),)}
+    runs = [training("minibatch", TUNING_SEED, 8, max_steps=16, **flags)]
+    for method in ("diloco", "edit", "co2", "streaming_diloco"):
+        runs.append(training(method, TUNING_SEED, 8, max_steps=40, **flags))
+    # as long as 8 steps of the slow replica
+    rounds = {"tau_time_s": 2.6, "virtual_clock": False, "max_steps": 60}
+    return runs[:3] if quick else [*runs, training("a_edit", TUNING_SEED, 8, **flags, **rounds)]
+
+
+VIRTUAL = {"clock": "virtual"}
 
 
 @Experiment(
     ("tokens_per_s", "val_loss"),
-    combine=times_and_losses,
-    panels=[
+    [
         Panel("slowness", "tokens_per_s", "slowness of a replica", "tokens per virtual second",
-              where={"clock": "virtual"}, direct=True),
-        Panel("slowness", "val_loss", "slowness of a replica", where={"clock": "virtual"},
-              direct=True),
+              "methods in lockstep are one line", VIRTUAL),
+        Panel("slowness", "val_loss", "slowness of a replica", where=VIRTUAL),
     ],
 )  # fmt: skip
 def stragglers(seed, quick):
     """What does one slow replica cost?"""
-    lockstep = ("minibatch", "diloco", "edit")
-    runs = [training(method, seed) for method in lockstep]
+    runs = []
     for slowness in (1.0, 2.0) if quick else (1.0, 1.5, 2.0, 4.0):
-        columns, slow = {"slowness": slowness, "clock": "virtual"}, f"3:{slowness}"
-        for method in lockstep:
-            runs.append(timing(method, columns=columns, slow_replica=slow, virtual_clock=True))
+        columns, slow = {"slowness": slowness} | VIRTUAL, {"slow_replica": f"3:{slowness}"}
+        for method in LOCKSTEP:
+            short = timing(method, **slow, virtual_clock=True)
+            runs.append(training(method, seed, columns=columns, timed_by=short))
         for weighting in ("none", "times_steps", "norm_per_step"):
-            flags = {"slow_replica": slow, "step_weighting": weighting}
-            variant = columns | {"variant": f"weights {weighting}"}
             # If no replica is slow, all weights are equal.
-            runs.append(training("a_edit", seed, columns=variant, **flags if slowness > 1 else {}))
-    real = {"columns": {"slowness": 2.0, "clock": "real"}, "slow_replica": "3:2.0"}
-    runs.append(timing("edit", **real))
-    return [*runs, training("a_edit", seed, tau_time_s=1.0, virtual_clock=False, **real)]
+            flags = slow | {"step_weighting": weighting} if slowness > 1 else {}
+            variant = f"weights {weighting}"
+            runs.append(training("a_edit", seed, variant=variant, columns=columns, **flags))
+    columns, slow = {"slowness": 2.0, "clock": "real"}, {"slow_replica": "3:2.0"}
+    runs.append(training("edit", seed, columns=columns, timed_by=timing("edit", **slow)))
+    clock = {"tau_time_s": 1.0, "virtual_clock": False}
+    return [*runs, training("a_edit", seed, columns=columns, **clock, **slow)]
 
 
-# Replica 3 is sick for one or three rounds, which end at step 256, one round before the end. Before
-# them EDiT has seen at least 11 healthy rounds.
-FAST, RANDOM = "learning rate x 100", "random tokens"
-SICK = {"none": {}, FAST: {"scale_lr": "3:241:256:100"}, RANDOM: {"random_tokens": "3:209:256"}}
 PARTS = {
     "elimination": "anomaly_elimination", "weights": "weighted_averaging",
     "clip": "pseudo_grad_clipping",
@@ -234,8 +239,7 @@ PARTS = {
 
 @Experiment(
     ("excess", "val_loss"),
-    combine=over("excess", ("method", "seed"), disturbance="none"),
-    panels=[
+    [
         Panel("step_curve", "val_loss_curve", "steps", title=title, where=where, xlim=(192, 272),
               shade=(first, 256))
         for title, where, first in (
@@ -244,43 +248,43 @@ PARTS = {
             (f"EDiT, {FAST}", {"disturbance": FAST, "method": "edit"}, 241),
         )
     ],
+    combine=over("excess", ("method", "seed"), disturbance="none"),
 )  # fmt: skip
 def penalty(seed, quick):
     """What does EDiT's penalty do when a replica is sick?"""
+    # For one or three rounds, which end at step 256, one round before the end. Before them EDiT has
+    # seen at least 11 healthy rounds.
+    first = {"none": 0, FAST: 241} | ({} if quick else {RANDOM: 209})
     length = {"sync_warmup_steps": 32, "max_steps": 272, "eval_interval": 16, "eval_batches": 8}
-    runs = []
-    for sick in ("none", FAST) if quick else SICK:
-        for method in ("diloco", "streaming_diloco", "edit", "streaming_edit"):
-            columns, flags = {"disturbance": sick}, length | SICK[sick]
-            runs.append(training(method, seed, columns=columns, **flags))
+
+    def run(method, disturbance, variant="", **flags):
+        flags = length | flags | sick(disturbance, first[disturbance], 256)
+        columns = {"disturbance": disturbance}
+        return training(method, seed, variant=variant, columns=columns, **flags)
+
+    runs = [run(method, disturbance) for disturbance in first for method in LOCAL]
     for name, part in () if quick else PARTS.items():
         others = [other for other in PARTS.values() if other != part]
-        for variant, off in (f"without {name}", [part]), (f"only {name}", others):
-            columns = {"variant": variant, "disturbance": FAST}
-            flags = length | dict.fromkeys(off, False) | SICK[FAST]
-            runs.append(training("edit", seed, columns=columns, **flags))
+        runs.append(run("edit", FAST, f"without {name}", **{part: False}))
+        runs.append(run("edit", FAST, f"only {name}", **dict.fromkeys(others, False)))
     return runs
 
 
 @Experiment(
     ("excess", "val_loss"),
+    [Panel("step_curve", "val_loss_curve", "steps", title="replica 3: wrong sign",
+           where={"disturbance": LIAR}, xlim=(192, 448), shade=(289, 448))],
     combine=over("excess", ("method", "variant", "seed"), disturbance="none"),
-    panels=[
-        Panel("step_curve", "val_loss_curve", "steps", title="replica 3: wrong sign",
-              where={"disturbance": "wrong sign"}, xlim=(192, 448), shade=(289, 448))
-    ],
 )  # fmt: skip
 def liar(seed, quick):
     """What does a replica cost that sends its progress with the wrong sign?"""
-    first = 49 if quick else 289
-    median = {"aggregate": "median"}  # the default is the Flag Aggregator
-    cases = [("diloco", "", {}), ("edit", "", {}), ("robust", "flag", {})]
-    cases.append(("robust", "median", median))
     runs = []
-    for sick, flags in ("none", {}), ("wrong sign", {"flip": f"3:{first}:448"}):
-        for method, variant, own in cases:
-            columns = {"disturbance": sick, "variant": variant}
-            runs.append(training(method, seed, columns=columns, **own | flags))
+    for disturbance in ("none", LIAR):
+        flags = sick(disturbance, 49 if quick else 289, 448)
+        flags["columns"] = {"disturbance": disturbance}
+        runs += [training(method, seed, **flags) for method in ("diloco", "edit")]
+        runs.append(training("robust", seed, variant="flag", **flags))  # the default
+        runs.append(training("robust", seed, variant="median", aggregate="median", **flags))
     return runs
 
 
@@ -288,38 +292,31 @@ def liar(seed, quick):
 SHORT_FIRST = {4: "2:96", 8: "2:96,4:192", 16: "2:96,4:192,8:384"}
 ONE_BIT = ("zero_one_adam", "one_bit_edit")
 IN_8_BITS = {"sync_warmup_steps": 32, "warmup_format": "int8"}
-
-
-IN_ALL = "sent per rank over slow links, the warm-up included"
-BESIDE_MINIBATCH = {
-    "columns": ("val_loss", "over_minibatch", "sync_bytes", "fewer_bytes"),
-    "combine": beside_minibatch,
-}
+FRONTIER_COLUMNS = ("val_loss", "over_minibatch", "sync_bytes", "fewer_bytes")
 
 
 @Experiment(
-    **BESIDE_MINIBATCH,
-    panels=[
+    FRONTIER_COLUMNS,
+    [
         Panel("sync_bytes", "val_loss", IN_ALL, log=10, frontier=True),
-        Panel("local_bytes", "val_loss", "the same after the warm-up", log=10, frontier=True),
+        Panel("local_bytes", "val_loss", AFTER_WARMUP, log=10, frontier=True),
     ],
+    combine=beside_minibatch,
 )
 def frontier(seed, quick):
     """Which method loses least for its bytes, those of the warm-up included?"""
     runs = [training("minibatch", seed)]
     for warmup in (32,) if quick else (32, 128):
-        own = {"sync_warmup_steps": warmup, "columns": {"variant": f"warm-up {warmup}"}}
+        own = {"sync_warmup_steps": warmup, "variant": f"warm-up {warmup}"}
         for tau in (16,) if quick else (4, 16, 64):
-            few = {"fragments": 2, "delay": 1} if tau == 4 else {}
             for method in METHODS:
                 if method not in ("minibatch", "a_edit", "top_k"):
-                    more = few if method.startswith("streaming") else {}
-                    runs.append(training(method, seed, tau, **own | more))
-        every_step = own["columns"] | {"tau": 1}
-        runs.append(training("top_k", seed, **own | {"columns": every_step}))
+                    few = tau == 4 and method.startswith("streaming")
+                    runs.append(training(method, seed, tau, **own, **SHORT_ROUND if few else {}))
+        runs.append(training("top_k", seed, columns={"tau": 1}, **own))
+    own = IN_8_BITS | {"variant": "short rounds first"}
     for method, (tau, first) in itertools.product(ONE_BIT, SHORT_FIRST.items()):
-        columns = {"variant": "short rounds first"}
-        runs.append(training(method, seed, tau, columns=columns, tau_schedule=first, **IN_8_BITS))
+        runs.append(training(method, seed, tau, tau_schedule=first, **own))
     return runs
 
 
@@ -327,33 +324,30 @@ LONG = {"max_steps": 2000, "sync_warmup_steps": 32, "eval_interval": 250, "log_i
 LONG |= {"checkpoint_interval": 1000, "lr": 0.003}
 GROWING = IN_8_BITS | {"tau": 32, "tau_schedule": "2:96,4:192,8:384,16:768"}
 FEW_BYTES = {"sync_warmup_steps": 12, "tau": 64, "tau_schedule": "2:16,4:32,8:64,16:256,32:512"}
-SICK_ROUND = {  # of replica 3, in the middle of the run: a round of 16 steps
-    "none": {}, FAST: {"scale_lr": "3:993:1008:100"}, RANDOM: {"random_tokens": "3:993:1008"},
-    "wrong sign": {"flip": "3:993:1008"},
-}  # fmt: skip
 
 
 @Experiment(
-    **BESIDE_MINIBATCH,
-    panels=[
-        Panel("sync_bytes", "val_loss", IN_ALL, where={"disturbance": "none"}, log=10,
-              frontier=True)
-    ],
+    FRONTIER_COLUMNS,
+    [Panel("sync_bytes", "val_loss", IN_ALL, where={"disturbance": "none"}, log=10, frontier=True)],
+    combine=beside_minibatch,
 )  # fmt: skip
 def frontier_long(seed, quick):
     """And in 2,000 steps, also with a sick replica?"""
-    long, first = {} if quick else LONG, seed == 1 and not quick
+    long, runs = {} if quick else LONG, []
 
-    def run(method, disturbance="none", variant="", **flags):
-        flags = long | {"tau": 16} | flags | SICK_ROUND[disturbance]
-        columns = {"disturbance": disturbance, "variant": variant, "tau": flags["tau"]}
-        return training(method, seed, columns=columns, **flags)
+    def run(method, disturbance="none", **flags):  # sick: for a round of 16 steps
+        flags = long | flags | sick(disturbance, 993, 1008)
+        runs.append(training(method, seed, columns={"disturbance": disturbance}, **flags))
 
-    runs = [training("minibatch", seed, columns={"disturbance": "none"}, **long)]
-    for name in SICK_ROUND if first else ["none"]:
-        runs += [run("edit", name), *(run(method, name, **GROWING) for method in ONE_BIT)]
-    runs += [run(method, variant="few bytes", **GROWING | FEW_BYTES) for method in ONE_BIT]
-    return [*runs, run("streaming_diloco")]
+    run("minibatch")
+    for disturbance in ("none", FAST, RANDOM, LIAR) if seed == 1 and not quick else ("none",):
+        run("edit", disturbance)
+        for method in ONE_BIT:
+            run(method, disturbance, **GROWING)
+    for method in ONE_BIT:
+        run(method, variant="few bytes", **GROWING | FEW_BYTES)
+    run("streaming_diloco")
+    return runs
 
 
 def merged_and_ensemble(run) -> list:
@@ -366,10 +360,7 @@ def merged_and_ensemble(run) -> list:
     return [row | {"variant": "merged once"}, *more]
 
 
-@Experiment(
-    ("val_loss", "over_minibatch"),
-    combine=over("over_minibatch", method="minibatch"), rows_of=merged_and_ensemble,
-)  # fmt: skip
+@Experiment(("val_loss", "over_minibatch"), combine=OVER_MINIBATCH, rows_of=merged_and_ensemble)
 def merge(seed, quick):
     """Train apart and merge once: a merge of weights beside the ensemble of the models."""
     apart = training("post_local_sgd", seed, 10**9, columns={"tau": None})
@@ -377,10 +368,7 @@ def merge(seed, quick):
     return [training("minibatch", seed), apart, training("post_local_sgd", seed)]
 
 
-@Experiment(
-    ("val_loss", "over_one"),
-    combine=over("over_one", variant="1 replica"),
-)
+@Experiment(("val_loss", "over_one"), combine=over("over_one", variant="1 replica"))
 def elastic(seed, quick):
     """May the number of replicas change during the training?"""
     first = BASE["sync_warmup_steps"] + BASE["checkpoint_interval"]
@@ -390,20 +378,17 @@ def elastic(seed, quick):
         "1, 2, 4 replicas": ((1, first), (2, second), (4, None)),
         "4, 2, 1 replicas": ((4, first), (2, second), (1, None)),
     }  # fmt: skip
-    return [
-        training("edit", seed, stages=stages, columns={"variant": name})
-        for name, stages in meshes.items()
-    ]
+    return [training("edit", seed, variant=name, stages=meshes[name]) for name in meshes]
 
 
 @Experiment(
     tuple(planner.LEVELS),
-    combine=lambda rows: planner.rows(), summary=planner.needed,
-    panels=[
+    [
         Panel("gbit_per_s", "utilization", "Gbit/s between replicas", "compute utilization",
               f"{model[:-1]} billion parameters", {"model": model}, log=10, xlim=(0.3, 1000))
         for model in planner.MODELS
     ],
+    combine=lambda rows: planner.rows(), summary=planner.needed,
 )  # fmt: skip
 def scale(seed, quick):
     """On paper: how many Gbit/s between replicas does each compute utilization need?"""

@@ -27,8 +27,7 @@ class Apart(PostLocalSGD):
     def sync(self):
         state = {}
         for l, (layout, master) in enumerate(zip(self.model.layouts, self.model.masters)):
-            named = layout.cut(master).items()
-            state |= {f"layers.{l}.{name}": value.clone() for name, value in named}
+            state |= {f"layers.{l}.{name}": x for name, x in layout.cut(master).items()}
         torch.save(state, Path(self.config.out_dir, f"replica-{self.mesh.replica}.pt"))
         super().sync()
 
@@ -36,18 +35,17 @@ class Apart(PostLocalSGD):
 @torch.no_grad()
 def judge(folder, eval_batches: int = 16, data_path: str | None = None) -> dict:
     """Validation losses, as train.py's: of the ensemble, and the mean of the models' own."""
-    source, corpus, models = open_model(str(Path(folder, "model.pt"))), data.load(data_path, 0), []
+    config, models = open_model(str(Path(folder, "model.pt"))).config, []
     for path in sorted(Path(folder).glob("replica-*.pt")):
-        models.append(Llama(source.config))
+        models.append(Llama(config))
         models[-1].load_state_dict(torch.load(path, weights_only=True))
-    own, together, tokens = torch.zeros(len(models)), 0.0, 0
-    block_size = source.config.block_size
-    for x, y, _ in data.validation_batches(corpus, eval_batches, 0, 1, 16, block_size):
+    M, own, together, tokens = len(models), 0.0, 0.0, 0
+    corpus = data.load(data_path, 0)
+    for x, y, _ in data.validation_batches(corpus, eval_batches, 0, 1, 16, config.block_size):
         logits = torch.stack([model(x) for model in models])  # (M, B, T, V)
-        targets = y.expand(len(models), *y.shape)[..., None]
-        logs = torch.log_softmax(logits, dim=-1).gather(3, targets)
-        own += -logs.sum(dim=(1, 2, 3))
-        together -= (logs.logsumexp(dim=0) - torch.tensor(float(len(models))).log()).sum().item()
+        logs = torch.log_softmax(logits, dim=-1).gather(3, y.expand(M, *y.shape)[..., None])
+        own = own - logs.sum(dim=(1, 2, 3))  # (M)
+        together -= (logs.logsumexp(dim=0) - torch.tensor(float(M)).log()).sum().item()
         tokens += y.numel()
     return {"ensemble": together / tokens, "alone": (own / tokens).mean().item()}
 

@@ -1,8 +1,5 @@
 """Compute utilization of every method, on paper: a simulated timeline of steps, layers and a link.
 
-    utilization(SCHEDULES["edit"], MODELS["10b"], 5.0)  # compute time / wall time at 5 Gbit/s
-    needed(rows())                      # the table: Gbit/s between the replicas for 50% to 99%
-
     compute               |forward 0 1 2|backward 2  1  0 |           |forward 0 1 2| ...
     link, mini-batch                              | 2 | 1 | 0 |         # forward waits for all
     link, EDiT                                            | 0 | 1 | 2 | # layer l waits for layer l
@@ -23,20 +20,14 @@ compares it with table 4 of that paper.
 """
 
 import itertools
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from dataclasses import dataclass
 
 H = 100  # inner steps per round
 LEVELS = {"50%": 0.5, "80%": 0.8, "90%": 0.9, "95%": 0.95, "99%": 0.99}
 
 
-@dataclass
-class Model:
-    parameters: float
-    layers: int
-    step_s: float  # seconds of pure compute
-
-
+Model = namedtuple("Model", "parameters layers step_s")  # step_s: seconds of pure compute
 MODELS = {"1b": Model(1e9, 24, 0.1), "10b": Model(1e10, 48, 0.8), "100b": Model(1e11, 108, 4.9)}
 
 
@@ -86,21 +77,22 @@ def utilization(plan: Schedule, model: Model, gbit_per_s: float) -> float:
 def rows(schedules: dict = SCHEDULES) -> list:
     """lab/results/scale.json: every model and method at 0.1 to 1000 Gbit/s, rising."""
     links = [round(10 ** (-1 + 4 * k / 49), 3) for k in range(50)]  # the paper's: of ratio 1.207
-    found = []
-    for name, method, gbit in itertools.product(MODELS, schedules, links):
-        used = round(utilization(schedules[method], MODELS[name], gbit), 4)
-        found.append({"model": name, "method": method, "gbit_per_s": gbit, "utilization": used})
-    return found
+    return [
+        {"model": name, "method": method, "gbit_per_s": gbit,
+         "utilization": round(utilization(schedules[method], MODELS[name], gbit), 4)}
+        for name, method, gbit in itertools.product(MODELS, schedules, links)
+    ]  # fmt: skip
 
 
 def needed(rows: list) -> list:
     """Rows of the table: the lowest rate, Gbit/s, that reaches each level, for every model and
     method; of methods with equal rates only the first."""
-    found, different = defaultdict(dict), {}
+    found = defaultdict(dict)
     for row in rows:
         for name, level in LEVELS.items():
             if row["utilization"] >= level:
                 found[row["model"], row["method"]].setdefault(name, row["gbit_per_s"])
+    different = {}
     for (model, method), rates in found.items():
         row = {"model": model, "method": method} | rates
         different.setdefault((model, *rates.values()), row)

@@ -5,10 +5,9 @@
     print(table(rows, ("val_loss", "local_bytes")))                     # Markdown
 
 A row is a dict with the columns of a run (method, tau, seed ...), its results and its command
-lines. times_and_losses() and over() compute the rows of an experiment from those of its runs.
+lines. over() turns the rows of runs into those of an experiment.
 """
 
-import itertools
 import json
 import statistics
 from collections import defaultdict
@@ -27,7 +26,7 @@ METHODS = {  # in the order of all tables and figures: name, color, marker, line
     "streaming_diloco": ("Streaming DiLoCo", "#d55e00", "D", "--"),
     "edit": ("EDiT", "#0072b2", "o", "-"),
     "streaming_edit": ("Streaming EDiT", "#0072b2", "D", "--"),
-    "a_edit": ("A-EDiT", "#009e73", "P", "-"),
+    "a_edit": ("A-EDiT", "#009e73", "o", "-"),
     "zero_one_adam": ("0/1 Adam", "#7570b3", "*", "-"),
     "one_bit_edit": ("one-bit EDiT", "#0072b2", "*", "-"),
     "sparse_loco": ("SparseLoCo", "#66a61e", "X", "-"),
@@ -41,8 +40,6 @@ CASE = (  # what distinguishes the rows, the seed apart
     "method", "replica", "variant", "setting", "tau", "slowness", "clock", "disturbance",
     "link_mbps", "model", "gbit_per_s",
 )  # fmt: skip
-
-
 CURVES = ("step", "tokens", "train_s", "sync_bytes", "val_loss")  # columns of the eval rows
 
 
@@ -64,46 +61,31 @@ def read_run(folder) -> dict:
         raise UserError(f"{path} is not the record of a run ({error})") from None
 
 
+def after_warmup(record: dict, warmup: int) -> dict:
+    """Lists like the record's, less what the first `warmup` steps have sent and taken. Without an
+    evaluation at their end: less as many bytes per step as the first one has sent."""
+    names, first = ("sync_bytes", "tokens", "train_s"), record["steps"][0]
+    totals = dict(zip(record["step"], zip(*(record[name] for name in names))))
+    began = totals.get(warmup, (warmup * first["sync_bytes"] // first["step"], 0, 0.0))
+    return {name: [max(0, x - x0) for x in record[name]] for name, x0 in zip(names, began)}
+
+
 def in_order(rows: list) -> list:
     """Rows in the order of METHODS, and then the reader's own methods."""
     order = [*METHODS, *(row["method"] for row in rows)]
     return sorted(rows, key=lambda row: order.index(row["method"]))
 
 
-def times_and_losses(rows):
-    """A slow link changes no loss, and a slow replica none if all replicas take the same steps. So
-    the losses come from full runs (with a seed), and the time of a step from short ones (without a
-    seed: see timing() in __main__.py)."""
-    full = [row for row in rows if row["seed"] is not None]
-    timings = [row for row in rows if row["seed"] is None]
-    timed = {timing["method"] for timing in timings}
-    result = [row for row in full if row["method"] not in timed]
-    for row, timing in itertools.product(full, timings):
-        if row["method"] == timing["method"]:
-            case = {name: timing[name] for name in CASE if name in timing}
-            step_s = statistics.median(timing["step_ms_curve"]) / 1e3
-            seconds = [(k - row["warmup_steps"]) * step_s for k in row["step_curve"]]
-            speed = row["tokens_curve"][-1] / row["step_curve"][-1] / step_s
-            row = row | case | {"tokens_per_s": speed, "step_ms": 1e3 * step_s}
-            row |= {"seconds_curve": seconds, "local_s": seconds[-1]}
-            result.append(row | {"command": row["command"] + "\n" + timing["command"]})
-    return result
-
-
 def over(name, same=("seed",), **baseline):
-    """A function that adds to each row how much higher its losses are than those of its base: the
-    row with the columns `baseline` and the same values in `same`."""
+    """A function that adds to each row how much higher its loss is than that of its base: the row
+    with the columns `baseline` and the same values in `same`."""
+
+    def base(row, rows):
+        wanted = baseline | {column: row[column] for column in same}
+        return next(other for other in rows if wanted.items() <= other.items())
 
     def combine(rows):
-        key = lambda row: [row[column] for column in same]
-        relative = lambda loss, base: loss / base - 1
-        result = []
-        for row in rows:
-            base = next(r for r in rows if baseline.items() <= r.items() and key(r) == key(row))
-            curve = list(map(relative, *(r.get("val_loss_curve", ()) for r in (row, base))))
-            added = {name: relative(row["val_loss"], base["val_loss"]), f"{name}_curve": curve}
-            result.append(row | added)
-        return result
+        return [row | {name: row["val_loss"] / base(row, rows)["val_loss"] - 1} for row in rows]
 
     return combine
 

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.plot import draw
-from lab.rows import CASE, CURVES, read_run, table
+from lab.rows import CASE, CURVES, after_warmup, read_run, table
 from plumbing.checkpoint import list_checkpoints
 from plumbing.config import STOPS, Parser, UserError, check_limits
 
@@ -49,6 +50,7 @@ class Run:
     flags: dict
     stages: tuple
     program: str = "train.py"
+    timed_by: object = None  # a short Run that gives the time of a step
 
     @property
     def folder(self) -> Path:
@@ -61,13 +63,14 @@ class Run:
         flags |= {"resume": "auto", "out_dir": os.path.relpath(self.folder, HERE)}
         words = [f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node {ranks} {self.program}"]
         for name, value in flags.items():
-            switch = {True: f"--{name}", False: f"--no-{name}"}
-            words.append(switch[value] if isinstance(value, bool) else f"--{name} {value}")
+            switch = f"--{name}" if value else f"--no-{name}"
+            words.append(switch if isinstance(value, bool) else f"--{name} {value}")
         return " ".join(words) + (f"    # until step {stop}" if stop else "")
 
     def commands(self) -> str:
-        """The command lines of all stages."""
-        return "\n".join(self.command(*stage) for stage in self.stages)
+        """The command lines of all stages, and of the run that times it."""
+        lines = [self.command(*stage) for stage in self.stages]
+        return "\n".join(lines + ([self.timed_by.commands()] if self.timed_by else []))
 
     def made(self, row: dict) -> bool:
         return self.columns.items() <= row.items() and row.get("command") == self.commands()
@@ -75,8 +78,7 @@ class Run:
     def minutes(self) -> float:
         """Roughly, on 2 cores: 9 s for each start of torchrun, 3 s for evaluations, and 57 ms per
         step of 4 sequences per rank. A slow link is not counted."""
-        sequences = self.flags.get("batch_size", 4)
-        step_s = 0.025 + 0.008 * sequences
+        step_s = 0.025 + 0.008 * self.flags.get("batch_size", 4)
         return (9 * len(self.stages) + 3 + self.flags["max_steps"] * step_s) / 60
 
     def finished(self) -> bool:
@@ -89,19 +91,21 @@ class Run:
         """columns, results, the lists of the evaluations as *_curve, the command lines."""
         record, warmup = read_run(self.folder), self.flags["sync_warmup_steps"]
         row = self.columns | {name: record[name][-1] for name in ("val_loss", "sync_bytes")}
-        row["warmup_steps"] = warmup
-        totals = zip(record["sync_bytes"], record["tokens"], record["train_s"])
-        totals = dict(zip(record["step"], totals))
-        # Subtract the warm-up. Without an evaluation at its end: as many bytes as the first step's
-        # in each of its steps.
-        began = totals.get(warmup, (warmup * record["steps"][0]["sync_bytes"], 0, 0.0))
-        end = totals[record["step"][-1]]
-        row["local_bytes"], tokens, seconds = (b - a for a, b in zip(began, end))
-        row["tokens_per_s"] = tokens / seconds
+        after = {name: curve[-1] for name, curve in after_warmup(record, warmup).items()}
+        row |= {"warmup_steps": warmup, "local_bytes": after["sync_bytes"]}
+        row["tokens_per_s"] = after["tokens"] / after["train_s"]
         row |= {f"{name}_curve": record[name] for name in CURVES}
-        # Milliseconds per step between the rows of the record; the first step is slower.
-        row["step_ms_curve"] = [step["step_ms"] for step in record["steps"][2:]]
+        if self.timed_by:
+            step_s = self.timed_by.step_s()
+            seconds = [(k - warmup) * step_s for k in record["step"]]
+            row |= {"step_ms": 1e3 * step_s, "seconds_curve": seconds, "local_s": seconds[-1]}
+            row["tokens_per_s"] = record["tokens"][-1] / record["step"][-1] / step_s
         return row | {"command": self.commands()}
+
+    def step_s(self) -> float:
+        """The median between the rows of the record; the first step is slower."""
+        steps = read_run(self.folder)["steps"]
+        return statistics.median(step["step_ms"] for step in steps[2:]) / 1e3
 
     def execute(self):
         """Train, or go on where an earlier start was interrupted. Then keep no checkpoint."""
@@ -121,9 +125,8 @@ class Run:
         _, _, *words = self.command(ranks).split()
         output, environment = self.folder / "output.txt", os.environ | {"OMP_NUM_THREADS": "1"}
         with open(output, "a") as file:
-            torchrun = subprocess.Popen(
-                TORCHRUN + words, cwd=HERE, env=environment, stdout=file, stderr=file
-            )
+            streams = {"stdout": file, "stderr": file}
+            torchrun = subprocess.Popen(TORCHRUN + words, cwd=HERE, env=environment, **streams)
         try:
             while torchrun.poll() is None and not (stop and self.reached(stop)):
                 time.sleep(0.1)
@@ -134,10 +137,16 @@ class Run:
             raise UserError(f"a run failed, see {output}: {self.command(ranks)}")
 
 
+def different(runs: list) -> list:
+    """The runs, each once, and before them those that time them."""
+    timings = [run.timed_by for run in runs if run.timed_by]
+    return list({run.folder: run for run in timings + runs}.values())
+
+
 def execute_all(runs: list):
     """Execute the runs that have not finished."""
-    todo = list({run.folder: run for run in runs if not run.finished()}.values())
-    print(f"{len(runs)} runs, {len(todo)} to do", flush=True)
+    todo = [run for run in different(runs) if not run.finished()]
+    print(f"{len(different(runs))} runs, {len(todo)} to do", flush=True)
     for done, run in enumerate(todo, 1):
         run.execute()
         row = run.row()
@@ -173,8 +182,9 @@ class Experiment:
 def run_experiment(name: str, seeds: list, quick: bool, add: bool = False):
     """add: do not repeat the runs that the JSON file has rows of."""
     experiment, folder = EXPERIMENTS[name], RUNS / "quick" if quick else RESULTS
+    result, picture = folder / f"{name}.json", folder / f"{name}.svg"
     runs = experiment.all_runs(seeds, quick)
-    old = json.loads((folder / f"{name}.json").read_text()) if add else []
+    old = json.loads(result.read_text()) if add else []
     known = {run.folder: [row for row in old if run.made(row)] for run in runs}
     execute_all([run for run in runs if not known[run.folder]])
     drawn = {column for panel in experiment.panels for column in (panel.x, panel.y)}
@@ -183,14 +193,13 @@ def run_experiment(name: str, seeds: list, quick: bool, add: bool = False):
     rows = [kept(row) for row in experiment.combine(rows)]
     folder.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)
-    (folder / f"{name}.json").write_text(f"[\n{lines}\n]\n")
+    result.write_text(f"[\n{lines}\n]\n")
     print(table(experiment.summary(rows), experiment.columns))
-    print(f"results {folder / name}.json", flush=True)
-    picture = folder / f"{name}.svg"
+    print(f"results {result}", flush=True)
     if experiment.panels:
         draw(rows, experiment.panels, picture)
     elif experiment.picture:
-        experiment.picture(json.loads((folder / f"{name}.json").read_text()), picture)
+        experiment.picture(json.loads(result.read_text()), picture)
 
 
 def main():
@@ -213,6 +222,6 @@ def main():
         except KeyboardInterrupt:
             raise UserError("interrupted; the same command goes on from here") from None
     for name, experiment in EXPERIMENTS.items():
-        runs = {run.folder: run for run in experiment.all_runs(args.seeds, args.quick)}
-        minutes = sum(run.minutes() for run in runs.values())
+        runs = different(experiment.all_runs(args.seeds, args.quick))
+        minutes = sum(run.minutes() for run in runs)
         print(f"{name:11} {experiment.question} {minutes:.0f} minutes")

@@ -63,8 +63,6 @@ def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path, monkeyp
     assert [row["world_size"] for row in resumed] == [1, 2] and 40 <= resumed[1]["step"] < 150
     assert [row["step"] for row in events if row["event"] == "step"] == [1, *range(2, 301, 2)]
     assert list_checkpoints(run.folder) == []
-    times = [row["step_ms"] for row in events if row["event"] == "step"]
-    assert run.row()["step_ms_curve"] == times[2:]  # without the first, slow step
     (row,) = json.loads((tmp_path / "small.json").read_text())
     assert row["seed"] == 1 and row["val_loss"] == events[-1]["val_loss"]
     assert [line.split("#")[1:] for line in row["command"].splitlines()] == [[" until step 40"], []]
@@ -96,8 +94,9 @@ def test_stopped_or_failed_run_ends_the_experiment_with_one_line(tmp_path):
 def test_runs_that_do_not_depend_on_the_seed_are_made_once():
     of = lambda name, *seeds: runs.EXPERIMENTS[name].all_runs(seeds, False)
     assert of("tune", 1, 2, 3) == of("tune", 1) and len(of("tune", 1)) == 45
-    seeds = [run.columns["seed"] for run in of("link", 1, 2)]
+    seeds = [run.columns["seed"] for run in runs.different(of("link", 1, 2))]
     assert [seeds.count(seed) for seed in (1, 2, None)] == [9, 9, 18]
+    assert seeds[:18] == [None] * 18  # a row needs the run that times it
 
 
 def test_quick_has_short_runs_of_one_seed(monkeypatch):
@@ -115,17 +114,15 @@ def test_figure_and_table_say_what_the_json_says(path):
     found, experiment = json.loads(path.read_text()), runs.EXPERIMENTS[path.stem]
     made_by = {line for row in found for line in row.get("command", "").splitlines()}
     made = experiment.all_runs([1, 2, 3], False)
-    assert made_by == {run.command(*stage) for run in made for stage in run.stages}
+    assert made_by == {line for run in made for line in run.commands().splitlines()}
     printed = rows.table(experiment.summary(found), experiment.columns)
     assert printed in (ROOT / "RESULTS.md").read_text()
+    svg = path.with_suffix(".svg").read_text() if experiment.picture or experiment.panels else ""
     if experiment.picture:
-        assert timeline.checksum(found) in path.with_suffix(".svg").read_text()
+        assert plot.checksum([row["spans"] for row in found]) in svg
     panels_lines = [plot.lines_of(found, panel) for panel in experiment.panels]
-    if panels_lines:  # the committed picture
-        svg = path.with_suffix(".svg").read_text()
+    if panels_lines:
         labels = [style["label"] for style in plot.styles_of(panels_lines).values()]
-        if experiment.panels[0].direct or experiment.panels[0].frontier:  # more than the names
-            labels = ["mini-batch", "NoLoCo 16"] if path.stem == "quality" else ["mini-batch"]
         assert plot.checksum(panels_lines) in svg and all(f">{label}<" in svg for label in labels)
 
 
@@ -140,9 +137,11 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
     show = lambda *args, **style: shown.append((style.get("label"), *args))
     axes = SimpleNamespace(plot=show, vlines=show, set=lambda **_: 0, grid=lambda **_: 0)
     plot.draw_panel(axes, panel, lines, plot.styles_of([lines]))
-    assert shown == [
-        ("EDiT", (4.0, 16.0), (1.25, 3.0)), (None, (4.0, 16.0), (1.0, 2.0), (1.5, 4.0)),
-    ]  # fmt: skip
+    spread = (None, (4.0, 16.0), (1.0, 2.0), (1.5, 4.0))
+    assert shown == [("EDiT", (4.0, 16.0), (1.25, 3.0)), spread]
+    equal = {("edit", ""): [1], ("edit", "x"): [2], ("a_edit", ""): [1], ("edit", "y"): [2]}
+    labels = [style["label"] for style in plot.styles_of([equal]).values()]
+    assert labels == ["EDiT = A-EDiT", "EDiT, x = y"]
     assert plot.lines_of(found, plot.Panel("x", "val_loss", "", xlim=(5, 9))) == {}
     assert plot.lines_of(found, plot.Panel("x", "val_loss", "", where={"tau": 5})) == {}
     curves = [row | {"x": [1, 2], "val_loss": [row["seed"], 2.0]} for row in found[1::2]]
@@ -154,31 +153,28 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
     ]  # fmt: skip
 
 
-def test_short_runs_give_the_times_and_full_runs_the_losses():
-    full = dict(method="edit", variant="", tau=16, seed=1, val_loss=2.0, command="full")
-    full |= dict(warmup_steps=100, step_curve=[100, 420], tokens_curve=[100 * 2048, 420 * 2048])
-    short = full | dict(seed=None, val_loss=9.0, link_mbps=10, command="short")
-    short["step_ms_curve"] = [100, 200, 900]
-    other = full | {"method": "a_edit"}  # has no short run
-    joined = dict(link_mbps=10, step_ms=200, tokens_per_s=10240, seconds_curve=[0, 64], local_s=64)
-    expected = [other, full | joined | {"command": "full\nshort"}]
-    assert rows.times_and_losses([full, short, other]) == expected
+def test_short_runs_give_the_times_and_full_runs_the_losses(monkeypatch):
+    curves = dict(step=[100, 420], tokens=[204800, 860160], train_s=[1, 9], sync_bytes=[7, 9])
+    steps = [dict(step=1, step_ms=ms, sync_bytes=1) for ms in (9000, 900, 100, 200, 900)]
+    monkeypatch.setattr(runs, "read_run", lambda folder: curves | dict(val_loss=[3, 2], steps=steps))
+    short = runs.Run({}, dict(method="edit"), ((4, None),))
+    full = lambda **more: runs.Run({}, dict(method="edit", sync_warmup_steps=100), ((4, None),), **more)
+    row, alone = full(timed_by=short).row(), full().row()
+    expected = dict(step_ms=200, tokens_per_s=10240, seconds_curve=[0, 64], local_s=64)
+    command = alone["command"] + "\n" + short.commands()
+    assert row == alone | expected | dict(command=command) and alone["tokens_per_s"] == 655360 / 8
 
 
 def test_losses_over_those_of_the_base():
     losses = {("diloco", 1): 2.0, ("edit", 1): 3.0, ("diloco", 2): 4.0, ("edit", 2): 5.0}
-    found = [
-        dict(method=method, seed=seed, val_loss=loss, val_loss_curve=[8.0, loss])
-        for (method, seed), loss in losses.items()
-    ]
+    found = [dict(method=m, seed=seed, val_loss=loss) for (m, seed), loss in losses.items()]
     found = rows.over("more", method="diloco")(found)
-    assert [row["more_curve"] for row in found] == [[0, 0], [0, 0.5], [0, 0], [0, 0.25]]
     assert [row["more"] for row in found] == [0, 0.5, 0, 0.25]
 
 
 def test_bytes_after_a_warmup_with_and_without_an_evaluation_at_its_end(monkeypatch):
     record = dict(step=[4, 8], sync_bytes=[30, 62], tokens=[4, 8], train_s=[1.0, 2.0])
-    record |= dict(val_loss=[2.0, 1.0], steps=[{"sync_bytes": 7, "step_ms": 1.0}])
+    record |= dict(val_loss=[2.0, 1.0], steps=[{"step": 1, "sync_bytes": 7}])
     monkeypatch.setattr(runs, "read_run", lambda folder: record)
     for warmup, expected in (0, 62), (2, 62 - 14), (4, 62 - 30):
         run = runs.Run({}, {"method": "edit", "sync_warmup_steps": warmup}, ())
@@ -221,8 +217,9 @@ def test_plot_draws_records_of_runs(monkeypatch, tmp_path):
     ((found, panels),) = seen  # seeds are one line: the mean, the lowest, the highest
     assert plot.lines_of(found, panels[1])["edit", "tau 8"] == [(0.5, 0.5, 0, 1)]
     assert [row["local_bytes"] for row in found] == [[0], [0], [0], [1]]  # 2 in the warm-up
-    wrong = {config: "c: the run has no evaluation yet", '{"event": "config"}': "not the record"}
-    wrong |= {text.replace('"val_loss": 3', '"val_loss": null'): "c: a validation loss .* finite"}
+    message = "c: the run has no evaluation yet, or one that is not finite"
+    wrong = {config: message, '{"event": "config"}': "not the record"}
+    wrong[text.replace('"val_loss": 3', '"val_loss": null')] = message
     for record, message in wrong.items():
         (tmp_path / "c" / "metrics.jsonl").write_text(record)
         with pytest.raises(UserError, match=message):
@@ -279,7 +276,8 @@ def test_timeline_of_a_run_is_drawn(tmp_path, corpus_folder, monkeypatch):
     out = str(tmp_path / "x.svg")
     monkeypatch.setattr(sys, "argv", ["plot.py", "--timeline", *map(str, (tmp_path, tmp_path / "fast")), "--out", out])
     plot.main()
-    assert ">DiLoCo<" in Path(out).read_text() and timeline.checksum(rows_) in Path(out).read_text()
+    svg = Path(out).read_text()
+    assert ">DiLoCo, replica 3<" in svg and plot.checksum([row["spans"] for row in rows_]) in svg
 
 
 def keep_apart(method, model, mesh):
