@@ -21,10 +21,10 @@ from functools import partial
 
 from lab import merge as merge_module
 from lab import planner
-from lab.plot import Panel, draw_timeline
+from lab import timeline as timeline_module
+from lab.plot import Panel
 from lab.rows import LATER, METHODS, beside_minibatch, over
 from lab.runs import BASE, RESULTS, Experiment, Run, main
-from lab.timeline import read_timeline
 from plumbing.config import run_command
 
 TUNING_SEED = 7
@@ -148,7 +148,7 @@ def longer(seed, quick):
     return [*runs, training("edit", seed, **flags, **MOMENTS)]
 
 
-@Experiment(("val_loss", "local_bytes"), [Panel("tau", "val_loss", "steps per round", log=2)])
+@Experiment(("val_loss", "local_bytes"), [Panel("tau", "val_loss", "tau, steps per round", log=2)])
 def tau(seed, quick):
     """How long may a round be?"""
     return [
@@ -180,13 +180,13 @@ def link(seed, quick):
 def replicas_of(run) -> list:
     """A row per replica."""
     own = {"folder": run.folder.name, "command": run.commands()}
-    return [run.columns | row | own for row in read_timeline(run.folder)]
+    return [run.columns | row | own for row in timeline_module.read_timeline(run.folder)]
 
 
 TITLE = "Lost time: two replicas on a slow link, replica 1 half as fast"
 
 
-@Experiment(("computing",), rows_of=replicas_of, picture=partial(draw_timeline, title=TITLE))
+@Experiment(("computing",), rows_of=replicas_of, picture=partial(timeline_module.draw, title=TITLE))
 def timeline(seed, quick):
     """When does each replica compute, and when does it wait?"""
     flags = {"link_mbps": 60, "slow_replica": "1:2", "batch_size": 16, "dtype": "fp32"}
@@ -208,8 +208,8 @@ VIRTUAL = {"clock": "virtual"}
     ("tokens_per_s", "val_loss"),
     [
         Panel("slowness", "tokens_per_s", "slowness of a replica", "tokens per virtual second",
-              "methods in lockstep are one line", VIRTUAL),
-        Panel("slowness", "val_loss", "slowness of a replica", where=VIRTUAL),
+              where=VIRTUAL, direct=True),
+        Panel("slowness", "val_loss", "slowness of a replica", where=VIRTUAL, direct=True),
     ],
 )  # fmt: skip
 def stragglers(seed, quick):

@@ -1,43 +1,31 @@
-"""Pictures. Curves of runs side by side: loss over tokens, seconds, and bytes on the slow links.
+"""Curves of runs side by side: validation loss over tokens, seconds, and bytes on the slow links.
 
     python -m lab.plot out/edit out/diloco --out curves.svg
 
-The experiments draw with draw(), too, so a method has the same color and marker in all pictures.
-Runs that differ only in their seed are one line: the mean, with vertical lines from the lowest to
-the highest. Most colors are Okabe and Ito's, safe for color-blind readers; lines and markers
-differ, too. The text is gray, readable on a light and on a dark page. Needs matplotlib, which
-nothing else here does.
+The experiments draw their figures with draw(), too, so a method has the same color, marker and
+place in all of them. Runs that differ only in their seed are one line: the mean, with vertical
+lines from the lowest to the highest. Most colors are Okabe and Ito's, safe for color-blind readers;
+lines and markers differ, too. The text is gray, readable on a light and on a dark page. Needs
+matplotlib, which nothing else here does.
 """
 
+import itertools
 import math
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean
 
-from lab.rows import GRAY, METHODS, after_warmup, in_order, read_run
-from lab.timeline import read_timeline
-from plumbing.config import NOT_RESUMED, Parser, UserError, optional, run_command
+from lab import timeline
+from lab.rows import GRAY, METHODS, in_order, read_run
+from plumbing.config import NOT_RESUMED, Parser, UserError, run_command
 
 # These may differ between the runs of a line.
 SAME_LINE = NOT_RESUMED | {"seed", "mesh", "micro_steps", "micro_batch", "n_params"}
 SAME_LINE |= {"corpus_hash", "torch", "device_name"}
-VARIANTS = (  # fill of the marker, line
-    ("none", ":"), ("left", "-."), ("top", "--"), ("right", (0, (1, 3))),
-    ("bottom", (0, (5, 1, 1, 1))),
+VARIANTS = (
+    ("o", ":"), ("s", "-."), ("^", (0, (1, 3))), ("v", (0, (5, 1, 1, 1))), ("D", "--"), ("X", "-"),
 )  # fmt: skip
-SPANS = {  # name in a timeline -> color, or two in turns, so that steps can be told apart; label
-    "step": (("#0072b2", "#5aa9d6"), "computes"),
-    "wait for link": ("#e69f00", "waits for the link"),
-    "wait for others": ("#d7d7d7", "waits for the other replica"),
-    "link": ("#444444", "its link is busy"),
-}
-STYLE = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), GRAY)
-STYLE |= {"xtick.color": GRAY, "ytick.color": GRAY, "font.size": 9, "svg.fonttype": "none"}
-STYLE |= {"svg.hashsalt": "", "axes.spines.top": False, "axes.spines.right": False}
-STYLE |= {"font.sans-serif": ["DejaVu Sans"], "legend.frameon": False}
-STYLE |= {"lines.linewidth": 1.4, "lines.markersize": 5.5}
 
 
 @dataclass
@@ -53,44 +41,53 @@ class Panel:
     log: int = 0  # the base, if the x axis is logarithmic; its ticks are the powers
     xlim: tuple = (-math.inf, math.inf)  # draw only these points
     shade: tuple = ()  # (first, last) x of a disturbance
-    frontier: bool = False  # points with tau beside them, and a line through the best
+    direct: bool = False  # names at the ends of the lines, in place of a legend
+    frontier: bool = False  # points without lines, with their names and the line of the best
 
 
 def lines_of(rows: list, panel: Panel) -> dict:
     """(method, variant) -> points (mean x, mean y, lowest y, highest y), in the order of METHODS
     and of x. Rows with the same x, and the k-th points of curves, are seeds."""
-    lines = defaultdict(lambda: defaultdict(list))
+    lines = {}
     for row in in_order(rows):
         if panel.where.items() <= row.items():
-            x, y = row[panel.x], row[panel.y]
-            points = enumerate(zip(x, y)) if isinstance(x, list) else [(x, (x, y))]
-            for key, (x, y) in points:
+            points = lines.setdefault((row["method"], row.get("variant")), defaultdict(list))
+            xs, ys = row[panel.x], row[panel.y]
+            curve = zip(xs, ys) if isinstance(xs, list) else [(xs, ys)]
+            for k, (x, y) in enumerate(curve):
                 if panel.xlim[0] <= x <= panel.xlim[1]:
-                    lines[row["method"], row.get("variant")][key].append((x, y))
+                    points[k if isinstance(xs, list) else x].append((x, y))
+    mean = lambda values: sum(values) / len(values) if len(set(values)) > 1 else values[0]
+    found = {}
     for label, points in lines.items():
-        seeds = [zip(*points[key]) for key in sorted(points)]
-        lines[label] = [(mean(xs), mean(ys), min(ys), max(ys)) for xs, ys in seeds]
-    return dict(lines)
+        columns = [list(zip(*seeds)) for _, seeds in sorted(points.items())]
+        found[label] = [(mean(xs), sum(ys) / len(ys), min(ys), max(ys)) for xs, ys in columns]
+    return {label: line for label, line in found.items() if line}
+
+
+def checksum(panels_lines: list) -> str:
+    """Of all points, a line in the SVG: it shows whether a picture belongs to its rows."""
+    return f"crc32 of its points: {zlib.crc32(repr(panels_lines).encode())}"
 
 
 def styles_of(panels_lines: list) -> dict:
-    """(method, variant) -> its style. A variant has its method's color and marker, another fill and
-    another line. Lines that are equal in all panels would hide each other: only the first of them
+    """(method, variant) -> its style. A variant has its method's color, another line and another,
+    open marker. Lines that are equal in all panels would hide each other: only the first of them
     has a style, with the names of all."""
     styles, equal = {}, {}
     for label in {label: 0 for lines in panels_lines for label in lines}:
-        method, variant = label
-        name, color, marker, line = METHODS.get(method, (method, "#7570b3", "X", "-"))
-        fill, name = "full", f"{name}, {variant}" if variant else name
-        if variant:
-            earlier = [other for other in styles if other[0] == method and other[1]]
-            fill, line = VARIANTS[len(earlier) % len(VARIANTS)]
+        name, color, marker, line = METHODS.get(label[0], (label[0], "#7570b3", "X", "-"))
+        variants = [variant for method, variant in styles if method == label[0] and variant]
+        if label[1]:
+            marker, line = VARIANTS[len(variants) % len(VARIANTS)]
+            name = f"{name}, {label[1]}"
         first = equal.setdefault(str([lines.get(label) for lines in panels_lines]), label)
         if first in styles:
-            styles[first]["label"] += f" = {name if method != first[0] else variant or name}"
-        else:
-            styles[label] = {"color": color, "marker": marker, "linestyle": line, "label": name}
-            styles[label]["fillstyle"] = fill
+            styles[first]["label"] += f" = {name if label[0] != first[0] else label[1] or name}"
+            continue
+        styles[label] = {"color": color, "marker": marker, "linestyle": line, "label": name}
+        styles[label] |= {"linewidth": 1.4, "markersize": 4.5}
+        styles[label] |= {"markerfacecolor": "none" if label[1] else color}
     return styles
 
 
@@ -110,82 +107,117 @@ def draw_panel(axes, panel: Panel, lines: dict, styles: dict):
     axes.grid(axis="y", alpha=0.3, linewidth=0.5)
 
 
-def draw_frontier(axes, panel: Panel, rows: list, lines: dict):
-    """tau beside each point, and a line through those that no other point beats."""
+def name_points(axes, named: list):
+    """Write names beside their points, where they hide no point and no other name, with a thin line
+    to the point if it is not beside it. named: (x, y, text, color)."""
+    to_points = lambda x, y: axes.transData.transform((x, y)) * 72 / axes.figure.dpi
+    first, bottom, _, top = axes.bbox.extents * 72 / axes.figure.dpi
+    places = [to_points(x, y) for x, y, *_ in named]
+    taken = [(x - 4, x + 4, y - 4, y + 4) for x, y in places]  # left, right, bottom, top
+    free = lambda box: all(
+        box[1] < other[0] or other[1] < box[0] or box[3] < other[2] or other[3] < box[2]
+        for other in taken
+    )  # fmt: skip
+    pairs = sorted(zip(named, places), key=lambda pair: pair[0][1])
+    for (x, y, text, color), (own_x, own_y) in pairs:
+        width, shifts = 4.5 * len(text), sorted(range(-150, 160, 5), key=abs)
+        for dy, dx in itertools.product(shifts, (9, -9 - width, 60, -60 - width)):
+            box = (own_x + dx, own_x + dx + width, own_y + dy - 5, own_y + dy + 5)
+            if free(box) and first < box[0] and bottom < box[2] and box[3] < top:
+                break
+        taken.append(box)
+        left, near = dx < 0, abs(dy) < 5 and abs(dx) < 60
+        place = {"xytext": (dx + width if left else dx, dy), "ha": "right" if left else "left"}
+        place |= {"textcoords": "offset points", "fontsize": 8, "va": "center", "color": color}
+        line = {"arrowstyle": "-", "linewidth": 0.4, "color": color, "relpos": (left, 0.5)}
+        axes.annotate(text, (x, y), arrowprops=None if near else line, **place)
+
+
+def name_lines(axes, lines: dict, styles: dict, factors: bool):
+    """Write the names at the right end of the lines; equal lines have one name. factors: write, at
+    the points of the highest line, how many times as high as those of the lowest they are."""
+    same = defaultdict(list)
+    for label in filter(lines.get, styles):
+        same[str(lines[label])].append(label)
+    named = []
+    for labels in same.values():
+        methods = dict.fromkeys(METHODS[method][0] for method, _ in labels)
+        text = " = ".join(methods) if len(labels) > 1 else styles[labels[0]]["label"]
+        named.append((*lines[labels[0]][-1][:2], text, styles[labels[-1]]["color"]))
+    name_points(axes, named)
+    lowest, *_, highest = sorted(lines.values(), key=lambda line: line[-1][1])
+    for (x, low, *_), (_, high, *_) in zip(lowest, highest) if factors else ():
+        if high > low:
+            place = {"xytext": (3, 5), "textcoords": "offset points"}
+            axes.annotate(f"x {high / low:.1f}", (x, high), fontsize=8, **place)
+
+
+def draw_frontier(axes, panel: Panel, rows: list, lines: dict, styles: dict):
+    """Names and tau at the points, a line through those that no other point beats, an arrow to
+    the best corner."""
     taus = {(row["method"], row.get("variant"), row[panel.x]): row["tau"] for row in rows}
-    place = {"xytext": (5, 0), "textcoords": "offset points", "fontsize": 8, "va": "center"}
-    points = []
-    for label, line in lines.items():
-        for x, y, *_ in line:
-            axes.annotate(taus[*label, x], (x, y), **place)
+    named, points = [], []
+    for label in filter(lines.get, styles):
+        for x, y, *_ in lines[label]:
+            tau = taus[*label, x]
+            text = styles[label]["label"] + f" {tau}" * (tau > 1)
+            named.append((x, y, text, styles[label]["color"]))
             points.append((x, y))
     best = [(x, y) for x, y in sorted(points) if all(y < other for at, other in points if at < x)]
     axes.plot(*zip(*best), color=GRAY, linewidth=5, alpha=0.25, zorder=0)
+    name_points(axes, named)
+    corner = {"xycoords": "axes fraction", "arrowprops": {"arrowstyle": "->", "color": GRAY}}
+    axes.annotate("better", (0.01, 0.01), (0.08, 0.08), **corner)
 
 
 def draw(rows: list, panels: list, path):
     """Write the panels, side by side, as an SVG. Raises UserError without matplotlib."""
+    try:
+        import matplotlib.figure
+        from matplotlib.ticker import EngFormatter
+    except ModuleNotFoundError:
+        raise UserError("pictures need matplotlib: pip install matplotlib") from None
     panels = [panel for panel in panels if lines_of(rows, panel)]  # --quick leaves some empty
     panels_lines = [lines_of(rows, panel) for panel in panels]
-    frontier = any(panel.frontier for panel in panels)
-    figure = new_figure(3 + 6 * len(panels) if frontier else 2.5 + 3.7 * len(panels), 5 + frontier)
-    number_format = optional("matplotlib.ticker").EngFormatter  # 100M, not 10^8
-    one = lambda axis: len({getattr(panel, axis) for panel in panels}) == 1
-    grid = figure.subplots(1, len(panels), squeeze=False, sharex=one("x"), sharey=one("y"))
     styles = styles_of(panels_lines)
-    for axes, panel, lines in zip(grid[0], panels, panels_lines):
-        draw_panel(axes, panel, lines, styles)
-        if panel.frontier:
-            draw_frontier(axes, panel, rows, lines)
-        sent = panel.x.endswith("bytes") and axes.get_xlim()[1] > 1  # one replica sends nothing
-        axes.xaxis.set_major_formatter(number_format("B") if sent else number_format(sep=""))
-        if one("y"):
-            axes.label_outer()
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
-    save(figure, path, panels_lines)
-
-
-def draw_timeline(rows: list, path, title="Lost time"):
-    """Write a bar for each replica of each run, with the busy time of its link below and its share
-    of computing at the right. rows: of read_timeline(). Raises UserError without matplotlib."""
-    seconds = min(min(row["whole_s"] for row in rows), max(row["some_s"] for row in rows))
-    runs, names = list(dict.fromkeys(row["folder"] for row in rows)), {}
-    figure = new_figure(10, 1.3 + 0.22 * len(rows) + 0.1 * len(runs))
-    axes = figure.subplots()
-    for k, row in enumerate(rows):
-        y = -k - 0.5 * runs.index(row["folder"])
-        method = METHODS.get(row["method"], [row["method"]])[0]
-        names[y] = f"{method}, replica {row['replica']}"
-        axes.text(seconds, y, f" {row['computing']:.0%}", va="center")
-        for name, (colors, label) in SPANS.items():
-            place = (y - 0.55, 0.1) if name == "link" else (y - 0.4, 0.8)
-            spans = row["spans"].get(name, ())
-            bars = [(b, e - b) for b, e in spans if e > 0 and b < seconds]
-            axes.broken_barh(bars, place, facecolors=colors, label="" if k else label)
-    axes.set(xlim=(0, seconds), xlabel="seconds")
-    axes.set_yticks(list(names), names.values())
-    axes.spines["left"].set_visible(False)
-    axes.set_title(title, loc="left", weight="bold")
-    axes.set_title("computes", loc="right", fontsize=9)
-    figure.legend(loc="outside upper center", ncols=4)
-    save(figure, path, [row["spans"] for row in rows])
-
-
-def new_figure(width: float, height: float):
-    """An empty figure, in inches. Raises UserError without matplotlib."""
-    optional("matplotlib").rcParams.update(STYLE)
-    return optional("matplotlib.figure").Figure((width, height), layout="constrained")
-
-
-def save(figure, path, shown: list):
-    # Without a date the same figures give the same file.
-    metadata = {"Date": None, "Description": checksum(shown)}
-    figure.savefig(path, format="svg", transparent=True, metadata=metadata)
-
-
-def checksum(shown: list) -> str:
-    """A line in the SVG: it shows whether a picture belongs to its rows."""
-    return f"crc32 of its points: {zlib.crc32(repr(shown).encode())}"
+    plain, in_bytes = EngFormatter(sep=""), EngFormatter(unit="B")
+    number = lambda x, _: plain(x) if x >= 1e6 else f"{x:g}"  # 100M, not 10^8
+    settings = {key: GRAY for key in ("text.color", "axes.labelcolor", "axes.edgecolor")}
+    settings |= {"xtick.color": GRAY, "ytick.color": GRAY, "font.size": 9, "svg.fonttype": "none"}
+    settings |= {"svg.hashsalt": "", "axes.spines.top": False, "axes.spines.right": False}
+    settings |= {"font.sans-serif": ["DejaVu Sans"]}
+    with matplotlib.rc_context(settings):
+        width = 2.5 + (4.5 if panels[0].direct else 3.7) * len(panels)
+        width = 2 + 7 * len(panels) if panels[0].frontier else width
+        height = 6 if panels[0].frontier else 4.5
+        figure = matplotlib.figure.Figure((width, height), layout="constrained")
+        one = lambda axis: len({getattr(panel, axis) for panel in panels}) == 1
+        shared = {"sharex": one("x"), "sharey": one("y")}
+        all_axes = figure.subplots(1, len(panels), squeeze=False, **shared)[0]
+        for axes, panel, lines in zip(all_axes, panels, panels_lines):
+            draw_panel(axes, panel, lines, styles)
+            low, high = axes.get_xlim()
+            if panel.direct:  # room for the names
+                axes.set_xlim(low, high + 0.6 * (high - low))
+                axes.set_xticks(sorted({point[0] for line in lines.values() for point in line}))
+            if panel.frontier:
+                axes.set_xlim(low, high * 3)
+            of_bytes = panel.x.endswith("bytes") and high > 1  # one replica sends nothing
+            axes.xaxis.set_major_formatter(in_bytes if of_bytes else number)
+            if shared["sharey"]:
+                axes.label_outer()
+        figure.draw_without_rendering()  # the scales are known from here on
+        for axes, panel, lines in zip(all_axes, panels, panels_lines):
+            if panel.frontier:
+                draw_frontier(axes, panel, rows, lines, styles)
+            elif panel.direct:
+                name_lines(axes, lines, styles, factors=panel.y == "tokens_per_s")
+        if not panels[0].direct and not panels[0].frontier:
+            handles = axes.get_legend_handles_labels()
+            figure.legend(*handles, loc="outside right upper", frameon=False)
+        # Without a date the same figures give the same file.
+        metadata = {"Date": None, "Description": checksum(panels_lines)}
+        figure.savefig(path, format="svg", transparent=True, metadata=metadata)
 
 
 def variant(run: dict, runs: list) -> str:
@@ -198,6 +230,15 @@ def variant(run: dict, runs: list) -> str:
     )  # fmt: skip
 
 
+def local_bytes(run: dict, warmup: int) -> list:
+    """sync_bytes of each evaluation, less those of the warm-up (mini-batch has none: of as many
+    steps), in which all steps send the same."""
+    steps = run["config"].get("sync_warmup_steps", warmup)
+    known = [row for row in run["steps"] if row["step"] <= steps]
+    each = known[-1]["sync_bytes"] / known[-1]["step"] if known else 0.0
+    return [max(0.0, sent - steps * each) for sent in run["sync_bytes"]]
+
+
 def main():
     parser = Parser(description="Draw the validation loss of runs side by side.")
     parser.add_argument("runs", nargs="+", metavar="FOLDER", help="a run's out_dir")
@@ -208,19 +249,17 @@ def main():
         name = Path(args.out).with_suffix(".svg")
         raise UserError(f"--out {args.out}: pictures are SVG; name it {name}")
     if args.timeline:
-        draw_timeline([row for run in args.runs for row in read_timeline(run)], args.out)
+        timeline.draw([row for run in args.runs for row in timeline.read_timeline(run)], args.out)
         return print(f"picture {args.out}")
     runs = [read_run(folder) for folder in args.runs]
     for folder, run in zip(args.runs, runs):
-        if not run["val_loss"] or None in run["val_loss"]:
-            raise UserError(f"{folder}: the run has no evaluation yet, or one that is not finite")
-    longest = max(run["config"].get("sync_warmup_steps", 0) for run in runs)
-    rows = []
-    for run in runs:
-        warmup = run["config"].get("sync_warmup_steps", longest)  # mini-batch has none
-        own = {"method": run["config"]["method"], "variant": variant(run, runs)}
-        own["local_bytes"] = after_warmup(run, warmup)["sync_bytes"]
-        rows.append(run | own)
+        if not run["step"]:
+            raise UserError(f"{folder}: the run has no evaluation yet")
+        if None in run["val_loss"]:
+            raise UserError(f"{folder}: a validation loss of the run is not finite")
+    own = lambda run: {"method": run["config"]["method"], "variant": variant(run, runs)}
+    warmup = max(run["config"].get("sync_warmup_steps", 0) for run in runs)
+    rows = [run | own(run) | {"local_bytes": local_bytes(run, warmup)} for run in runs]
     panels = [
         Panel("tokens", "val_loss", "tokens"),
         Panel("train_s", "val_loss", "seconds of training"),

@@ -26,7 +26,7 @@ METHODS = {  # in the order of all tables and figures: name, color, marker, line
     "streaming_diloco": ("Streaming DiLoCo", "#d55e00", "D", "--"),
     "edit": ("EDiT", "#0072b2", "o", "-"),
     "streaming_edit": ("Streaming EDiT", "#0072b2", "D", "--"),
-    "a_edit": ("A-EDiT", "#009e73", "o", "-"),
+    "a_edit": ("A-EDiT", "#009e73", "P", "-"),
     "zero_one_adam": ("0/1 Adam", "#7570b3", "*", "-"),
     "one_bit_edit": ("one-bit EDiT", "#0072b2", "*", "-"),
     "sparse_loco": ("SparseLoCo", "#66a61e", "X", "-"),
