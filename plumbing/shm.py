@@ -15,13 +15,14 @@ gloo). A rank that waits sleeps for some microseconds at a time.
 
 A call copies this rank's tensor into its slot. `work.wait()` copies or sums the data of the others.
 Both run on the caller's thread, so nothing overlaps with computation. Before a rank uses a slot
-again it completes its own oldest operation on that slot. All ranks of a group issue the same
-operations with the same sizes in the same order, so they also agree when slots must grow. Gathers
-and sums have slots of their own: a rank can then be one layer ahead of its neighbours in both.
+again it completes its own operation on that slot. All ranks of a group issue the same operations in
+the same order. Gathers and sums have slots of their own: a rank can then be one layer ahead of its
+neighbours in both.
 
 The memory has no name in any file system (memfd_create), so it disappears with the last process
-that maps it, however that process ends. A dead neighbour is noticed in /proc, a silent one after
-the group's timeout; both raise RuntimeError.
+that maps it, however that process ends. A slot has room for any layer, but takes memory only where
+something was written. A dead neighbour is noticed in /proc, a silent one after the group's timeout;
+both raise RuntimeError.
 
     dist.new_group(ranks, backend="shm")    # after `import plumbing.shm`; see machine_id()
 """
@@ -30,20 +31,20 @@ import os
 import platform
 import resource
 import time
-from collections import deque
 
 import torch
 import torch.distributed as dist
 
 SLOTS = 2
-HEADER_BYTES = 64  # written[SLOTS], released[SLOTS], int64 each; padded to a cache line
+SLOT_BYTES = 1 << 34
+HEADER_BYTES = 4096  # written[SLOTS], released[SLOTS], int64 each; padded to a page
 
 
 def machine_id() -> str:
     """Equal on ranks that can use this backend together; empty where it does not run."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS)]
     able = platform.machine() == "x86_64" and hasattr(os, "memfd_create")
-    if not able or limit != resource.RLIM_INFINITY:
+    if not able or limits != [resource.RLIM_INFINITY] * 2:
         return ""
     boot = open("/proc/sys/kernel/random/boot_id").read().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
@@ -53,23 +54,32 @@ class Channel:
     """The slots of all ranks of a group for one kind of operation."""
 
     def __init__(self, group, name: str):
-        self.group, self.name, self.slot_bytes = group, name, 0
-        self.count, self.pending = 0, deque()  # operations issued; those not yet completed
+        self.group, self.count, self.works = group, 0, [None] * SLOTS  # the last work of each slot
+        size = HEADER_BYTES + SLOTS * SLOT_BYTES
+        self.file = open(os.memfd_create("shm"), "wb")  # open as long as this process lives
+        self.file.truncate(size)
+        own_path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
+        group.store.set(f"{name}/{group.rank()}", own_path)
+        self.paths = [group.store.get(f"{name}/{r}").decode() for r in range(group.size())]
+        self.written, self.released, self.slots = [], [], []
+        for path in self.paths:
+            memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            written, released = memory[: 2 * SLOTS * 8].view(torch.int64).numpy().reshape(2, SLOTS)
+            self.written.append(written)
+            self.released.append(released)
+            self.slots.append(memory[HEADER_BYTES:].view(SLOTS, SLOT_BYTES))
 
     def write(self, flat: torch.Tensor) -> int:
         """Put this rank's tensor into the next slot. Returns the operation's number."""
-        grow = flat.nbytes > self.slot_bytes
-        while self.pending and (grow or self.pending[0].n <= self.count + 1 - SLOTS):
-            self.pending[0].wait()
-        if grow:
-            self._open(-(-flat.nbytes // 64) * 64)  # whole cache lines
         self.count += 1
-        slot = self.count % SLOTS
+        n, slot, me = self.count, self.count % SLOTS, self.group.rank()
+        if self.works[slot]:
+            self.works[slot].wait()
         for rank in range(self.group.size()):
-            self._wait(lambda: self.released[rank][slot] >= self.count - SLOTS, rank)
-        self._view(self.group.rank(), self.count, 0, flat).copy_(flat)
-        self.written[self.group.rank()][slot] = self.count
-        return self.count
+            self._wait(lambda: self.released[rank][slot] >= n - SLOTS, rank)
+        self._view(me, n, 0, flat).copy_(flat)
+        self.written[me][slot] = n
+        return n
 
     def read(self, n: int, rank: int, first_byte: int, like: torch.Tensor) -> torch.Tensor:
         """What `rank` wrote in operation n, from first_byte on, as long as `like`: a view of its
@@ -85,36 +95,16 @@ class Channel:
 
     def _wait(self, done, rank):
         """Until done(), which depends on `rank`."""
-        tries, deadline = 0, None
+        tries, deadline = 0, time.monotonic() + self.group.timeout_s
         while not done():
             tries += 1
             time.sleep(min(tries, 20) * 2e-5)
             if tries % 50 == 0:
-                deadline = deadline or time.monotonic() + self.group.timeout_s
-                ended = not os.path.exists(f"/proc/{self.group.processes[rank]}/exe")
+                ended = not os.path.exists(self.paths[rank])
                 if ended and not done():
                     raise RuntimeError("a neighbour has died")
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"a neighbour is silent for {self.group.timeout_s:g} s")
-
-    def _open(self, slot_bytes: int):
-        """Create this rank's slots and map those of the others. Collective."""
-        store, size = self.group.store, HEADER_BYTES + SLOTS * slot_bytes
-        # All ranks have mapped the smaller slots, if there were any: their file may be closed.
-        self.file = open(os.memfd_create("shm"), "wb")
-        self.file.truncate(size)
-        keys = [f"{self.name}/{slot_bytes}/{rank}" for rank in range(self.group.size())]
-        store.set(keys[self.group.rank()], str(self.file.fileno()))
-        self.slots, self.written, self.released = [], [], []
-        for rank, key in enumerate(keys):
-            self._wait(lambda: store.check([key]), rank)
-            path = f"/proc/{self.group.processes[rank]}/fd/{store.get(key).decode()}"
-            memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-            words = memory[: 2 * SLOTS * 8].view(torch.int64).numpy()
-            self.written.append(words[:SLOTS])
-            self.released.append(words[SLOTS:])
-            self.slots.append(memory[HEADER_BYTES:].view(SLOTS, slot_bytes))
-        self.slot_bytes, self.count = slot_bytes, 0
 
 
 class Work(dist.Work):
@@ -123,13 +113,12 @@ class Work(dist.Work):
     def __init__(self, channel: Channel, flat: torch.Tensor, collect):
         super().__init__()
         self.channel, self.collect, self.n = channel, collect, channel.write(flat)
-        channel.pending.append(self)
+        channel.works[self.n % SLOTS] = self
 
     def wait(self, timeout=None) -> bool:
         if self.collect:
             self.collect(self.n)
             self.channel.release(self.n)
-            self.channel.pending.remove(self)
             self.collect = None
         return True
 
@@ -143,11 +132,8 @@ class ShmGroup(dist.ProcessGroup):
 
     def __init__(self, options, _):
         """options: what torch.distributed tells a backend: store, group_rank, timeout, ..."""
-        rank, size, store = options.group_rank, options.group_size, options.store
-        super().__init__(rank, size)
-        self.store, self.timeout_s = store, options.timeout.total_seconds()
-        store.set(f"process/{rank}", str(os.getpid()))
-        self.processes = [int(store.get(f"process/{other}")) for other in range(size)]
+        super().__init__(options.group_rank, options.group_size)
+        self.store, self.timeout_s = options.store, options.timeout.total_seconds()
         self.gathers, self.sums = Channel(self, "gathers"), Channel(self, "sums")
 
     def _allgather_base(self, output, input, opts=None):
@@ -169,29 +155,27 @@ class ShmGroup(dist.ProcessGroup):
 
     def _gather(self, output, input, first_byte):
         """Each piece of output <- a rank's input from first_byte on, in rank order."""
-        pieces, channel = output.view(-1).chunk(self.size()), self.gathers
 
         def collect(n):
-            for rank, piece in enumerate(pieces):
+            for rank, piece in enumerate(output.view(-1).chunk(self.size())):
                 if piece.data_ptr() != input.data_ptr():  # in-place: it is there already
-                    piece.copy_(channel.read(n, rank, first_byte, piece))
+                    piece.copy_(self.gathers.read(n, rank, first_byte, piece))
 
-        return Work(channel, input.view(-1), collect)
+        return Work(self.gathers, input.view(-1), collect)
 
     def _sum(self, flat, part, first_byte, opts):
         """part <- the sum over the ranks of `flat` from first_byte on, in rank order on every
         rank: the results are bit-identical."""
         if opts is not None and opts.reduceOp != dist.ReduceOp.SUM:
             raise NotImplementedError("the shm backend only sums")
-        channel = self.sums
 
         def collect(n):
-            read = lambda rank: channel.read(n, rank, first_byte, part).to(part.device)
+            read = lambda rank: self.sums.read(n, rank, first_byte, part).to(part.device)
             torch.add(read(0), read(1), out=part)
             for rank in range(2, self.size()):
                 part.add_(read(rank))
 
-        return Work(channel, flat, collect)
+        return Work(self.sums, flat, collect)
 
 
 dist.Backend.register_backend("shm", ShmGroup, extended_api=True, devices=["cpu", "cuda"])
