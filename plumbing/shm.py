@@ -2,27 +2,25 @@
 
 gloo sends a tensor through a TCP socket: four copies, two of them in the kernel, and a thread on
 each side that must wake up while all cores compute. Here every rank of a group has slots of memory
-that the other ranks can read, and a collective is
+that the other ranks can read, and the n-th gather, or the n-th sum, is
 
-    write(n):    wait until all ranks have released what was in slot n mod SLOTS
-                 copy the tensor into it;                  written[me, n mod SLOTS] <- n
-    read(n):     for each rank: wait until written[rank, n mod SLOTS] = n; use its data
-    release(n):  released[me, n mod SLOTS] <- n
+    write      wait until all ranks have released what was in slot n mod SLOTS
+               copy the tensor into it;                  written[me, n mod SLOTS] <- n
+    read       for each rank: wait until written[rank, n mod SLOTS] = n; use its data
+    release    released[me, n mod SLOTS] <- n
 
 There is no lock and no thread: each word of `written` and `released` has one writer, and an x86
 processor shows stores to others in the order in which they were made (on other processors use
 gloo). A rank that waits sleeps for some microseconds at a time.
 
-A call copies this rank's tensor into its slot. `work.wait()` copies or sums the data of the others.
-Both run on the caller's thread, so nothing overlaps with computation. Before a rank uses a slot
-again it completes its own operation on that slot. All ranks of a group issue the same operations in
-the same order. Gathers and sums have slots of their own: a rank can then be one layer ahead of its
-neighbours in both.
+A call writes. `work.wait()` copies or sums the data of all ranks and releases. Both run on the
+caller's thread, so nothing overlaps with computation. A rank completes its own operation on a slot
+before it uses the slot again. Gathers and sums have slots of their own: a rank can then be one
+layer ahead of its neighbours in both.
 
 The memory has no name in any file system (memfd_create), so it disappears with the last process
-that maps it, however that process ends. A slot has room for any layer, but takes memory only where
-something was written. A dead neighbour is noticed in /proc, a silent one after the group's timeout;
-both raise RuntimeError.
+that maps it. A slot has room for any layer, but takes memory only where something was written. A
+dead neighbour is noticed in /proc, a silent one after the group's timeout; both raise RuntimeError.
 
     dist.new_group(ranks, backend="shm")    # after `import plumbing.shm`; see machine_id()
 """
@@ -35,95 +33,37 @@ import time
 import torch
 import torch.distributed as dist
 
+GATHER, SUM = 0, 1
 SLOTS = 2
 SLOT_BYTES = 1 << 34
-HEADER_BYTES = 4096  # written[SLOTS], released[SLOTS], int64 each; padded to a page
+HEADER_BYTES = 4096  # written[2, SLOTS], released[2, SLOTS], int64 each; padded to a page
 
 
 def machine_id() -> str:
     """Equal on ranks that can use this backend together; empty where it does not run."""
-    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS)]
+    limits = {resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS)}
     able = platform.machine() == "x86_64" and hasattr(os, "memfd_create")
-    if not able or limits != [resource.RLIM_INFINITY] * 2:
+    if not able or limits != {resource.RLIM_INFINITY}:
         return ""
     boot = open("/proc/sys/kernel/random/boot_id").read().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
-class Channel:
-    """The slots of all ranks of a group for one kind of operation."""
-
-    def __init__(self, group, name: str):
-        self.group, self.count, self.works = group, 0, [None] * SLOTS  # the last work of each slot
-        size = HEADER_BYTES + SLOTS * SLOT_BYTES
-        self.file = open(os.memfd_create("shm"), "wb")  # open as long as this process lives
-        self.file.truncate(size)
-        own_path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
-        group.store.set(f"{name}/{group.rank()}", own_path)
-        self.paths = [group.store.get(f"{name}/{r}").decode() for r in range(group.size())]
-        self.written, self.released, self.slots = [], [], []
-        for path in self.paths:
-            memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-            written, released = memory[: 2 * SLOTS * 8].view(torch.int64).numpy().reshape(2, SLOTS)
-            self.written.append(written)
-            self.released.append(released)
-            self.slots.append(memory[HEADER_BYTES:].view(SLOTS, SLOT_BYTES))
-
-    def write(self, flat: torch.Tensor) -> int:
-        """Put this rank's tensor into the next slot. Returns the operation's number."""
-        self.count += 1
-        n, slot, me = self.count, self.count % SLOTS, self.group.rank()
-        if self.works[slot]:
-            self.works[slot].wait()
-        for rank in range(self.group.size()):
-            self._wait(lambda: self.released[rank][slot] >= n - SLOTS, rank)
-        self._view(me, n, 0, flat).copy_(flat)
-        self.written[me][slot] = n
-        return n
-
-    def read(self, n: int, rank: int, first_byte: int, like: torch.Tensor) -> torch.Tensor:
-        """What `rank` wrote in operation n, from first_byte on, as long as `like`: a view of its
-        memory, valid until release(n)."""
-        self._wait(lambda: self.written[rank][n % SLOTS] >= n, rank)
-        return self._view(rank, n, first_byte, like)
-
-    def release(self, n: int):
-        self.released[self.group.rank()][n % SLOTS] = n
-
-    def _view(self, rank, n, first_byte, like):
-        return self.slots[rank][n % SLOTS, first_byte : first_byte + like.nbytes].view(like.dtype)
-
-    def _wait(self, done, rank):
-        """Until done(), which depends on `rank`."""
-        tries, deadline = 0, time.monotonic() + self.group.timeout_s
-        while not done():
-            tries += 1
-            time.sleep(min(tries, 20) * 2e-5)
-            if tries % 50 == 0:
-                ended = not os.path.exists(self.paths[rank])
-                if ended and not done():
-                    raise RuntimeError("a neighbour has died")
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"a neighbour is silent for {self.group.timeout_s:g} s")
-
-
 class Work(dist.Work):
     """An operation in flight; wait() moves the data."""
 
-    def __init__(self, channel: Channel, flat: torch.Tensor, collect):
+    def __init__(self, finish):
         super().__init__()
-        self.channel, self.collect, self.n = channel, collect, channel.write(flat)
-        channel.works[self.n % SLOTS] = self
+        self.finish = finish
 
     def wait(self, timeout=None) -> bool:
-        if self.collect:
-            self.collect(self.n)
-            self.channel.release(self.n)
-            self.collect = None
+        if self.finish:
+            self.finish()
+            self.finish = None
         return True
 
     def is_completed(self) -> bool:
-        return self.collect is None
+        return self.finish is None
 
 
 class ShmGroup(dist.ProcessGroup):
@@ -133,8 +73,91 @@ class ShmGroup(dist.ProcessGroup):
     def __init__(self, options, _):
         """options: what torch.distributed tells a backend: store, group_rank, timeout, ..."""
         super().__init__(options.group_rank, options.group_size)
-        self.store, self.timeout_s = options.store, options.timeout.total_seconds()
-        self.gathers, self.sums = Channel(self, "gathers"), Channel(self, "sums")
+        self.timeout_s = options.timeout.total_seconds()
+        self.counts, self.works = [0, 0], {}  # operations of each kind; (kind, slot) -> the last one
+        self.file, size = open(os.memfd_create("shm"), "wb"), HEADER_BYTES + 2 * SLOTS * SLOT_BYTES
+        self.file.truncate(size)
+        own_path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"  # it lives as long as the process
+        options.store.set(f"shm/{self.rank()}", own_path)
+        self.paths = [options.store.get(f"shm/{r}").decode() for r in range(self.size())]
+        self.written, self.released, self.slots = [], [], []
+        for path in self.paths:
+            memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            words = memory[: 4 * SLOTS * 8].view(torch.int64).numpy().reshape(2, 2, SLOTS)
+            self.written.append(words[0])
+            self.released.append(words[1])
+            self.slots.append(memory[HEADER_BYTES:].view(2, SLOTS, SLOT_BYTES))
+
+    # ---- the protocol ----
+
+    def _start(self, kind: int, flat: torch.Tensor, collect) -> Work:
+        """Write this rank's tensor. The work calls collect(read), where read(rank, first_byte,
+        like) is what the rank has written, from first_byte on, as long as `like`: a view."""
+        self.counts[kind] += 1
+        n, me = self.counts[kind], self.rank()
+        slot = kind, n % SLOTS
+        if slot in self.works:
+            self.works[slot].wait()
+        for rank in range(self.size()):
+            self._wait(lambda: self.released[rank][slot] >= n - SLOTS, rank)
+        self.slots[me][slot][: flat.nbytes].view(flat.dtype).copy_(flat)
+        self.written[me][slot] = n
+
+        def read(rank, first_byte, like):
+            self._wait(lambda: self.written[rank][slot] >= n, rank)
+            return self.slots[rank][slot][first_byte:][: like.nbytes].view(like.dtype)
+
+        def finish():
+            collect(read)
+            self.released[me][slot] = n
+
+        self.works[slot] = Work(finish)
+        return self.works[slot]
+
+    def _wait(self, done, rank):
+        """Until done(), which depends on `rank`."""
+        tries, deadline = 0, time.monotonic() + self.timeout_s
+        while not done():
+            tries += 1
+            time.sleep(min(tries, 20) * 2e-5)
+            if tries % 50 == 0:
+                if not os.path.exists(self.paths[rank]) and not done():
+                    raise RuntimeError("a neighbour has died")
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"a neighbour is silent for {self.timeout_s:g} s")
+
+    # ---- the operations ----
+
+    def _gather(self, output, input, first_byte):
+        """Each piece of output <- a rank's input from first_byte on, in rank order."""
+        pieces = output.view(-1).chunk(self.size())
+
+        def collect(read):
+            for rank, piece in enumerate(pieces):
+                if piece.data_ptr() != input.data_ptr():  # in-place: it is there already
+                    piece.copy_(read(rank, first_byte, piece))
+
+        return self._start(GATHER, input.view(-1), collect)
+
+    def _sum(self, flat, part, first_byte, opts):
+        """part <- the sum over the ranks of `flat` from first_byte on, in rank order on every
+        rank: the results are bit-identical."""
+        if opts is not None and opts.reduceOp != dist.ReduceOp.SUM:
+            raise NotImplementedError("the shm backend only sums")
+
+        def collect(read):
+            data = lambda rank: read(rank, first_byte, part).to(part.device)
+            torch.add(data(0), data(1), out=part)
+            for rank in range(2, self.size()):
+                part.add_(data(rank))
+
+        return self._start(SUM, flat, collect)
+
+    def allreduce(self, tensors, opts=None):
+        return self._sum(tensors[0].view(-1), tensors[0].view(-1), 0, opts)
+
+    def _reduce_scatter_base(self, output, input, opts=None):
+        return self._sum(input.view(-1), output.view(-1), self.rank() * output.nbytes, opts)
 
     def _allgather_base(self, output, input, opts=None):
         return self._gather(output, input, 0)
@@ -143,39 +166,9 @@ class ShmGroup(dist.ProcessGroup):
         """Equal pieces."""
         return self._gather(output, input, self.rank() * (input.nbytes // self.size()))
 
-    def _reduce_scatter_base(self, output, input, opts=None):
-        return self._sum(input.view(-1), output.view(-1), self.rank() * output.nbytes, opts)
-
-    def allreduce(self, tensors, opts=None):
-        return self._sum(tensors[0].view(-1), tensors[0].view(-1), 0, opts)
-
     # torch 2.13's names
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
     all_to_all_single = alltoall_base
-
-    def _gather(self, output, input, first_byte):
-        """Each piece of output <- a rank's input from first_byte on, in rank order."""
-
-        def collect(n):
-            for rank, piece in enumerate(output.view(-1).chunk(self.size())):
-                if piece.data_ptr() != input.data_ptr():  # in-place: it is there already
-                    piece.copy_(self.gathers.read(n, rank, first_byte, piece))
-
-        return Work(self.gathers, input.view(-1), collect)
-
-    def _sum(self, flat, part, first_byte, opts):
-        """part <- the sum over the ranks of `flat` from first_byte on, in rank order on every
-        rank: the results are bit-identical."""
-        if opts is not None and opts.reduceOp != dist.ReduceOp.SUM:
-            raise NotImplementedError("the shm backend only sums")
-
-        def collect(n):
-            read = lambda rank: self.sums.read(n, rank, first_byte, part).to(part.device)
-            torch.add(read(0), read(1), out=part)
-            for rank in range(2, self.size()):
-                part.add_(read(rank))
-
-        return Work(self.sums, flat, collect)
 
 
 dist.Backend.register_backend("shm", ShmGroup, extended_api=True, devices=["cpu", "cuda"])
