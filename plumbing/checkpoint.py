@@ -57,25 +57,24 @@ def choose(resume: str, out_dir: str, overwrite: bool) -> Path | None:
     a checkpoint's). Raises UserError if there is none, or if two runs would mix in out_dir."""
     if resume and overwrite:
         raise UserError("--resume, --overwrite: give only one of them")
-    own, chosen = list_checkpoints(out_dir), None
+    own, found = list_checkpoints(out_dir), []
     if own:  # a run that is writing there could remove what this one reads
         os.close(lock(out_dir, fcntl.LOCK_SH))
     if resume == "auto":
-        chosen = own[-1] if own else None
+        found = own
     elif resume:
-        found = list_checkpoints(run_folder(resume))
-        found = [path for path in found if Path(resume) in (path, path.parent)]
+        there = list_checkpoints(run_folder(resume))
+        found = [path for path in there if Path(resume) in (path, path.parent)]
         if not found:
             hint = "name a run's folder or a checkpoint-... in it"
             raise UserError(f"--resume {resume[:200]}: there is no checkpoint; {hint}")
-        chosen = found[-1]
-    continues = own and chosen and chosen.samefile(own[-1])
+    continues = own and found and found[-1].samefile(own[-1])
     if (own or Path(out_dir, "model.pt").exists()) and not continues and not overwrite:
         hint = "name another --out_dir, or delete that run with --overwrite"
         if own:
             hint = f"--resume auto continues {own[-1].name}; otherwise {hint}"
         raise UserError(f"--out_dir {out_dir} has an earlier run: {hint}")
-    return chosen
+    return found[-1] if found else None
 
 
 def lock(folder, kind=fcntl.LOCK_EX):
@@ -120,8 +119,8 @@ def save(setup, model, method, state: dict) -> Path:
     scalars = () if method.averages_gradients else method.scalars
     content = {name: getattr(method, name) for name in ("steps", "rounds", *scalars)}
     equal, own = vectors(model, method)
-    for name, vector in (own if mesh.replica > 0 else own | equal).items():
-        content[name] = vector.cpu()
+    content |= own if mesh.replica > 0 else own | equal
+    content = {k: v.cpu() if torch.is_tensor(v) else v for k, v in content.items()}
     # [sync] all-gather of objects, all ranks, once per checkpoint
     steps = mesh.all_gather_object(method.steps)[:: mesh.shards]  # A-EDiT's replicas differ
     unfinished = Path(setup.config.out_dir, "checkpoint.tmp")
