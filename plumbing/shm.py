@@ -74,7 +74,7 @@ class ShmGroup(dist.ProcessGroup):
         """options: what torch.distributed tells a backend: store, group_rank, timeout, ..."""
         super().__init__(options.group_rank, options.group_size)
         self.timeout_s = options.timeout.total_seconds()
-        self.counts, self.works = [0, 0], {}  # operations of each kind; (kind, slot) -> the last one
+        self.counts, self.works = [0, 0], {}  # of each kind; the last one of each (kind, slot)
         self.file, size = open(os.memfd_create("shm"), "wb"), HEADER_BYTES + 2 * SLOTS * SLOT_BYTES
         self.file.truncate(size)
         own_path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"  # it lives as long as the process
