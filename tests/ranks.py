@@ -24,7 +24,7 @@ import train
 from mesh import Mesh
 from method import Method
 from model import ModelConfig
-from plumbing import checkpoint, launch
+from plumbing import launch
 from plumbing.config import parse, run_command
 from plumbing.log import Clock, RoundRecord
 from shard import AdamW, ShardedModel
