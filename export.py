@@ -45,6 +45,13 @@ class Source:
     tensors: dict
     notes: str = ""  # what was replaced
 
+    def copy_to(self, model):
+        """Set the parameters of a shard.ShardedModel."""
+        for l, (layout, master) in enumerate(zip(model.layouts, model.masters)):
+            tensors = {name: self.tensors.pop(f"layers.{l}.{name}") for name in layout.shapes}
+            master.copy_(model.own_shard(layout, tensors))
+        model.invalidate_gathered()
+
 
 def shapes(config: ModelConfig) -> dict:
     """Name in model.Llama's state dict -> shape."""

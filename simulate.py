@@ -148,8 +148,7 @@ class VirtualClock(nullcontext):
     def start_at(self, saved: dict):
         """Continue a checkpoint. saved: its state.json."""
         self.now = self.synced_at = saved["train_s"]
-        steps = [replica["steps"] for replica in saved["replicas"]]
-        self.steps = [steps[r % len(steps)] for r in range(len(self.steps))]
+        self.steps = [saved["steps"][r % len(saved["steps"])] for r in range(len(self.steps))]
 
     def train_s(self) -> float:
         return self.now

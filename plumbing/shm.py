@@ -2,26 +2,25 @@
 
 gloo sends a tensor through a TCP socket: four copies, two of them in the kernel, and a thread on
 each side that must wake up while all cores compute. Here every rank of a group has slots of memory
-that the other ranks can read, and a collective is
+that the other ranks can read, and the n-th gather, or the n-th sum, is
 
-    write(n):    wait until all ranks have released what was in slot n mod SLOTS
-                 copy the tensor into it;                  written[me, n mod SLOTS] <- n
-    read(n):     for each rank: wait until written[rank, n mod SLOTS] = n; use its data
-    release(n):  released[me, n mod SLOTS] <- n
+    write      wait until all ranks have released what was in slot n mod SLOTS
+               copy the tensor into it;                  written[me, n mod SLOTS] <- n
+    read       for each rank: wait until written[rank, n mod SLOTS] = n; use its data
+    release    released[me, n mod SLOTS] <- n
 
 There is no lock and no thread: each word of `written` and `released` has one writer, and an x86
 processor shows stores to others in the order in which they were made (on other processors use
 gloo). A rank that waits sleeps for some microseconds at a time.
 
-A call copies this rank's tensor into its slot. `work.wait()` copies or sums the data of the others.
-Both run on the caller's thread, so nothing overlaps with computation. Before a rank uses a slot
-again it completes its own oldest operation on that slot. All ranks of a group issue the same
-operations with the same sizes in the same order, so they also agree when slots must grow. Gathers
-and sums have slots of their own: a rank can then be one layer ahead of its neighbours in both.
+A call writes. `work.wait()` copies or sums the data of all ranks and releases. Both run on the
+caller's thread, so nothing overlaps with computation. A rank completes its own operation on a slot
+before it uses the slot again. Gathers and sums have slots of their own: a rank can then be one
+layer ahead of its neighbours in both.
 
 The memory has no name in any file system (memfd_create), so it disappears with the last process
-that maps it, however that process ends. A dead neighbour is noticed in /proc, a silent one after
-the group's timeout; both raise RuntimeError.
+that maps it. A slot has room for any layer, but takes memory only where something was written. A
+dead neighbour is noticed in /proc, a silent one after the group's timeout; both raise RuntimeError.
 
     dist.new_group(ranks, backend="shm")    # after `import plumbing.shm`; see machine_id()
 """
@@ -30,111 +29,41 @@ import os
 import platform
 import resource
 import time
-from collections import deque
 
 import torch
 import torch.distributed as dist
 
+GATHER, SUM = 0, 1
 SLOTS = 2
-HEADER_BYTES = 64  # written[SLOTS], released[SLOTS], int64 each; padded to a cache line
+SLOT_BYTES = 1 << 34
+HEADER_BYTES = 4096  # written[2, SLOTS], released[2, SLOTS], int64 each; padded to a page
 
 
 def machine_id() -> str:
     """Equal on ranks that can use this backend together; empty where it does not run."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = {resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS)}
     able = platform.machine() == "x86_64" and hasattr(os, "memfd_create")
-    if not able or limit != resource.RLIM_INFINITY:
+    if not able or limits != {resource.RLIM_INFINITY}:
         return ""
     boot = open("/proc/sys/kernel/random/boot_id").read().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
-class Channel:
-    """The slots of all ranks of a group for one kind of operation."""
-
-    def __init__(self, group, name: str):
-        self.group, self.name, self.slot_bytes = group, name, 0
-        self.count, self.pending = 0, deque()  # operations issued; those not yet completed
-
-    def write(self, flat: torch.Tensor) -> int:
-        """Put this rank's tensor into the next slot. Returns the operation's number."""
-        grow = flat.nbytes > self.slot_bytes
-        while self.pending and (grow or self.pending[0].n <= self.count + 1 - SLOTS):
-            self.pending[0].wait()
-        if grow:
-            self._open(-(-flat.nbytes // 64) * 64)  # whole cache lines
-        self.count += 1
-        slot = self.count % SLOTS
-        for rank in range(self.group.size()):
-            self._wait(lambda: self.released[rank][slot] >= self.count - SLOTS, rank)
-        self._view(self.group.rank(), self.count, 0, flat).copy_(flat)
-        self.written[self.group.rank()][slot] = self.count
-        return self.count
-
-    def read(self, n: int, rank: int, first_byte: int, like: torch.Tensor) -> torch.Tensor:
-        """What `rank` wrote in operation n, from first_byte on, as long as `like`: a view of its
-        memory, valid until release(n)."""
-        self._wait(lambda: self.written[rank][n % SLOTS] >= n, rank)
-        return self._view(rank, n, first_byte, like)
-
-    def release(self, n: int):
-        self.released[self.group.rank()][n % SLOTS] = n
-
-    def _view(self, rank, n, first_byte, like):
-        return self.slots[rank][n % SLOTS, first_byte : first_byte + like.nbytes].view(like.dtype)
-
-    def _wait(self, done, rank):
-        """Until done(), which depends on `rank`."""
-        tries, deadline = 0, None
-        while not done():
-            tries += 1
-            time.sleep(min(tries, 20) * 2e-5)
-            if tries % 50 == 0:
-                deadline = deadline or time.monotonic() + self.group.timeout_s
-                ended = not os.path.exists(f"/proc/{self.group.processes[rank]}/exe")
-                if ended and not done():
-                    raise RuntimeError("a neighbour has died")
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"a neighbour is silent for {self.group.timeout_s:g} s")
-
-    def _open(self, slot_bytes: int):
-        """Create this rank's slots and map those of the others. Collective."""
-        store, size = self.group.store, HEADER_BYTES + SLOTS * slot_bytes
-        # All ranks have mapped the smaller slots, if there were any: their file may be closed.
-        self.file = open(os.memfd_create("shm"), "wb")
-        self.file.truncate(size)
-        keys = [f"{self.name}/{slot_bytes}/{rank}" for rank in range(self.group.size())]
-        store.set(keys[self.group.rank()], str(self.file.fileno()))
-        self.slots, self.written, self.released = [], [], []
-        for rank, key in enumerate(keys):
-            self._wait(lambda: store.check([key]), rank)
-            path = f"/proc/{self.group.processes[rank]}/fd/{store.get(key).decode()}"
-            memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-            words = memory[: 2 * SLOTS * 8].view(torch.int64).numpy()
-            self.written.append(words[:SLOTS])
-            self.released.append(words[SLOTS:])
-            self.slots.append(memory[HEADER_BYTES:].view(SLOTS, slot_bytes))
-        self.slot_bytes, self.count = slot_bytes, 0
-
-
 class Work(dist.Work):
     """An operation in flight; wait() moves the data."""
 
-    def __init__(self, channel: Channel, flat: torch.Tensor, collect):
+    def __init__(self, finish):
         super().__init__()
-        self.channel, self.collect, self.n = channel, collect, channel.write(flat)
-        channel.pending.append(self)
+        self.finish = finish
 
     def wait(self, timeout=None) -> bool:
-        if self.collect:
-            self.collect(self.n)
-            self.channel.release(self.n)
-            self.channel.pending.remove(self)
-            self.collect = None
+        if self.finish:
+            self.finish()
+            self.finish = None
         return True
 
     def is_completed(self) -> bool:
-        return self.collect is None
+        return self.finish is None
 
 
 class ShmGroup(dist.ProcessGroup):
@@ -143,12 +72,92 @@ class ShmGroup(dist.ProcessGroup):
 
     def __init__(self, options, _):
         """options: what torch.distributed tells a backend: store, group_rank, timeout, ..."""
-        rank, size, store = options.group_rank, options.group_size, options.store
-        super().__init__(rank, size)
-        self.store, self.timeout_s = store, options.timeout.total_seconds()
-        store.set(f"process/{rank}", str(os.getpid()))
-        self.processes = [int(store.get(f"process/{other}")) for other in range(size)]
-        self.gathers, self.sums = Channel(self, "gathers"), Channel(self, "sums")
+        super().__init__(options.group_rank, options.group_size)
+        self.timeout_s = options.timeout.total_seconds()
+        self.counts, self.works = [0, 0], {}  # of each kind; the last one of each (kind, slot)
+        self.file, size = open(os.memfd_create("shm"), "wb"), HEADER_BYTES + 2 * SLOTS * SLOT_BYTES
+        self.file.truncate(size)
+        own_path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"  # it lives as long as the process
+        options.store.set(f"shm/{self.rank()}", own_path)
+        self.paths = [options.store.get(f"shm/{r}").decode() for r in range(self.size())]
+        self.written, self.released, self.slots = [], [], []
+        for path in self.paths:
+            memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            words = memory[: 4 * SLOTS * 8].view(torch.int64).numpy().reshape(2, 2, SLOTS)
+            self.written.append(words[0])
+            self.released.append(words[1])
+            self.slots.append(memory[HEADER_BYTES:].view(2, SLOTS, SLOT_BYTES))
+
+    # ---- the protocol ----
+
+    def _start(self, kind: int, flat: torch.Tensor, collect) -> Work:
+        """Write this rank's tensor. The work calls collect(read), where read(rank, first_byte,
+        like) is what the rank has written, from first_byte on, as long as `like`: a view."""
+        self.counts[kind] += 1
+        n, me = self.counts[kind], self.rank()
+        slot = kind, n % SLOTS
+        if slot in self.works:
+            self.works[slot].wait()
+        for rank in range(self.size()):
+            self._wait(lambda: self.released[rank][slot] >= n - SLOTS, rank)
+        self.slots[me][slot][: flat.nbytes].view(flat.dtype).copy_(flat)
+        self.written[me][slot] = n
+
+        def read(rank, first_byte, like):
+            self._wait(lambda: self.written[rank][slot] >= n, rank)
+            return self.slots[rank][slot][first_byte:][: like.nbytes].view(like.dtype)
+
+        def finish():
+            collect(read)
+            self.released[me][slot] = n
+
+        self.works[slot] = Work(finish)
+        return self.works[slot]
+
+    def _wait(self, done, rank):
+        """Until done(), which depends on `rank`."""
+        tries, deadline = 0, time.monotonic() + self.timeout_s
+        while not done():
+            tries += 1
+            time.sleep(min(tries, 20) * 2e-5)
+            if tries % 50 == 0:
+                if not os.path.exists(self.paths[rank]) and not done():
+                    raise RuntimeError("a neighbour has died")
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"a neighbour is silent for {self.timeout_s:g} s")
+
+    # ---- the operations ----
+
+    def _gather(self, output, input, first_byte):
+        """Each piece of output <- a rank's input from first_byte on, in rank order."""
+        pieces = output.view(-1).chunk(self.size())
+
+        def collect(read):
+            for rank, piece in enumerate(pieces):
+                if piece.data_ptr() != input.data_ptr():  # in-place: it is there already
+                    piece.copy_(read(rank, first_byte, piece))
+
+        return self._start(GATHER, input.view(-1), collect)
+
+    def _sum(self, flat, part, first_byte, opts):
+        """part <- the sum over the ranks of `flat` from first_byte on, in rank order on every
+        rank: the results are bit-identical."""
+        if opts is not None and opts.reduceOp != dist.ReduceOp.SUM:
+            raise NotImplementedError("the shm backend only sums")
+
+        def collect(read):
+            data = lambda rank: read(rank, first_byte, part).to(part.device)
+            torch.add(data(0), data(1), out=part)
+            for rank in range(2, self.size()):
+                part.add_(data(rank))
+
+        return self._start(SUM, flat, collect)
+
+    def allreduce(self, tensors, opts=None):
+        return self._sum(tensors[0].view(-1), tensors[0].view(-1), 0, opts)
+
+    def _reduce_scatter_base(self, output, input, opts=None):
+        return self._sum(input.view(-1), output.view(-1), self.rank() * output.nbytes, opts)
 
     def _allgather_base(self, output, input, opts=None):
         return self._gather(output, input, 0)
@@ -157,41 +166,9 @@ class ShmGroup(dist.ProcessGroup):
         """Equal pieces."""
         return self._gather(output, input, self.rank() * (input.nbytes // self.size()))
 
-    def _reduce_scatter_base(self, output, input, opts=None):
-        return self._sum(input.view(-1), output.view(-1), self.rank() * output.nbytes, opts)
-
-    def allreduce(self, tensors, opts=None):
-        return self._sum(tensors[0].view(-1), tensors[0].view(-1), 0, opts)
-
     # torch 2.13's names
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
     all_to_all_single = alltoall_base
-
-    def _gather(self, output, input, first_byte):
-        """Each piece of output <- a rank's input from first_byte on, in rank order."""
-        pieces, channel = output.view(-1).chunk(self.size()), self.gathers
-
-        def collect(n):
-            for rank, piece in enumerate(pieces):
-                if piece.data_ptr() != input.data_ptr():  # in-place: it is there already
-                    piece.copy_(channel.read(n, rank, first_byte, piece))
-
-        return Work(channel, input.view(-1), collect)
-
-    def _sum(self, flat, part, first_byte, opts):
-        """part <- the sum over the ranks of `flat` from first_byte on, in rank order on every
-        rank: the results are bit-identical."""
-        if opts is not None and opts.reduceOp != dist.ReduceOp.SUM:
-            raise NotImplementedError("the shm backend only sums")
-        channel = self.sums
-
-        def collect(n):
-            read = lambda rank: channel.read(n, rank, first_byte, part).to(part.device)
-            torch.add(read(0), read(1), out=part)
-            for rank in range(2, self.size()):
-                part.add_(read(rank))
-
-        return Work(channel, flat, collect)
 
 
 dist.Backend.register_backend("shm", ShmGroup, extended_api=True, devices=["cpu", "cuda"])

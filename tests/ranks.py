@@ -24,7 +24,7 @@ import train
 from mesh import Mesh
 from method import Method
 from model import ModelConfig
-from plumbing import checkpoint, launch
+from plumbing import launch
 from plumbing.config import parse, run_command
 from plumbing.log import Clock, RoundRecord
 from shard import AdamW, ShardedModel
@@ -240,6 +240,8 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
             saved = torch.load(out / "model.pt", weights_only=True)["model"]
     method, seen, watched = made
     vectors = {name: getattr(method, name).clone() for name in method.shared + method.private}
+    names = "steps", "rounds", *(() if method.averages_gradients else method.scalars)
+    state = {name: getattr(method, name) for name in names}
     return {
         "rows": rows,
         "printed": printed.getvalue(),
@@ -249,7 +251,7 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
         "master": method.model.master.clone(),
         "exp_avg": method.model.exp_avg.clone(),
         "vectors": vectors,
-        "method_state": checkpoint.numbers(method),
+        "method_state": {k: v.tolist() if torch.is_tensor(v) else v for k, v in state.items()},
         "calls": dict(mesh.calls),
         "sent": dict(mesh.sent),
         "shard_index": mesh.shard_index,

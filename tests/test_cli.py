@@ -231,7 +231,7 @@ def test_disk_without_room_for_the_last_checkpoint_costs_only_that(
     def full(*_):
         raise OSError(28, "No space left")
 
-    monkeypatch.setattr(checkpoint, "write_vectors", full)
+    monkeypatch.setattr(os, "rename", full)
     argv = [*flags(data=corpus_folder, max_steps=2), "--out_dir", str(tmp_path)]
     assert run_here("train", argv) is None
     assert "saved   none: no checkpoint could be written" in capsys.readouterr().out

@@ -66,7 +66,7 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
     for name in "sync", "end_sync":  # A-EDiT reads the steps, and waits for the clock
         monkeypatch.setattr(AEDiT, name, note(getattr(AEDiT, name)))
     monkeypatch.setattr(train, "print_sample", lambda path: None)
-    monkeypatch.setattr(checkpoint, "files", lambda path, state: [path / "rank-00000.pt"])
+    monkeypatch.setattr(checkpoint, "files", lambda path, mesh: [path / "rank-00000.pt"])
     setup = launch.set_up(argv, train.METHODS, 0, 4)
     folder.mkdir()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -100,7 +100,7 @@ def test_training_equals_that_of_a_cpu_and_quiet_steps_wait_only_for_the_step_be
         close = pytest.approx(expected, rel=near["rtol"], abs=near["atol"])
         assert numbers(found, event) == close, event
         assert expected or method == "minibatch"
-    for name, vector in vectors.items():
+    for name, vector in vectors.items():  # and scalars
         torch.testing.assert_close(others[name], vector, **near)
     quiet = [set(waits) for printed, waits in steps[1:] if not printed]
     assert len(quiet) >= 4 and all(waits == {"event of 1 steps before"} for waits in quiet)
