@@ -120,7 +120,12 @@ def save(setup, model, method, state: dict) -> Path:
     content = {name: getattr(method, name) for name in ("steps", "rounds", *scalars)}
     equal, own = vectors(model, method)
     content |= own if mesh.replica > 0 else own | equal
-    content = {k: v.cpu() if torch.is_tensor(v) else v for k, v in content.items()}
+    parameters = model.master.cpu()
+    for name, value in content.items():
+        if torch.is_tensor(value):
+            # At a round end the anchor is the parameters. torch.save writes the same tensor once.
+            value = value.cpu()
+            content[name] = parameters if torch.equal(value, parameters) else value
     # [sync] all-gather of objects, all ranks, once per checkpoint
     steps = mesh.all_gather_object(method.steps)[:: mesh.shards]  # A-EDiT's replicas differ
     unfinished = Path(setup.config.out_dir, "checkpoint.tmp")
@@ -193,6 +198,8 @@ def readable(path):
         yield
     except Exception as error:
         hint = "if it is damaged, or of another version of the code, delete it"
+        if not path.exists():
+            hint = "another run writes there and has removed it; start again"
         raise UserError(f"checkpoint {path} cannot be read ({one_line(error)}); {hint}") from None
 
 
