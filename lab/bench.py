@@ -45,7 +45,7 @@ NO_EFFECT |= {"method", "resume", "dry_run", "accum", "tokens_per_step", "init_f
 class Flags(simulate.Config):
     """The benchmark's flags, beside train.py's."""
 
-    repeats: int = option(5, "turns", low=1)
+    repeats: int = option(5, "turns", low=1, group="benchmark")
     steps: int = option(2, "timed steps per turn", low=1)
     vocab_size: int = option(257, "of the model; 257: bytes", low=2)
     json: str = option("out/bench.json", "file for the rows")
@@ -87,7 +87,7 @@ def torch_step(plan: Plan, mesh: Mesh, batch: torch.Tensor) -> dict:
         if not dist.is_initialized():
             dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
         names = ("replica", "shard") if mesh.replicas > 1 else ("shard",)
-        nccl = mesh.device.type == "cuda" and config.backend in ("auto", "nccl")
+        nccl = mesh.device.type == "cuda" and config.backend == "nccl"
         backend = "nccl" if nccl else "gloo"
         grid = init_device_mesh(
             mesh.device.type, (mesh.replicas, mesh.shards)[-len(names) :], mesh_dim_names=names,
@@ -193,17 +193,16 @@ def main(argv: list):
         plan.check_memory()
         Path(config.json).parent.mkdir(parents=True, exist_ok=True)
         open(config.json, "a").close()  # is it possible? Now, not after the measurements
-    device, backend = launch.open_groups(config, store)
-    mesh = Mesh(config.shards, device, config.timeout_s, backend)
+    mesh = launch.make_mesh(config, store)
     shape = (2, config.batch_size, config.block_size)
-    batch = torch.randint(config.vocab_size, shape, device=device)  # inputs and targets
+    batch = torch.randint(config.vocab_size, shape, device=mesh.device)  # inputs and targets
     row = compare(plan, mesh, batch)
     n_params, tokens = plan.n_params, f"{config.batch_size} x {config.block_size} tokens"
     print(f"{mesh.replicas} replicas x {mesh.shards} shards, {config.dtype}, ", end="")
     print(f"{n_params:,} parameters, {tokens} per rank")
     show(row)
     if rank == 0:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+        name = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu"
         record = {"command": sys.argv, "torch": torch.__version__, "device": name}
         record |= {"config": vars(config), "n_params": n_params, "rows": [row]}
         Path(config.json).write_text(json.dumps(record, indent=1))
