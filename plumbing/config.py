@@ -34,16 +34,15 @@ class UserError(Exception):
 
 
 def explain(error: Exception) -> tuple:
-    """(exit code, line for the user) of an error that has an exit_code, or that comes from outside
-    the program: a full disk, too little memory, no such package, a closed pipe (no line). Raises
-    any other error again."""
+    """(exit code, line for the user) of an error that has an exit_code or that comes from outside:
+    a full disk, no memory, a missing package, a closed pipe. Raises any other error again."""
     text = str(error).strip().split("\n")[0]
     if hasattr(error, "exit_code"):
         return error.exit_code, text
     if isinstance(error, BrokenPipeError):
         return 141, ""  # as if SIGPIPE had ended the process
     if isinstance(error, ModuleNotFoundError):  # of a package that only some commands need
-        return 2, f"this needs a package: pip install {error.name.split('.')[0]}"
+        return 2, f"this needs a package: pip install {str(error.name).split('.')[0]}"
     if isinstance(error, OSError):
         return 2, f"{error.filename or 'output'}: {error.strerror}"
     too_large = isinstance(error, RuntimeError) and re.search(TOO_LARGE, text)
@@ -78,18 +77,15 @@ def run_command(program: str, main):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises UserError and does not accept shortened flags."""
-
-    def __init__(self, **options):
-        super().__init__(allow_abbrev=False, **options)
+    """argparse that raises UserError."""
 
     def error(self, message):
         raise UserError(f"{message[:300]} (--help lists the flags)")
 
 
 def option(default, help, **more):
-    """A dataclass field that is a flag. more: the limits low, above, below, see check_limits();
-    choices, nargs, const as in argparse; group, the title in --help of this flag and the next."""
+    """A dataclass field that is a flag. more: limits, see check_limits(); choices, nargs, const as
+    in argparse; group: the title in --help of this flag and the next."""
     return field(default=default, metadata={"help": help} | more)
 
 
@@ -99,10 +95,7 @@ def option(default, help, **more):
 # warm-up. Rates from 124m up are GPT-3's for these sizes (arXiv 2005.14165, table 2.1), which were
 # used with batches of 0.5 to 2 million tokens. tau and warm-up are the EDiT paper's (from memory).
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "lr", "lr_warmup_steps")
-LONG = {
-    "max_steps": 20_000, "eval_interval": 1000, "log_interval": 20, "tau": 128,
-    "sync_warmup_steps": 1024,
-}  # fmt: skip
+LONG = dict(max_steps=20_000, eval_interval=1000, log_interval=20, tau=128, sync_warmup_steps=1024)
 PRESETS = {
     "tiny": {},  # the defaults
     "10m": dict(zip(SHAPE, (6, 6, 384, 256, 4, 1e-3, 100))) | {"max_steps": 2000},
@@ -141,17 +134,13 @@ class Config:
     eval_batches: int = option(16, "validation batches of 16 windows", low=1, below=10**6)
     timeout_s: float = option(600.0, "seconds to wait for a silent rank", above=0, below=1e7)
 
-    checkpoint_interval: int = option(
-        0, "steps between checkpoints (at round ends); 0: only one, at the end", group="checkpoints"
-    )
+    checkpoint_interval: int = option(0, "in steps; 0: only one, at the end", group="checkpoints")
     keep: int = option(2, "checkpoints to keep", low=1)
     save_on_exit: bool = option(False, "at SIGTERM or Ctrl-C, save and stop at the next round end")
     resume: str = option("", "checkpoint or run's folder to continue; auto: OUT_DIR's, if any")
     overwrite: bool = option(False, "delete the earlier run in OUT_DIR")
 
-    model: str = option(
-        "tiny", "preset for flags that are not given", choices=list(PRESETS), group="model"
-    )
+    model: str = option("tiny", "preset of what is not given", choices=list(PRESETS), group="model")
     n_layer: int = option(4, "blocks", low=1, below=10_000)
     n_head: int = option(4, "attention heads", low=1)
     n_embd: int = option(128, "channels", low=1)
@@ -162,15 +151,12 @@ class Config:
     init_from: str = option("", "start from this model.pt or Hugging Face Llama folder; its shape")
 
     data: str = option(
-        "", "corpus folder of data.py, or .bin token files (default: Python's standard library)",
-        nargs="+", group="data",
-    )  # fmt: skip
+        "", "folder of data.py, or .bin files (default: standard library)", nargs="+", group="data"
+    )
     vocab_size: int = option(0, "of token files (0: 50257, GPT-2's), or to pad the corpus's")
     batch_size: int = option(8, "sequences per rank and micro-step", low=1)
     accum: int = option(1, "micro-steps per step; their gradients are averaged", low=1, below=10**6)
-    tokens_per_step: int = option(
-        0, "of all ranks; sets accum and the micro-batch, at most batch_size; 0: those set it"
-    )
+    tokens_per_step: int = option(0, "of all ranks; it sets accum, and batch_size is a limit then")
 
     lr: float = option(3e-3, "peak inner (AdamW) learning rate", group="inner optimizer")
     min_lr_ratio: float = option(0.1, "final learning rate / peak learning rate")
@@ -200,9 +186,7 @@ class RoundConfig:
         "none", "of AdamW, at each sync; all replicas wait. Without a value: both",
         choices=["none", "m", "both"], nargs="?", const="both",
     )  # fmt: skip
-    moments_format: str = option(
-        "none", "of averaged moments. int8: m in int8, v in log8", choices=["none", "int8"]
-    )
+    moments_format: str = option("none", "int8: m in int8, v in log8", choices=["none", "int8"])
 
     def steps_of_round(self, lr: float, k: int) -> float:
         """lr: inner learning rate of the last step; k: steps from the warm-up to this round."""
@@ -220,9 +204,7 @@ class LocalConfig(RoundConfig):
     """Flags of every method whose rounds have a number of steps."""
 
     tau: int = option(16, "inner steps per round", low=1)
-    tau_rule: str = option(
-        "fixed", "qsr: max(tau, (qsr_c / lr)^2) steps, lr: of the step", choices=["fixed", "qsr"]
-    )
+    tau_rule: str = option("fixed", "qsr: max(tau, (qsr_c / lr)^2) steps", choices=["fixed", "qsr"])
     qsr_c: float = option(0.0175, "c of the quadratic synchronization rule, arXiv 2310.14423")
     tau_schedule: str = option("", "TAU:STEPS,..., for STEPS steps rounds of TAU, ..., then --tau")
 
@@ -261,8 +243,7 @@ def parse(argv: list, methods: dict, simulation_class, saved: dict | None = None
     for name, other in ("tokens_per_step", "accum"), ("accum", "tokens_per_step"):
         if name in given:  # the saved one gives way
             values.pop(other, None)
-    values |= given
-    values = PRESETS[values.get("model", "tiny")] | values
+    values = PRESETS[(values | given).get("model", "tiny")] | values | given
     method = methods[values.get("method", Config.method)]
     bases = (method.Config, simulation_class, Config)
     run_class = dataclasses.make_dataclass("RunConfig", [], bases=bases)
@@ -277,7 +258,7 @@ def read_flags(argv: list, methods: dict, simulation_class) -> dict:
     for config_class in (Config, simulation_class, *configs.values()):
         for f in dataclasses.fields(config_class):
             fields.setdefault(f.name, f)
-    group = parser = Parser(usage="%(prog)s [--flag value ...]")
+    group = parser = Parser(usage="%(prog)s [--flag value ...]", allow_abbrev=False)
     for name, f in fields.items():
         kind, default = type(f.default), f.default
         own = {m: getattr(c, name) for m, c in configs.items() if name in c.__dataclass_fields__}

@@ -56,9 +56,9 @@ class Setup:
 
     def __init__(self, argv: list, methods: dict, rank: int, world_size: int):
         config, self.given = parse(argv, methods, simulate.Config)
-        resumed = config.resume if config.resume not in ("", "auto") else ""
-        out_dir = config.out_dir or resumed and str(checkpoint.run_folder(resumed))
-        out_dir = out_dir or f"out/{config.method}"
+        out_dir = config.out_dir or f"out/{config.method}"
+        if not config.out_dir and config.resume not in ("", "auto"):
+            out_dir = str(checkpoint.run_folder(config.resume))
         self.path = self.saved = self.source = None
         flags = {}  # in place of those that are not given
         if config.resume or not config.dry_run:
@@ -91,20 +91,18 @@ class Setup:
         if not config.dry_run:
             self.plan.check_memory()
         if self.saved:
-            checkpoint.check_resume(
-                self.saved, config, self.given, self.corpus, self.plan, self.path
-            )
+            run = config, self.given, self.corpus, self.plan
+            checkpoint.check_resume(self.saved, *run, self.path)
 
     def describe(self, mesh) -> dict:
         """What the record and the checkpoints say of the run."""
-        cuda = mesh.device.type == "cuda"
+        name = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu"
         return vars(self.config) | {
             "world_size": mesh.world_size,
             "mesh": {"replicas": mesh.replicas, "shards": mesh.shards},
             "micro_steps": self.plan.accum, "micro_batch": self.plan.batch_size,
             "n_params": self.plan.n_params, "corpus_hash": self.corpus.hash,
-            "torch": str(torch.__version__),
-            "device_name": torch.cuda.get_device_name() if cuda else "cpu",
+            "torch": str(torch.__version__), "device_name": name,
         }  # fmt: skip
 
 
@@ -140,8 +138,7 @@ def has_native_bf16(device: str) -> bool:
     if device == "cuda":  # without one it is a dry run for another machine
         cuda = torch.cuda
         return not cuda.is_available() or cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
 # ---- starting ----
