@@ -17,7 +17,7 @@ import torch
 
 from data import new_folder
 from model import ModelConfig, make_layer
-from plumbing.config import Parser, UserError, optional, run_command
+from plumbing.config import Parser, UserError, run_command
 from tokenizer import UNKNOWN, to_json
 
 FIELDS = {  # of ModelConfig -> of config.json
@@ -52,6 +52,25 @@ class Source:
             master.copy_(model.own_shard(layout, tensors))
         model.invalidate_gathered()
 
+    def check(self, config: ModelConfig, corpus):
+        """Raise UserError if the run's model or vocabulary differs. A corpus of token files gets
+        this tokenizer."""
+        if corpus.tokenizer == UNKNOWN:
+            corpus.tokenizer = self.tokenizer
+        names = {self.tokenizer, corpus.tokenizer} - {UNKNOWN}
+        # A named tokenizer may be the same as a tokenizer.json.
+        other = len(names) > 1 and len({name[:1] == "{" for name in names}) == 1
+        if other or self.config.vocab_size != corpus.vocab_size:
+            raise UserError(
+                f"--init_from {self.path} has another vocabulary ({self.config.vocab_size} tokens) "
+                f"than the corpus ({corpus.vocab_size}): give the --data that it was trained on, "
+                "or make it with data.py --tokenizer FOLDER; --vocab_size pads a smaller one"
+            )
+        theirs = vars(self.config) | {"block_size": config.block_size}
+        if other := [f"--{name}" for name, ours in vars(config).items() if theirs[name] != ours]:
+            other = " ".join(other)
+            raise UserError(f"--init_from {self.path} has another shape: leave out {other}")
+
 
 def shapes(config: ModelConfig) -> dict:
     """Name in model.Llama's state dict -> shape."""
@@ -82,7 +101,7 @@ def open_model(path: str) -> Source:
             if found.shape != shape or not found.is_floating_point():
                 raise ValueError(f"{name} has shape {tuple(found.shape)}, {found.dtype}")
         return source
-    except UserError:
+    except (UserError, ModuleNotFoundError):
         raise
     except Exception as error:  # files of other programs raise many kinds
         reason = getattr(error, "strerror", None) or type(error).__name__
@@ -98,8 +117,10 @@ def open_folder(folder: Path) -> Source:
     names, files, tensors = {"model.safetensors"}, {}, {}
     if index.exists():  # a large model
         names = set(json.loads(index.read_text())["weight_map"].values())
+    import safetensors.torch
+
     for name in names:
-        files |= optional("safetensors.torch").load_file(folder / name)
+        files |= safetensors.torch.load_file(folder / name)
     if tied := theirs.get("tie_word_embeddings", False):
         files["lm_head.weight"] = files["model.embed_tokens.weight"]
     copies = config.n_head // kv_heads  # of each head of keys and values
@@ -155,7 +176,8 @@ def write_folder(source: Source, out: str):
         used = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
         files["tokenizer_config.json"] = used
     with new_folder(out) as folder:
-        save_file = optional("safetensors.torch").save_file
+        from safetensors.torch import save_file
+
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         for name, content in files.items():
             (folder / name).write_text(json.dumps(content, indent=1) + "\n")

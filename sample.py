@@ -97,7 +97,7 @@ def print_sample(path):
         model, encoding = load_model(path)
         prompt = "def " if encoding.name == "byte" else "The "
         text = continue_text(model, encoding, prompt, count=100)
-    except UserError as error:  # no vocabulary offline, a diverged model: the run itself is fine
+    except (UserError, ModuleNotFoundError) as error:  # offline, diverged: the run itself is fine
         text = f"none: {error}"
     print(f"model   {path}")
     print("sample  " + text.replace("\n", "\n        "))

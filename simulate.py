@@ -53,7 +53,7 @@ FRAMING = 1538 / 1448  # TCP over Ethernet: 1448 bytes of payload take 1538 on t
 
 @dataclass
 class Config:
-    slow_replica: str = option("", "R:F, replica R is F times slower")
+    slow_replica: str = option("", "R:F, replica R is F times slower", group="simulated cluster")
     random_lag: str = option("", "P:SECONDS, with probability P a step of one replica pauses")
     virtual_clock: bool = option(
         False, "count virtual seconds: a step takes 1, on a slow replica its factor"
@@ -71,6 +71,13 @@ class Config:
     def check(self, replicas: int):
         super().check(replicas)
         Disturbances(self, replicas)
+        if self.flip and "anchor" not in self.method_class.shared + self.method_class.private:
+            raise UserError(f"--flip: {self.method} has no anchor; choose diloco, edit or robust")
+        if self.virtual_clock and not self.method_class.barrier:
+            raise UserError(
+                f"--virtual_clock: replicas of {self.method} do not wait for each other; choose "
+                "another --method"
+            )
         if self.virtual_clock and self.limits_link:
             raise UserError(
                 "--virtual_clock: a simulated link takes real seconds; leave out --link_mbps and "

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from plumbing.config import UserError, optional
+from plumbing.config import UserError
 
 DOWNLOAD_S = 60
 UNKNOWN = "unknown"
@@ -62,9 +62,10 @@ class FromJson:
     """The tokenizer of a tokenizer.json, with those methods of tiktoken.Encoding that are used."""
 
     def __init__(self, text: str):
-        from_str = optional("tokenizers").Tokenizer.from_str
+        import tokenizers
+
         try:
-            self.tokenizer = from_str(text)
+            self.tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the package has no class of its own for its errors
             raise UserError(f"tokenizer.json is damaged ({str(error)[:100]})") from None
         self.tokenizer.encode_special_tokens = True  # <|endoftext|> in a text is text

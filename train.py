@@ -183,7 +183,7 @@ def main(argv: list):
     setup, store = launch.start(argv, METHODS)
     setup.plan.show(setup.corpus)
     if not setup.config.dry_run:
-        mesh = launch.make_mesh(setup, store)
+        mesh = launch.make_mesh(setup.config, store, setup.plan.method.barrier)
         train(setup, mesh, launch.StopRequest(setup.config.save_on_exit))
 
 

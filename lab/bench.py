@@ -42,7 +42,7 @@ NO_EFFECT = {"resume", "dry_run", "accum", "tokens_per_step", "init_from", "time
 class Flags:
     """The benchmark's flags, beside train.py's."""
 
-    repeats: int = option(5, "turns", low=1)
+    repeats: int = option(5, "turns", low=1, group="benchmark")
     steps: int = option(2, "timed steps per turn", low=1)
     vocab_size: int = option(257, "of the model; 257: bytes", low=2)
     json: str = option("out/bench.json", "file for the rows")
@@ -72,7 +72,7 @@ def our_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
 
 def fsdp2_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
     """The same with torch's fully_shard, on the same mesh and backend."""
-    nccl = mesh.device.type == "cuda" and plan.config.backend in ("auto", "nccl")
+    nccl = mesh.device.type == "cuda" and plan.config.backend == "nccl"
     backend = "nccl" if nccl else "gloo"
     if not dist.is_initialized():  # one rank
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -176,17 +176,16 @@ def main(argv: list):
         plan.check_memory()
         Path(config.json).parent.mkdir(parents=True, exist_ok=True)
         open(config.json, "a").close()  # is it possible? Now, not after the measurements
-    device, backend = launch.open_groups(config, store)
-    mesh = Mesh(config.shards, device, config.timeout_s, backend)
+    mesh = launch.make_mesh(config, store)
     shape = (2, config.batch_size, config.block_size)
-    batch = torch.randint(config.vocab_size, shape, device=device)  # inputs and targets
+    batch = torch.randint(config.vocab_size, shape, device=mesh.device)  # inputs and targets
     row = compare(plan, mesh, batch)
     if rank == 0:
         print(f"{mesh.replicas} replicas x {mesh.shards} shards, {config.dtype}, ", end="")
         print(f"{plan.n_params:,} parameters, {shape[1]} x {shape[2]} tokens per rank")
         for name, x in row.items():
             print(f"{name:>16}  {x if isinstance(x, str) else f'{x:,.4g}'}")
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+        name = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu"
         record = {"command": sys.argv, "torch": torch.__version__, "device": name}
         record |= {"config": vars(config), "n_params": plan.n_params, "rows": [row]}
         Path(config.json).write_text(json.dumps(record, indent=1))

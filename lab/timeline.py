@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from lab.rows import GRAY, METHODS, read_run
-from plumbing.config import UserError, optional
+from plumbing.config import UserError
 
 COMPUTES = ("#0072b2", "#5aa9d6")  # two shades, in turns, so that steps can be told apart
 WAITS = {"wait for link": ("#e69f00", "waits for the link"),
@@ -93,10 +93,10 @@ def bars(axes, spans: list, y: float, height: float, color: str, edge="none"):
     """Rectangles as one path, which keeps the SVG small. spans: those that the axes show."""
     corners = [[(b, y), (b, y + height), (e, y + height), (e, y), (b, y)] for b, e in spans]
     if corners:
-        path = optional("matplotlib.path").Path
-        whole = path.make_compound_path(*(path(each, closed=True) for each in corners))
+        from matplotlib import patches, path
+        whole = path.Path.make_compound_path(*(path.Path(each, closed=True) for each in corners))
         style = {"facecolor": color, "edgecolor": edge, "linewidth": 0.8 * (edge != "none")}
-        axes.add_patch(optional("matplotlib.patches").PathPatch(whole, **style))
+        axes.add_patch(patches.PathPatch(whole, **style))
 
 
 def draw_replica(axes, row: dict, y: float, begin: float, end: float):
@@ -168,8 +168,9 @@ SYNCS = {
 
 
 def draw(rows: list, path, title="Lost time"):
-    """Write the picture as SVG. Raises UserError without matplotlib."""
-    figure_module, patches = optional("matplotlib.figure"), optional("matplotlib.patches")
+    """Write the picture as SVG."""
+    import matplotlib.figure as figure_module
+    from matplotlib import patches, rc_context
     runs = defaultdict(list)
     for row in rows:
         runs[row["folder"]].append(row)
@@ -178,7 +179,7 @@ def draw(rows: list, path, title="Lost time"):
     seconds = min(min(row["whole_s"] for row in rows), max(row["some_s"] for row in rows))
     colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color"), GRAY)
     settings = colors | {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": ""}
-    with optional("matplotlib").rc_context(settings | {"font.sans-serif": ["DejaVu Sans"]}):
+    with rc_context(settings | {"font.sans-serif": ["DejaVu Sans"]}):
         heights = [0.45 + 0.17 * len(runs) + 0.22 * len(rows), 1.1 * bool(syncs) or 0.01]
         figure = figure_module.Figure((10, sum(heights) + 0.6), layout="constrained")
         grid = figure.add_gridspec(2, max(1, len(syncs)), height_ratios=heights)

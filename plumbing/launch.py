@@ -22,10 +22,8 @@ import hashlib
 import math
 import os
 import signal
-import sys
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,144 +32,114 @@ import torch.distributed as dist
 
 import data
 import simulate
-from export import Source, open_model
+from export import open_model
 from mesh import Mesh, translate_comm_errors
 from plumbing import checkpoint, shm
 from plumbing.config import STOPS, UserError, explain, parse
 from plumbing.plan import Plan
-from tokenizer import UNKNOWN
 
 START_S = 600  # how long ranks wait for the slowest to start
 
 
-# ---- starting ----
+# ---- checking ----
 
 
-@dataclass
 class Setup:
-    """What set_up has made of the command line."""
+    """The run that a command line asks for. Making it checks everything that wrong input can break,
+    and writes nothing. Raises UserError.
 
-    config: object  # all flags, see config.parse()
-    given: dict  # flags on the command line
-    corpus: data.Corpus
-    plan: Plan
-    path: Path | None = None  # the checkpoint to continue
-    saved: dict | None = None  # its state.json
-    source: Source | None = None  # the model to start from, see --init_from
+    config, given: all flags, see config.parse(), and those on the command line; corpus, plan;
+    path, saved: of the checkpoint to continue, and its state.json; source: the model to start from
+    """
+
+    def __init__(self, argv: list, methods: dict, rank: int, world_size: int):
+        config, self.given = parse(argv, methods, simulate.Config)
+        out_dir = config.out_dir or f"out/{config.method}"
+        if not config.out_dir and config.resume not in ("", "auto"):
+            out_dir = str(checkpoint.run_folder(config.resume))
+        self.path = self.saved = self.source = None
+        flags = {}  # in place of those that are not given
+        if config.resume or not config.dry_run:
+            self.path = checkpoint.choose(config.resume, out_dir, config.overwrite)
+        if self.path:
+            self.saved = checkpoint.read(self.path, rank, world_size)
+            flags = self.saved["flags"]
+        elif config.init_from:
+            self.source = open_model(config.init_from)
+            flags = vars(self.source.config) | {"vocab_size": 0}
+            inside = Path(config.init_from).resolve().parent == Path(out_dir).resolve()
+            if inside and config.overwrite:
+                raise UserError("--overwrite deletes the model of --init_from: change --out_dir")
+        config, _ = parse(argv, methods, simulate.Config, flags)
+        config.out_dir = out_dir
+        if self.saved and "shards" not in self.given and not config.dry_run:
+            config.shards = math.gcd(config.shards, world_size)  # the mesh follows the ranks
+        if config.dry_run:
+            world_size = config.replicas * config.shards or max(world_size, config.shards)
+        check_mesh(config, world_size)
+        resolve_device(config)
+        config.check(world_size // config.shards)
+        if config.profile and config.max_steps - (self.saved or {"progress": 0})["progress"] < 4:
+            raise UserError("--profile: it needs at least 4 steps; raise --max_steps")
+        self.config, self.corpus = config, data.load(config.data or None, config.vocab_size)
+        data.check_windows(self.corpus, config.block_size)
+        self.plan = Plan(config, methods[config.method], self.corpus.vocab_size, world_size)
+        if self.source:
+            self.source.check(self.plan.model_config, self.corpus)
+        if not config.dry_run:
+            self.plan.check_memory()
+        if self.saved:
+            run = config, self.given, self.corpus, self.plan
+            checkpoint.check_resume(self.saved, *run, self.path)
 
     def describe(self, mesh) -> dict:
         """What the record and the checkpoints say of the run."""
+        name = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu"
         return vars(self.config) | {
             "world_size": mesh.world_size,
             "mesh": {"replicas": mesh.replicas, "shards": mesh.shards},
             "micro_steps": self.plan.accum, "micro_batch": self.plan.batch_size,
-            "n_params": self.plan.n_params,
-            "corpus_hash": self.corpus.hash,
-            "torch": str(torch.__version__),
-            "device_name": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
-        }
-
-
-def set_up(argv: list, methods: dict, rank: int, world_size: int) -> Setup:
-    """Check everything that wrong input can break. Writes nothing. Raises UserError."""
-    config, _ = parse(argv, methods, simulate.Config)  # which checkpoint?
-    resumed = checkpoint.run_folder(config.resume) if config.resume not in ("", "auto") else ""
-    out_dir = config.out_dir or str(resumed) or f"out/{config.method}"
-    path = saved = None
-    if config.resume or not config.dry_run:
-        path = checkpoint.choose(config.resume, out_dir, config.overwrite)
-    if path:
-        saved = checkpoint.read(path, rank, world_size)
-    source = open_model(config.init_from) if config.init_from and not saved else None
-    inside = source and Path(source.path).resolve().parent == Path(out_dir).resolve()
-    if inside and config.overwrite:
-        raise UserError("--overwrite would delete the model of --init_from: name another --out_dir")
-    # Once more: flags that are not given come from the checkpoint, or from the model to start from.
-    flags = saved["flags"] if saved else vars(source.config) | {"vocab_size": 0} if source else {}
-    config, given = parse(argv, methods, simulate.Config, flags)
-    config.out_dir = out_dir
-    if saved and "shards" not in given and not config.dry_run:  # the mesh follows the ranks
-        config.shards = math.gcd(config.shards, world_size)
-    if config.dry_run:
-        world_size = config.replicas * config.shards or max(world_size, config.shards)
-    check_mesh(config, world_size)
-    resolve_device(config)
-    config.check(world_size // config.shards)
-    if config.profile and config.max_steps - (saved["progress"] if saved else 0) < 4:
-        raise UserError("--profile: it needs at least 4 steps; raise --max_steps")
-    method = methods[config.method]
-    if config.flip and "anchor" not in method.shared + method.private:
-        raise UserError(f"--flip: {config.method} has no anchor; choose diloco, edit or robust")
-    if config.virtual_clock and not method.barrier:
-        working = ", ".join(name for name, each in methods.items() if each.barrier)
-        raise UserError(
-            f"--virtual_clock: replicas of {config.method} do not wait for each other; it works "
-            f"with {working}"
-        )
-    corpus = data.load(config.data or None, config.vocab_size)
-    data.check_windows(corpus, config.block_size)
-    plan = Plan(config, method, corpus.vocab_size, world_size)
-    if source:
-        check_source(source, plan.model_config, corpus)
-    if not config.dry_run:
-        plan.check_memory()
-    if saved:
-        checkpoint.check_resume(saved, config, given, corpus, plan, path)
-    return Setup(config, given, corpus, plan, path, saved, source)
-
-
-def check_source(source: Source, config, corpus):
-    """Raise UserError if the run's model differs from the one to start from."""
-    theirs, ours = vars(source.config), vars(config)
-    if corpus.tokenizer == UNKNOWN:
-        corpus.tokenizer = source.tokenizer
-    same_kind = (source.tokenizer[:1] == "{") == (corpus.tokenizer[:1] == "{")
-    other = source.tokenizer not in (corpus.tokenizer, UNKNOWN) and same_kind
-    if other or theirs["vocab_size"] != corpus.vocab_size:
-        hint = "give the --data that it was trained on"
-        if Path(source.path).is_dir():
-            hint = f"make a corpus with data.py --tokenizer {source.path}"
-        if not other and theirs["vocab_size"] > corpus.vocab_size:
-            hint += f", or pad with --vocab_size {theirs['vocab_size']}"
-        raise UserError(
-            f"--init_from {source.path} has another vocabulary ({theirs['vocab_size']} tokens) "
-            f"than the corpus ({corpus.vocab_size}): {hint}"
-        )
-    other = [name for name in theirs if theirs[name] != ours[name] and name != "block_size"]
-    if other:
-        flags = " ".join(f"--{name}" for name in other)
-        raise UserError(f"--init_from {source.path} has another shape: leave out {flags}")
+            "n_params": self.plan.n_params, "corpus_hash": self.corpus.hash,
+            "torch": str(torch.__version__), "device_name": name,
+        }  # fmt: skip
 
 
 def check_mesh(config, world_size: int):
     M, N = config.replicas, config.shards
     if world_size % N or M and world_size != M * N:
         mesh = f"--replicas {M} --shards {N}" if M else f"--shards {N}"
-        raise UserError(
-            f"{mesh}: {world_size} ranks do not form such a mesh; change --nproc_per_node"
-            + (f" or give --shards {math.gcd(world_size, N)}" if world_size % N else "")
-        )
+        hint = f"change --nproc_per_node or give --shards {math.gcd(world_size, N)}"
+        raise UserError(f"{mesh}: {world_size} ranks do not form such a mesh; {hint}")
 
 
 def resolve_device(config):
-    """Replace `auto` in device and dtype by what this machine has."""
+    """Replace `auto` in device, backend and dtype by what this machine has. Raises UserError."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "auto":
         config.device = "cuda" if gpus else "cpu"
+    on_gpu = config.device == "cuda"
+    if config.backend == "auto":
+        config.backend = "nccl" if on_gpu else "shm"
     if config.dtype == "auto":
         config.dtype = "bf16" if has_native_bf16(config.device) else "fp32"
-    if config.backend == "nccl" and config.device == "cpu":
+    if config.backend == "nccl" and not on_gpu:
         raise UserError("--backend nccl: it is for --device cuda; use --backend gloo")
-    if config.device == "cuda" and gpus == 0 and not config.dry_run:  # which is for any machine
-        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if on_gpu and not config.dry_run:  # which is for any machine
+        if gpus == 0:
+            raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
+        if config.backend == "nccl" and gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+            hint = "lower --nproc_per_node, or use --backend shm"
+            raise UserError(f"--backend nccl: some ranks share a GPU; {hint}")
 
 
 def has_native_bf16(device: str) -> bool:
     if device == "cuda":  # without one it is a dry run for another machine
         cuda = torch.cuda
         return not cuda.is_available() or cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
+
+
+# ---- starting ----
 
 
 def environment() -> tuple:
@@ -223,11 +191,11 @@ def alike(store, topic: str, rank: int, world_size: int):
 
 
 def start(argv: list, methods: dict) -> tuple:
-    """(the Setup, equal on all ranks; the store). The run's folder exists and is locked."""
+    """(the Setup, equal on all ranks; the store). The run's folder exists, locked and clean."""
     rank, world_size = environment()
     store = rendezvous(rank, world_size)
     with alike(store, "flags", rank, world_size):
-        setup = set_up(argv, methods, rank, world_size)
+        setup = Setup(argv, methods, rank, world_size)
         # Paths may differ between nodes.
         config = dataclasses.replace(setup.config, out_dir="", data="", resume="", init_from="")
         tensors = setup.source.tensors.values() if setup.source else ()
@@ -236,62 +204,42 @@ def start(argv: list, methods: dict) -> tuple:
         if store.compare_set("read", "", read).decode() != read:
             raise UserError("the ranks differ in their flags or corpora: start them all alike")
     with alike(store, "folder", rank, world_size):
+        out_dir = setup.config.out_dir
         if rank == 0 and not setup.config.dry_run:
-            Path(setup.config.out_dir).mkdir(parents=True, exist_ok=True)
-            checkpoint.lock(setup.config.out_dir)
+            Path(out_dir).mkdir(parents=True, exist_ok=True)
+            checkpoint.lock(out_dir)
+            checkpoint.clean_up(out_dir, setup.config.overwrite)
     store.set_timeout(timedelta(seconds=setup.config.timeout_s))
     return setup, store
 
 
-def open_groups(config, store, barrier: bool = True) -> tuple:
-    """Start torch.distributed. Returns (this rank's device, backend), where backend(ranks,
-    crosses_replicas) names the backend of a group, see mesh.Mesh. auto: nccl on GPUs; on CPUs shm
-    for groups within one machine, else gloo. A simulated link, and a method without a barrier (see
-    method.py), need a transport with a thread of its own, so not shm. Raises UserError if NCCL
-    would get ranks that share a GPU."""
+def make_mesh(config, store, barrier: bool = True) -> Mesh:
+    """Start torch.distributed. Groups within a machine use shm, if the flags prefer it, others
+    gloo. A simulated link, and a method without a barrier (see method.py), need a transport with a
+    thread of its own between replicas, so not shm."""
     keep_freed_memory()
     (rank, world_size), device = environment(), torch.device(config.device)
     if config.device == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    machines, gpus = [""] * world_size, [None] * world_size
+    machines, timeout = [""] * world_size, timedelta(seconds=config.timeout_s)
 
     def backend(ranks, crosses_replicas):
-        preferred = config.backend
-        if preferred == "auto":
-            preferred = "nccl" if config.device == "cuda" else "shm"
-        if preferred != "shm":
-            return preferred
         one_machine = len({machines[r] or r for r in ranks}) == 1
         background = crosses_replicas and (config.limits_link or not barrier)
-        return "shm" if one_machine and not background else "gloo"
+        unfit = config.backend == "shm" and (background or not one_machine)
+        return "gloo" if unfit else config.backend
 
-    if world_size > 1:
-        timeout = timedelta(seconds=config.timeout_s)
-        with translate_comm_errors():
+    link = simulate.SimulatedLink(config, config.shards, device) if config.limits_link else None
+    with translate_comm_errors():
+        if world_size > 1:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
             )
             atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-            # [sync] all-gather of objects, all ranks, once per run (GPUs: twice)
+            # [sync] all-gather of objects, all ranks, once per run
             dist.all_gather_object(machines, shm.machine_id())
-            if device.type == "cuda":
-                dist.all_gather_object(gpus, str(torch.cuda.get_device_properties(device).uuid))
-    if config.backend in ("auto", "nccl") and len(set(gpus)) < world_size and gpus[0]:
-        raise UserError(
-            "--backend nccl: some ranks share a GPU; lower --nproc_per_node, or use --backend shm"
-        )
-    return device, backend
-
-
-def make_mesh(setup: Setup, store) -> Mesh:
-    config = setup.config
-    device, backend = open_groups(config, store, setup.plan.method.barrier)
-    link = simulate.SimulatedLink(config, config.shards, device) if config.limits_link else None
-    if environment()[0] == 0:  # nothing can be refused any more; the others wait in Mesh()
-        checkpoint.clean_up(config.out_dir, config.overwrite)
-    with translate_comm_errors():
         mesh = Mesh(config.shards, device, config.timeout_s, backend, link)
     mesh.spans = [] if config.timeline else None
     if link:
@@ -302,7 +250,7 @@ def make_mesh(setup: Setup, store) -> Mesh:
 def keep_freed_memory():
     """Let glibc keep what a step frees for the next step. By default it returns much of it to the
     system and fetches it again page by page: some 4% of a bf16 step on CPUs."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD, bytes: 32 MiB at most
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
@@ -315,18 +263,19 @@ class Stopped(Exception):
     """A signal ends the run after a step; a checkpoint is saved."""
 
     def __init__(self, number: int, step: int, path):
-        self.exit_code, rank = 128 + number, os.environ.get("RANK", "0")
-        elastic = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and number == signal.SIGTERM
+        self.exit_code, given = 128 + number, os.environ.get
         line = f"stopped by {signal.Signals(number).name} after step {step}; "
         line += f"--resume auto continues from {path}"
         # torchrun sends SIGTERM, too, when a node joins. Then its agents fail without a clear line.
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and elastic:
+        elastic = number == signal.SIGTERM and int(given("TORCHELASTIC_MAX_RESTARTS", 0))
+        if elastic and given("TORCHELASTIC_USE_AGENT_STORE") == "True":
             line += "; to let nodes join, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-        super().__init__(line if rank == "0" else "")
+        super().__init__(line if given("RANK", "0") == "0" else "")
 
 
 class StopRequest:
-    """With --save_on_exit: a signal ends the run at the next round end, with a checkpoint."""
+    """With --save_on_exit: a signal ends the run at the next round end, with a checkpoint; a second
+    one ends the process at once."""
 
     def __init__(self, enabled: bool):
         self.enabled, self.signal = enabled, 0
@@ -335,8 +284,8 @@ class StopRequest:
             signal.siginterrupt(number, False)
 
     def _note(self, number, frame):
-        """From then on a second signal ends the process at once. Python calls this in the main
-        thread only: a rank that waits inside gloo notes the signal when the wait ends."""
+        """Python calls this in the main thread only: a rank that waits inside gloo notes the signal
+        when the wait ends."""
         self.signal = number
         for each in STOPS:
             signal.signal(each, signal.SIG_DFL)

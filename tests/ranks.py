@@ -215,7 +215,7 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
         out = Path(same[0])
         out.mkdir(parents=True, exist_ok=True)
         argv = [*flags(**options), "--data", corpus_folder, "--out_dir", str(out)]
-        setup = launch.set_up(argv, train.METHODS, dist.get_rank(), dist.get_world_size())
+        setup = launch.Setup(argv, train.METHODS, dist.get_rank(), dist.get_world_size())
         config, made = setup.config, []
         link = simulate.SimulatedLink(config, config.shards, CPU) if config.limits_link else None
         mesh = Mesh(config.shards, CPU, 60, lambda ranks, crosses: transport, link)

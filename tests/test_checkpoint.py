@@ -166,13 +166,13 @@ def test_mesh_of_a_resumed_run_follows_the_ranks(tmp_path, corpus_folder):
     run_training(4, corpus_folder, shards=4, **options)
     for ranks, given, shards in (1, [], 1), (2, [], 2), (6, [], 2), (4, ["--shards", "1"], 1):
         argv = ["--resume", str(tmp_path / "run"), "--batch_size", "2", *given]
-        assert launch.set_up(argv, train.METHODS, 0, ranks).config.shards == shards
+        assert launch.Setup(argv, train.METHODS, 0, ranks).config.shards == shards
     argv = ["--resume", str(tmp_path / "run"), "--batch_size", "2"]
-    assert launch.set_up([*argv, "--dry_run"], train.METHODS, 0, 1).config.shards == 4
+    assert launch.Setup([*argv, "--dry_run"], train.METHODS, 0, 1).config.shards == 4
     for flag in "--model=10m", "--n_embd=12", "--n_hidden=128":
         with pytest.raises(UserError, match=f"another shape: leave out {flag.split('=')[0]}"):
-            launch.set_up([*argv, flag], train.METHODS, 0, 4)
-    launch.set_up([*argv, "--n_hidden=64"], train.METHODS, 0, 4)  # what it has
+            launch.Setup([*argv, flag], train.METHODS, 0, 4)
+    launch.Setup([*argv, "--n_hidden=64"], train.METHODS, 0, 4)  # what it has
 
 
 def test_run_starts_from_a_model_on_any_mesh_with_any_method(tmp_path, corpus_folder, monkeypatch):
@@ -186,12 +186,12 @@ def test_run_starts_from_a_model_on_any_mesh_with_any_method(tmp_path, corpus_fo
             torch.testing.assert_close(run.model[name], value, rtol=1e-6, atol=1e-7)
         assert f"init    {init['init_from']}" in run.printed
     start, data = f"--init_from={init['init_from']}", f"--data={corpus_folder}"
-    refuse = lambda *argv: launch.set_up([start, *argv], train.METHODS, 0, 1)
+    refuse = lambda *argv: launch.Setup([start, *argv], train.METHODS, 0, 1)
     with pytest.raises(UserError, match="another shape: leave out --n_layer --norm_eps"):
         refuse(data, "--n_layer=3", "--norm_eps=0.1")
     with pytest.raises(UserError, match=r"257 tokens\) than the corpus \(300\): give the --data"):
         refuse(data, "--vocab_size=300")
-    with pytest.raises(UserError, match="--overwrite would delete the model of --init_from"):
+    with pytest.raises(UserError, match="--overwrite deletes the model of --init_from"):
         refuse(data, "--overwrite", f"--out_dir={tmp_path / 'run'}")
     assert refuse(data, "--model=10m").plan.model_config.n_embd == 6
 
@@ -274,7 +274,7 @@ def test_given_flags_count_and_others_come_from_the_checkpoint(saved_run, corpus
 def refusal(argv, rank, world_size) -> str:
     """The line that set_up refuses these flags with, "" if the run can continue."""
     try:
-        launch.set_up([*argv.split(), "--device", "cpu"], train.METHODS, rank, world_size)
+        launch.Setup([*argv.split(), "--device", "cpu"], train.METHODS, rank, world_size)
     except UserError as error:
         return str(error)
     return ""

@@ -62,7 +62,7 @@ train --flip 3:1:2                      | --flip 3:1:2: must be R:FIRST:LAST
 train --method top_k --flip 0:1:2       | top_k has no anchor
 train --scale_lr 0:1:2                  | must be R:FIRST:LAST:FACTOR
 train --scale_lr 0:200:201:100          | gradients are averaged
-train --virtual_clock --method co2      | works with minibatch, diloco, edit, a_edit, post_
+train --virtual_clock --method co2      | replicas of co2 do not wait for each other
 train --virtual_clock --link_mbps 10    | leave out --link_mbps
 train --resume nowhere                  | --resume nowhere: there is no checkpoint
 train --out_dir NAME                    | File name too long

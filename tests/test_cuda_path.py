@@ -67,7 +67,7 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
         monkeypatch.setattr(AEDiT, name, note(getattr(AEDiT, name)))
     monkeypatch.setattr(train, "print_sample", lambda path: None)
     monkeypatch.setattr(checkpoint, "files", lambda path, mesh: [path / "rank-00000.pt"])
-    setup = launch.set_up(argv, train.METHODS, 0, 4)
+    setup = launch.Setup(argv, train.METHODS, 0, 4)
     folder.mkdir()
     with contextlib.redirect_stdout(io.StringIO()):
         train.train(setup, ImaginedMesh(device), launch.StopRequest(False))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import simulate
 from mesh import Handle, Mesh, RankLostError, translate_comm_errors
 from plumbing import launch
 from plumbing.config import UserError
@@ -105,23 +106,22 @@ def test_groups_use_shm_within_a_machine(
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
     gather = lambda things, own: things.__setitem__(slice(None), machines)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    config = SimpleNamespace(device="cpu", backend=backend, timeout_s=1.0, limits_link=limits_link)
-    device, choose = launch.open_groups(config, None, barrier)
+    monkeypatch.setattr(simulate, "SimulatedLink", lambda *args: SimpleNamespace())
+    config = SimpleNamespace(device="cpu", backend=backend, dtype="fp32", dry_run=False, shards=1)
+    vars(config).update(timeout_s=1.0, limits_link=limits_link, timeline=False)
+    launch.resolve_device(config)
+    mesh = launch.make_mesh(config, None, barrier)
     groups = [([0, 1], False), ([0, 1], True), ([1, 2], True)]  # ranks; crosses replicas?
-    assert [choose(*group) for group in groups] == expected and device == CPU
+    assert [mesh.backend(*group) for group in groups] == expected and mesh.device == CPU
 
 
-@pytest.mark.parametrize("backend, uuids", [("auto", "abcd"), ("shm", "aabb"), ("auto", "aabb")])
-def test_ranks_that_share_a_gpu_are_refused_for_nccl(monkeypatch, backend, uuids):
-    monkeypatch.setattr(launch, "environment", lambda: (0, 4))
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
-    gather = lambda things, own: things.__setitem__(slice(None), uuids)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    stand_ins = dict(device_count=lambda: 1, set_device=lambda device: None)
-    stand_ins |= dict(get_device_properties=lambda device: SimpleNamespace(uuid=uuids[0]))
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    config = SimpleNamespace(device="cuda", backend=backend, timeout_s=1.0)
+@pytest.mark.parametrize("backend, gpus", [("auto", 4), ("shm", 2), ("auto", 2), ("auto", 1)])
+def test_ranks_that_share_a_gpu_are_refused_for_nccl(monkeypatch, backend, gpus):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for name, found in dict(device_count=gpus, is_available=True).items():
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    config = SimpleNamespace(device="auto", backend=backend, dtype="fp32", dry_run=False)
     refused = pytest.raises(UserError, match="some ranks share a GPU; lower --nproc_per_node")
-    with refused if (backend, uuids) == ("auto", "aabb") else contextlib.nullcontext():
-        assert launch.open_groups(config, None)[0] == torch.device("cuda", 0)
+    with refused if backend == "auto" and gpus < 4 else contextlib.nullcontext():
+        launch.resolve_device(config)
+    assert config.device == "cuda"
