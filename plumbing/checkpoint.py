@@ -43,7 +43,10 @@ open_file = partial(torch.load, map_location="cpu", weights_only=True, mmap=True
 
 def list_checkpoints(folder) -> list:
     """The complete checkpoints of a run's folder, oldest first."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if NAME.fullmatch(path.name)]
+    try:  # not glob(): an unreadable folder would look empty
+        found = [path for path in Path(folder).iterdir() if NAME.fullmatch(path.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
