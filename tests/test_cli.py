@@ -70,8 +70,8 @@ train --out_dir a\x07b                  | --out_dir 'a\\x07b': must be printable
 train --out_dir /dev/null/run           | error: /dev/null/run: Not a directory
 train --overwrite --resume auto         | --resume, --overwrite: give only one of them
 train --profile --max_steps 3           | --profile: it needs at least 4 steps
-train --tokens_per_step 100             | --tokens_per_step 100: 1 ranks take 96 or 104
-train --tokens_per_step 96 --accum 2    | leave out --accum
+train --tokens_per_step 100             | --tokens_per_step 100: needs a multiple of 8
+train --tokens_per_step 96 --accum 2    | and no --accum
 train --backend nccl                    | --backend nccl
 train --device cuda                     | use --device cpu
 train --data nowhere                    | --data nowhere: No such file
