@@ -1,6 +1,7 @@
 """The record of a run: what it prints, and what it writes to OUT_DIR/metrics.jsonl.
 
-Rank 0 writes one JSON object per row; its first key is `event`. `step` counts finished inner steps.
+All ranks make the rows, rank 0 writes them: one JSON object each, whose first key is `event`.
+`step` counts finished inner steps.
 
     config  all flags, world_size, mesh, micro_steps and micro_batch (of a rank), n_params,
             corpus_hash, torch, device_name
@@ -25,9 +26,8 @@ import json
 import math
 import os
 import resource
-import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,34 +37,31 @@ from mesh import Handle
 from plumbing.config import NOT_RESUMED, UserError
 from plumbing.plan import size
 
-LOST_ROUNDS = 3
-
 
 class Clock:
-    """Seconds of training. `with clock:` stops it during evaluation and saving."""
+    """Seconds of training: without what happens in `with clock:`, evaluation and saving."""
 
     def __init__(self, device: torch.device):
-        self.device, self.started, self.stopped_at = device, time.perf_counter(), None
+        self.device, self.started = device, time.perf_counter()
 
     def start_at(self, saved: dict):
         """Continue a checkpoint. saved: its state.json."""
         self.started = time.perf_counter() - saved["train_s"]
 
+    def train_s(self) -> float:
+        return time.perf_counter() - self.started
+
     def __enter__(self):
-        self._finish_queued_work()
-        self.stopped_at = time.perf_counter()
+        self.entered = self._when_idle()
 
     def __exit__(self, *exception):
-        self._finish_queued_work()
-        self.started += time.perf_counter() - self.stopped_at
-        self.stopped_at = None
+        self.started += self._when_idle() - self.entered
 
-    def _finish_queued_work(self):
+    def _when_idle(self) -> float:
+        """Now, when a GPU has done what is in its queue."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-    def train_s(self) -> float:
-        return (self.stopped_at or time.perf_counter()) - self.started
+        return time.perf_counter()
 
 
 class RoundRecord:
@@ -73,9 +70,7 @@ class RoundRecord:
     def __init__(self, mesh, clock):
         self.mesh, self.clock, self.gather = mesh, clock, Handle()
         self.spread = None  # distance between replicas at the last evaluation, if they differ
-        # Rows that the log has not written yet, each with its exchange. Only rank 0 writes. The
-        # other ranks keep the last row, for wait().
-        self.rows = deque(maxlen=None if mesh.rank == 0 else 1)
+        self.rows = deque()  # that the log has not taken yet, each with its exchange
         self.start_round()
 
     def start_round(self):
@@ -96,15 +91,17 @@ class RoundRecord:
 
     def done(self, method):
         """A sync of the method is complete. Reads nothing from the device."""
-        all_, M = method.exchanged, self.mesh.replicas
-        row = {"round": method.rounds, "step": method.steps, "tau": all_.steps[self.mesh.replica]}
-        row |= {"steps": all_.steps, "loss": all_.losses}
-        row |= {"pseudo_grad_norm": getattr(all_, "norms", None)}
-        row |= {"weight": [1 / M] * M, "dropped": [0] * M, "clip": 1.0} | self.fields
-        row["stall_ms"] = self.stalls
-        for cause, seconds in self.mesh.waited_s.items():
+        mesh, all_, M = self.mesh, method.exchanged, self.mesh.replicas
+        row = {
+            "round": method.rounds, "step": method.steps, "tau": all_.steps[mesh.replica],
+            "steps": all_.steps, "loss": all_.losses,
+            "pseudo_grad_norm": getattr(all_, "norms", None),
+            "weight": [1 / M] * M, "dropped": [0] * M, "clip": 1.0, **self.fields,
+            "stall_ms": self.stalls,
+        }  # fmt: skip
+        for cause, seconds in mesh.waited_s.items():
             row[f"wait_{cause}_ms"] = 1e3 * (seconds - self.waited_before[cause])
-        row["sync_bytes"] = self.mesh.sent["sync"] - self.sent_before
+        row["sync_bytes"] = mesh.sent["sync"] - self.sent_before
         self.rows.append((row, self.gather))
         self.start_round()
 
@@ -142,11 +139,12 @@ def passed_ms(begin, end) -> float:
 
 
 LINES = {  # what is printed of a row
+    "resume": "resume  {path}: step {step}, {replicas} replicas x {shards} shards{differ}",
     "step": "step {step:05d}/{max_steps:05d} | loss {loss:.4f} | lr {lr:.1e} | "
     "gnorm {grad_norm:.2f} | {step_ms:.0f} ms | {tokens_per_s:,.0f} tok/s | "
     "{minutes}m{seconds:02d}s left",
-    "sync": "sync {round:04d} | tau {steps} | pseudo-grad {norms} | weights {weights} | "
-    "dropped {dropped} | clip {clip:.2f} | {sent} | stall {stall_ms:.0f} ms "
+    "sync": "sync {round:04d} | tau {taus} | pseudo-grad {norms} | weights {weights} | "
+    "dropped {left_out} | clip {clip:.2f} | {sent} | stall {stall_ms:.0f} ms "
     "(others {wait_others_ms:.0f}, link {wait_link_ms:.0f})",
     "eval": "eval {step:05d} | val loss {val_loss:.4f} nats/token{more}",
     "end": "done | {step} steps in {train_s:.0f} s | {tokens_per_s:,.0f} tok/s | "
@@ -155,61 +153,64 @@ LINES = {  # what is printed of a row
 
 
 class Log:
-    """Rank 0 prints and writes; on other ranks it only counts."""
-
     def __init__(self, setup, mesh, clock):
         self.setup, self.config, self.mesh, self.clock = setup, setup.config, mesh, clock
-        self.path = Path(self.config.out_dir, "metrics.jsonl")
-        self.record, self.file, self.tracer = RoundRecord(mesh, clock), None, None
+        self.path, self.file = Path(self.config.out_dir, "metrics.jsonl"), None
+        self.record, self.tracer = RoundRecord(mesh, clock), None
         self.lost_rounds = 0  # in a row, in which EDiT left out all replicas in all layers
-        saved = setup.saved or {"tokens": 0, "progress": 0, "evaluated_at": 0, "train_s": 0.0}
-        self.tokens = self.first_tokens = saved["tokens"]
-        self.saved_at = self.first_progress = saved["progress"]
-        self.evaluated_at = saved["evaluated_at"]  # progress
-        self.last = {"step": 0, "tokens": self.tokens, "train_s": saved["train_s"]}  # step row
+        self.first = self.last = setup.saved or Counter()  # of zeros; last: step row
+        self.tokens, self.saved_at = self.first["tokens"], self.first["progress"]
+        self.evaluated_at = self.first["evaluated_at"]  # progress
 
     def start(self, method):
         """Open the file. The record of the run that this one continues may be its beginning."""
-        setup, saved, self.last["step"] = self.setup, self.setup.saved, method.steps
+        setup, saved = self.setup, self.setup.saved
         if self.config.profile:
-            steps = int(self.config.max_steps - method.progress)
-            self.tracer = start_tracing(self.config.out_dir, self.mesh.rank, steps)
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would report its starts and stops
+            trace = Path(self.config.out_dir, f"trace-{self.mesh.rank}.json")
+            self.tracer = torch.profiler.profile(
+                schedule=torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1),
+                on_trace_ready=lambda tracer: tracer.export_chrome_trace(str(trace)),
+            )
+            self.tracer.start()
+            print(f"profile {trace}: steps 2 to 4; open it in chrome://tracing or ui.perfetto.dev")
         if self.mesh.rank != 0:
             return
-        same_file = bool(saved) and setup.path.parent.resolve() == self.path.parent.resolve()
+        same_file = saved and setup.path.parent.resolve() == self.path.parent.resolve()
         self.file = open(self.path, "a" if same_file else "w", buffering=1)  # whole lines
-        if same_file and self.file.tell() > saved["metrics_bytes"]:
-            self.file.truncate(saved["metrics_bytes"])
+        self.file.truncate(min(self.file.tell(), self.first["metrics_bytes"]))
         description = setup.describe(self.mesh)
         if self.file.tell() == 0:
             self.write("config", description)
         if saved:
-            self.write("resume", {"step": method.steps} | description)
-            print(resume_line(setup, method.steps, description), flush=True)
+            differ = ""
+            for name in setup.given:
+                was, now = saved["flags"].get(name), description.get(name)
+                if was != now and name not in NOT_RESUMED:
+                    differ += f"; --{name} {was} -> {now}"
+            row = {"step": method.steps} | description
+            self.write("resume", row, path=setup.path, **saved["mesh"], differ=differ)
         if setup.source:
-            print("; ".join(filter(None, [f"init    {setup.source.path}", setup.source.notes])))
+            print("init   ", setup.source.path, setup.source.notes)
 
     def write(self, event: str, row: dict, **printed):
         """Write a row and print its line. printed: what the line has beside the row."""
-        finite_row = {name: finite(value) for name, value in row.items()}  # JSON has no NaN
-        try:
-            self.file.write(json.dumps({"event": event} | finite_row) + "\n")
-        except OSError as error:
-            raise UserError(f"{self.path} could not be written: {error.strerror}") from None
         if event in LINES:
             print(LINES[event].format(**row | printed), flush=True)
+        row = json.loads(json.dumps(row), parse_constant=lambda name: None)  # JSON has no NaN
+        if self.file:
+            self.file.write(json.dumps({"event": event} | row) + "\n")
 
     def saved(self, method, path, seconds: float):
         self.saved_at = method.progress
-        if self.file:
-            count = sum(file.stat().st_size for file in path.iterdir())
-            print(f"saved   {path}: {size(count)} in {seconds:.2f} s", flush=True)
+        count = sum(file.stat().st_size for file in path.iterdir())
+        print(f"saved   {path}: {size(count)} in {seconds:.2f} s", flush=True)
 
     def now(self, method) -> dict:
         """tokens: that all ranks have trained on. A-EDiT extrapolates its progress between syncs;
         the count never falls."""
-        passed = (method.progress - self.first_progress) * self.setup.plan.tokens_per_step
-        self.tokens = max(self.tokens, round(self.first_tokens + passed))
+        passed = (method.progress - self.first["progress"]) * self.setup.plan.tokens_per_step
+        self.tokens = max(self.tokens, round(self.first["tokens"] + passed))
         return {"step": method.steps, "tokens": self.tokens, "train_s": self.clock.train_s()}
 
     def state(self, method) -> dict:
@@ -227,116 +228,60 @@ class Log:
         if self.tracer:
             self.tracer.step()
         step, max_steps = method.steps, self.config.max_steps
-        due = step % self.config.log_interval == 0 or step in (1, max_steps)
-        if due and self.file:
+        if step % self.config.log_interval == 0 or step in (1, max_steps):
             self._step_row(method, lr, metrics)
-        if step == getattr(self.config, "sync_warmup_steps", 0) < max_steps and self.file:
+        if step == getattr(self.config, "sync_warmup_steps", 0) < max_steps:
             print(f"warm-up ends after step {step}: {self.config.method} begins", flush=True)
 
     def _step_row(self, method, lr, metrics):
+        step, max_steps = method.steps, self.config.max_steps
         grad_norm, loss, _ = metrics.read()
-        now = self.now(method)
-        passed = {name: now[name] - self.last[name] for name in now}
-        self.last, seconds = now, max(passed["train_s"], 1e-9)
+        now, last = self.now(method), self.last
+        self.last, train_s = now, max(now["train_s"] - last["train_s"], 1e-9)
         row = now | {"loss": loss, "lr": lr, "grad_norm": grad_norm}
-        row["step_ms"] = 1e3 * seconds / max(passed["step"], 1)
-        row["tokens_per_s"] = speed = passed["tokens"] / seconds
+        row["step_ms"] = 1e3 * train_s / max(step - last["step"], 1)
+        row["tokens_per_s"] = speed = (now["tokens"] - last["tokens"]) / train_s
         row |= {f"{group}_bytes": round(count) for group, count in self.mesh.sent.items()}
-        max_steps = self.config.max_steps
         left = (max_steps - method.progress) * self.setup.plan.tokens_per_step
         minutes, seconds = divmod(round(left / speed) if speed else 0, 60)
         self.write("step", row, max_steps=max_steps, minutes=minutes, seconds=seconds)
 
     def write_syncs(self):
         """The rows of the syncs that have been completed since the last call."""
-        while self.file and (row := self.record.take()):
-            norms, weights, steps = row["pseudo_grad_norm"], row["weight"], row["steps"]
-            taus = steps[:1] if len(set(steps)) == 1 else steps
-            bounds = lambda x, digits: f"[{min(x):.{digits}f} .. {max(x):.{digits}f}]"
+        each = lambda counts: "/".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
+        bounds = lambda x, digits: f"[{min(x):.{digits}f} .. {max(x):.{digits}f}]"
+        while row := self.record.take():
+            norms, weights = row["pseudo_grad_norm"], row["weight"]
             spread = f"{sum(norms) / len(norms):.3f} {bounds(norms, 3)}" if norms else "-"
-            printed = {"steps": "/".join(map(str, taus)), "norms": spread}
-            printed |= {"weights": bounds(weights, 2), "dropped": sum(row["dropped"])}
-            self.write("sync", row, **printed, sent=size(row["sync_bytes"]))
+            printed = {"taus": each(row["steps"]), "norms": spread, "weights": bounds(weights, 2)}
+            printed |= {"left_out": each(row["dropped"]), "sent": size(row["sync_bytes"])}
+            self.write("sync", row, **printed)
             self.lost_rounds = 0 if any(weights) else self.lost_rounds + 1
-            if self.lost_rounds == LOST_ROUNDS:
-                raise UserError(
-                    f"all replicas were left out of the last {LOST_ROUNDS} syncs, so training "
-                    "makes no progress: lower --lr, or raise --anomaly_threshold"
-                )
-            for i, layers in enumerate(row["dropped"]):
-                if layers:
-                    line = f"left out replica {i} in {layers} layers: norm {norms[i]:.3g}"
-                    print(line, flush=True)
+            if self.lost_rounds == 3:
+                hint = "lower --lr, or raise --anomaly_threshold"
+                raise UserError(f"all replicas were left out of the last 3 syncs: {hint}")
 
     def eval(self, method, val_loss: float):
         self.evaluated_at, spread = method.progress, self.record.spread
         self.write_syncs()
-        if self.file:
-            bits = val_loss / math.log(2) / self.setup.corpus.bytes_per_token
-            row = self.now(method) | {"val_loss": val_loss, "bits_per_byte": bits}
-            row |= {"sync_bytes": round(self.mesh.sent["sync"])}
-            row |= {} if spread is None else {"spread": spread}
-            more = f" | {bits:.3f} bits/byte" if math.isfinite(bits) else ""  # not of token files
-            self.write("eval", row, more=more + (f" | spread {spread:.3g}" if spread else ""))
-
-    def write_timeline(self):
-        """Spans of this rank in seconds since 1970: the names are "step", "wait for others", "wait
-        for link" and "link" (a transfer on the simulated link)."""
-        at = time.time() - time.perf_counter()
-        spans = [(name, begin + at, end + at) for name, begin, end in self.mesh.spans]
-        path = Path(self.config.out_dir, f"timeline-{self.mesh.rank}.json")
-        path.write_text(json.dumps({"replica": self.mesh.replica, "spans": spans}))
+        bits = val_loss / math.log(2) / self.setup.corpus.bytes_per_token
+        row = self.now(method) | {"val_loss": val_loss, "bits_per_byte": bits}
+        row["sync_bytes"] = round(self.mesh.sent["sync"])
+        more = f" | {bits:.3f} bits/byte" if math.isfinite(bits) else ""  # not of token files
+        if spread is not None:
+            row["spread"], more = spread, f"{more} | spread {spread:.3g}"
+        self.write("eval", row, more=more)
 
     def end(self, method, val_loss: float):
-        if self.tracer:
-            self.tracer.stop()
         if self.mesh.spans:
-            self.write_timeline()
-        if self.file:
-            now, peak = self.now(method), peak_memory_bytes(self.mesh.device)
-            row = {"step": method.steps, "val_loss": val_loss, "train_s": now["train_s"]}
-            row |= {"tokens_per_s": now["tokens"] / max(now["train_s"], 1e-9)}
-            row |= {"peak_memory_bytes": peak, "exit": "done"}
-            self.write("end", row, peak=size(peak))
-
-
-def resume_line(setup, step: int, now: dict) -> str:
-    """now: what the record says of this run. Names the flags that were given and differ."""
-    was, differ = setup.saved["flags"], []
-    for name in setup.given:
-        if name not in NOT_RESUMED and was.get(name) != now.get(name):
-            differ.append(f"--{name} {was.get(name)} -> {now.get(name)}")
-    mesh = "{replicas} replicas x {shards} shards".format(**setup.saved["mesh"])
-    if setup.saved["mesh"] != now["mesh"]:
-        mesh += " -> {replicas} x {shards}".format(**now["mesh"])
-    return "; ".join([f"resume  {setup.path}: step {step}, {mesh}", *differ])
-
-
-def start_tracing(out_dir, rank: int, steps: int):
-    """torch's profiler: three of the next `steps` steps go to a file, not the first ones."""
-    first = min(4, steps - 4)
-    steps = torch.profiler.schedule(wait=first, warmup=1, active=3, repeat=1)
-    path = Path(out_dir, f"trace-{rank}.json")
-
-    def write(tracer):
-        tracer.export_chrome_trace(str(path))
-        print(f"profile {path}: open it in chrome://tracing or ui.perfetto.dev", flush=True)
-
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would report its own starts and stops
-    tracer = torch.profiler.profile(schedule=steps, on_trace_ready=write)
-    tracer.start()
-    return tracer
-
-
-def finite(value):
-    """null in place of what is not finite."""
-    if isinstance(value, list):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    scale = 1 if sys.platform == "darwin" else 1024  # Linux counts KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+            # "step", "wait for others", "wait for link", "link" (a transfer on the simulated link)
+            zero = time.time() - time.perf_counter()  # in seconds since 1970
+            spans = [(name, begin + zero, end + zero) for name, begin, end in self.mesh.spans]
+            path = Path(self.config.out_dir, f"timeline-{self.mesh.rank}.json")
+            path.write_text(json.dumps({"replica": self.mesh.replica, "spans": spans}))
+        peak, now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, self.now(method)
+        if self.mesh.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+        row = {"step": method.steps, "val_loss": val_loss, "train_s": now["train_s"]}
+        row |= {"tokens_per_s": now["tokens"] / max(now["train_s"], 1e-9)}
+        self.write("end", row | {"peak_memory_bytes": peak, "exit": "done"}, peak=size(peak))

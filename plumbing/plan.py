@@ -8,8 +8,10 @@ P: elements of a layer's flat vector. Not counted: the program itself (some 300 
 buffers, what the allocator does not give back.
 """
 
+import dataclasses
 import os
 
+import numpy as np
 import torch
 
 import model
@@ -29,18 +31,13 @@ class Plan:
     """The figures of one run. config: all its flags; method: a Method subclass."""
 
     def __init__(self, config, method, vocab_size: int, world_size: int):
-        self.config, self.method = config, method
-        self.vocab_size, self.world_size = vocab_size, world_size
-        if config.n_embd % (2 * config.n_head):
-            raise UserError(
-                f"--n_embd {config.n_embd} --n_head {config.n_head}: "
-                "channels per head must be a whole, even number"
-            )
+        self.config, self.method, self.world_size = config, method, world_size
         self.shards, self.replicas = config.shards, world_size // config.shards
-        self.model_config = ModelConfig(
-            config.n_layer, config.n_head, config.n_embd, config.block_size, vocab_size,
-            config.n_hidden, config.rope_base, config.norm_eps,
-        )  # fmt: skip
+        self.on_cpu = config.device == "cpu"
+        if config.n_embd % (2 * config.n_head):
+            raise UserError(f"--n_embd {config.n_embd}: must be a multiple of 2 x --n_head")
+        shape = {f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)}
+        self.model_config = ModelConfig(**shape | {"vocab_size": vocab_size})
         with torch.device("meta"):  # shapes without memory
             layers = [model.make_layer(self.model_config, l) for l in (0, 1, -1)]
         embedding, block, head = (Layout(layer, self.shards) for layer in layers)
@@ -49,7 +46,6 @@ class Plan:
         self.dtype = DTYPES[config.dtype]
         self.master = torch.promote_types(self.dtype, torch.float32)
         self.shard_bytes = sum(each.shard_size for each in self.layouts) * self.master.itemsize
-        self.on_cpu = config.device == "cpu"
         self.batch_size, self.accum = self.micro_steps()
         self.tokens_per_micro_step = self.batch_size * config.block_size
         self.tokens_per_step = world_size * self.accum * self.tokens_per_micro_step
@@ -62,42 +58,33 @@ class Plan:
             return config.batch_size, config.accum
         sequences, rest = divmod(config.tokens_per_step, one)
         if rest or config.accum > 1:
-            below = f"{sequences * one} or " if sequences else ""
-            reason = f"{self.world_size} ranks take {below}{(sequences + 1) * one}"
-            reason = reason if rest else "it rules the micro-steps; leave out --accum"
-            raise UserError(f"--tokens_per_step {config.tokens_per_step}: {reason}")
-        fits = range(min(config.batch_size, sequences), 0, -1)
-        batch_size = next(n for n in fits if sequences % n == 0)
+            nearest = " or ".join(str(n * one) for n in (sequences, sequences + 1) if n)
+            needs = f"{self.world_size} ranks take {nearest}" if rest else "leave out --accum"
+            raise UserError(f"--tokens_per_step {config.tokens_per_step}: {needs}")
+        batch_size = max(n for n in range(1, config.batch_size + 1) if sequences % n == 0)
         return batch_size, sequences // batch_size
 
     def memory(self) -> dict:
         """Bytes that one rank holds for good, by kind."""
-        vectors, alone = self.method.shared + self.method.private, self.shards == 1
-        outer = " and ".join(vectors)
-        if not self.on_cpu and getattr(self.config, "offload", False):
-            outer += " on the host"
-        aliased = alone and self.dtype == self.master  # a layer is a view of the parameters
-        largest = max(layout.padded for layout in self.layouts)  # max P
+        vectors, M, N = self.method.shared + self.method.private, self.replicas, self.shards
+        offload = not self.on_cpu and getattr(self.config, "offload", False)
+        aliased = N == 1 and self.dtype == self.master  # a layer is a view of the parameters
+        layer = max(layout.padded for layout in self.layouts)  # max P
+        slots = 0.0  # of shm that a rank reads or writes, its own and its neighbours', per element
+        if self.config.backend in ("auto", "shm") and self.on_cpu and machine_id():
+            slots += self.dtype.itemsize + 2 * self.master.itemsize if N > 1 else 0
+            slots += self.master.itemsize * M / N if M > 1 and self.method.barrier else 0
         kinds = {
             "parameters": self.shard_bytes,  # 4 sum P/N
             "gradient": self.shard_bytes,
             "AdamW": 2 * self.shard_bytes,  # two moments
-            outer: len(vectors) * self.shard_bytes,
+            " and ".join(vectors) + " on the host" * offload: len(vectors) * self.shard_bytes,
             "sync buffers": round(self.config.buffer_vectors * self.shard_bytes),
-            "two whole layers": 0 if aliased else 2 * largest * self.dtype.itemsize,
-            "a layer's gradient": 0 if alone else largest * self.master.itemsize,
-            "shared memory": self.shared_bytes(largest),
+            "two whole layers": 0 if aliased else 2 * layer * self.dtype.itemsize,
+            "a layer's gradient": 0 if N == 1 else layer * self.master.itemsize,
+            "shared memory": round(SLOTS * layer * slots),
         }
         return {kind: count for kind, count in kinds.items() if count}
-
-    def shared_bytes(self, largest: int) -> int:
-        """Slots of shm that a rank reads or writes, its own and its neighbours'. largest: max P."""
-        config, M, N = self.config, self.replicas, self.shards
-        if config.backend not in ("auto", "shm") or not self.on_cpu or not machine_id():
-            return 0
-        layers = self.dtype.itemsize + 2 * self.master.itemsize if N > 1 else 0
-        syncs = self.master.itemsize * M / N if M > 1 and self.method.barrier else 0
-        return round(SLOTS * largest * (layers + syncs))
 
     def activations(self) -> int:
         """About how many bytes the activations of one micro-step take at their peak."""
@@ -108,22 +95,18 @@ class Plan:
         if self.on_cpu and self.dtype == torch.bfloat16 and config.block_size <= 1024:
             blocks = 1 if config.recompute else config.n_layer
             numbers += blocks * tokens * config.n_head * config.block_size
-        logits = tokens * self.vocab_size
+        vocab_size = self.model_config.vocab_size
+        logits = tokens * vocab_size
         # Embedding and head sum their gradients in fp32 (model.widen), one of them at a time.
-        wide = 0 if self.dtype == self.master else 2 * self.vocab_size * config.n_embd
+        wide = 0 if self.dtype == self.master else 2 * vocab_size * config.n_embd
         return numbers * self.dtype.itemsize + (2 * logits + wide) * self.master.itemsize
 
     def check_memory(self):
-        """Raise UserError if the ranks of this machine need more than it has."""
-        ranks, elsewhere = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), ("shared memory", "the host")
-        kinds = [n for kind, n in self.memory().items() if not kind.endswith(elsewhere)]
-        needed = sum(kinds) + self.activations()
-        if self.on_cpu:
-            there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        else:
-            devices = min(ranks, torch.cuda.device_count())
-            there = devices * torch.cuda.get_device_properties(0).total_memory
-        if ranks * needed > there:
+        """Raise UserError if this machine has too little memory. (A GPU's allocator does so.)"""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        needed = sum((self.memory() | {"shared memory": 0}).values()) + self.activations()
+        if self.on_cpu and ranks * needed > there:
             raise UserError(
                 f"a rank needs about {size(needed)} of memory, and {ranks} here have {size(there)} "
                 "together: lower --batch_size or the model's size, or use more --shards"
@@ -139,14 +122,14 @@ class Plan:
 
     def show(self, corpus):
         config, M, N = self.config, self.replicas, self.shards
+        vocab_size = self.model_config.vocab_size
+        grid = np.array2string(np.arange(M * N).reshape(M, N), threshold=32, prefix=" " * 8)
         kinds = ", ".join(f"{kind} {size(count)}" for kind, count in self.memory().items())
         lines = [
             f"{config.method} on {self.world_size} ranks = {M} replicas x {N} shards "
             f"({config.device}, {str(self.dtype).removeprefix('torch.')})",
-            *("    " + line for line in picture(M, N)),
-            f"model   {self.n_params:,} parameters: {config.n_layer} blocks, "
-            f"{config.n_head} heads, {config.n_embd} channels, context {config.block_size}, "
-            f"vocabulary {self.vocab_size}",
+            f"ranks   {grid}: a row is a replica",
+            f"model   {self.n_params:,} parameters: {self.model_config}",
             f"data    {config.data or 'standard library'}: {len(corpus.tokens):,} tokens, "
             f"{'tokenizer.json' if '{' in corpus.tokenizer else corpus.tokenizer} ({corpus.hash})",
             f"memory  per rank: {kinds}; activations about {size(self.activations())}",
@@ -154,47 +137,29 @@ class Plan:
             f"x {self.batch_size} sequences x {config.block_size} tokens "
             f"= {self.tokens_per_step:,} tokens",
         ]
-        if self.vocab_size == 257 and config.model not in ("tiny", "10m") and not config.init_from:
-            gpt2 = self.n_params + 2 * (50257 - self.vocab_size) * config.n_embd
+        if vocab_size == 257 and config.model not in ("tiny", "10m") and not config.init_from:
+            gpt2 = self.n_params + 2 * (50257 - 257) * config.n_embd
             more = f"with gpt2 tokens (data.py --tokenizer gpt2) it would have {gpt2:,} parameters"
-            lines.insert(-3, f"        its tokens are bytes; {more}")
+            lines.append(f"tokens  bytes; {more}")
         if config.compile:
             lines.append("compile the first steps compile the layers, which takes a minute or more")
-        warmup = vars(config).get("sync_warmup_steps", 0)  # mini-batch has no such flag
-        if warmup:
-            last = min(warmup, config.max_steps)
+        if warmup := vars(config).get("sync_warmup_steps"):  # mini-batch has no such flag
             then = f"{config.method} begins" if warmup < config.max_steps else "the run is over"
-            which = f"steps 1 to {last} average gradients (--sync_warmup_steps {warmup})"
-            lines.append(f"warm-up {which}, then {then}")
-        print("\n".join(lines + (self.round_lines() if M > 1 else [])) + "\n", flush=True)
-
-    def round_lines(self) -> list:
-        config, tokens = self.config, self.tokens_per_step
-        sent = f"{size(self.sync_bytes())} per rank over the slow links"
-        if hasattr(config, "tau_time_s"):
-            lines = [f"round   {config.tau_time_s:g} s of training: {sent}"]
-        elif hasattr(config, "tau"):
-            steps = f"{config.tau} steps x {tokens:,} tokens = {config.tau * tokens:,} tokens"
-            lines = [f"round   {steps}: {sent} (mini-batch: x {config.tau})"]
-        else:
-            lines = [f"round   every step: {sent}"]
-        if config.link_mbps:
-            wire_s = self.shards * self.sync_bytes() * 8 * FRAMING / (config.link_mbps * 1e6)
+            first = f"steps 1 to {min(warmup, config.max_steps)} average gradients"
+            lines.append(f"warm-up {first} (--sync_warmup_steps {warmup}), then {then}")
+        if M > 1:
+            length, tokens, sync_bytes = "every step", self.tokens_per_step, self.sync_bytes()
+            if hasattr(config, "tau_time_s"):
+                length = f"{config.tau_time_s:g} s of training"
+            elif hasattr(config, "tau"):
+                length = f"{config.tau} steps x {tokens:,} tokens = {config.tau * tokens:,} tokens"
+            lines.append(f"round   {length}: {size(sync_bytes)} per rank over the slow links")
+        if M > 1 and config.link_mbps:
+            sync_s = N * sync_bytes * 8 * FRAMING / (config.link_mbps * 1e6)
             rate = f"{config.link_mbps:,.0f} Mbit/s per replica"
-            lines.append(f"link    at {rate} a sync takes {wire_s:.3g} s")
-        return lines
+            lines.append(f"link    at {rate} a sync takes {sync_s:.3g} s")
+        print("\n".join(lines) + "\n", flush=True)
 
 
 def size(count: float) -> str:
     return f"{count / 1e6:.1f} MB" if count < 1e10 else f"{count / 1e9:.2f} GB"
-
-
-def picture(replicas: int, shards: int) -> list:
-    """The grid as lines of text, at most 4 rows and columns of it."""
-    columns = range(min(shards, 4))
-    head = " " * 13 + "".join(f"shard {n:<5}" for n in columns)
-    lines = [head + ("..." if shards > 4 else "")]
-    for replica in range(min(replicas, 4)):
-        ranks = "".join(f"rank {replica * shards + n:<6}" for n in columns)
-        lines.append(f"replica {replica:<5}{ranks}")
-    return lines + (["..."] if replicas > 4 else [])

@@ -216,7 +216,6 @@ def test_sick_replicas_and_they_alone_are_left_out(case, mesh, corpus_folder):
     run, sick = trained(corpus_folder, mesh, "gloo")[case], TABLE[case][0]["sick"]
     for i, dropped in enumerate(zip(*(row["dropped"] for row in run.rows("sync")))):
         assert (sum(dropped) > 0) == (i in sick.replicas)
-        assert (f"left out replica {i} in " in run.printed) == (i in sick.replicas)
     assert all(rank["exp_avg"].isfinite().all() for rank in run.ranks)
     assert run.losses.count(None) == (case == "sick: mid round")  # in the next step
 

@@ -127,11 +127,12 @@ def test_plan_says_what_a_reader_would_miss(corpus_folder, capsys):
     local = "warm-up steps 1 to 5 average gradients (--sync_warmup_steps 5), then edit begins"
     covered = "steps 1 to 20 average gradients (--sync_warmup_steps 30), then the run is over"
     for message, more in {local: {}, covered: dict(sync_warmup_steps=30)}.items():
-        plan = planned(corpus_folder, 2, **options | more)
+        plan = planned(corpus_folder, 4, shards=2, **options | more)
         plan.show(SimpleNamespace(tokens=[], tokenizer="byte", hash=""))
         text = capsys.readouterr().out
         assert message in text and "compile the layers" in text
-        gpt2 = plan.n_params + 2 * (50257 - plan.vocab_size) * 6
+        assert "ranks   [[0 1]\n         [2 3]]: a row is a replica" in text
+        gpt2 = plan.n_params + 2 * (50257 - 257) * 6
         assert f"it would have {gpt2:,} parameters" in text
 
 
