@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import resource
 import tempfile
 from pathlib import Path
@@ -92,7 +93,9 @@ def watch_memory(method, model, mesh):
         profiler.export_chrome_trace(trace)
         events = json.loads(Path(trace).read_text())["traceEvents"]
         events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
-        return max(itertools.accumulate(event["args"]["Bytes"] for event in events))
+        maps = Path("/proc/self/smaps").read_text().split("memfd:shm")[1:]  # a slot's touched pages
+        slots = sum(1024 * int(re.search(r"Rss: *(\d+)", text)[1]) for text in maps)
+        return slots + max(itertools.accumulate(event["args"]["Bytes"] for event in events))
 
     return stop
 
