@@ -35,10 +35,13 @@ Adam, arXiv 2102.02888, for sign and the errors of both hops.
 """
 
 import functools
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch.nn.functional import pad
+
+from plumbing.config import LocalConfig, option
 
 BLOCK = 256  # elements
 MAGNITUDES = (0.0, *(2.0 ** (e - 7) for e in range(1, 8)))
@@ -125,6 +128,16 @@ def decoded_words(format: str, device, dtype) -> torch.Tensor:
 
 def bytes_per_element(format: str) -> float:
     return encode(torch.zeros(1, BLOCK), format).numel() / BLOCK
+
+
+@dataclass
+class QuantizedConfig(LocalConfig):
+    """Flags of a method that sends a mean over the replicas in one of the formats."""
+
+    quantize: str = option("e3m0", "what is sent", choices=FORMATS)
+
+    def sent_vectors(self, replicas):
+        return bytes_per_element(self.quantize) / 4 * super().sent_vectors(replicas)
 
 
 class MeanInFlight:
