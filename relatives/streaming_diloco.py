@@ -4,7 +4,7 @@ The problem. DiLoCo sends little, but all at once, and all replicas wait. Here o
 the model is sent every tau / F steps, while the steps go on. Its outer step is `delay` steps later.
 
     sync_warmup_steps steps of mini-batch; anchor = x; b = 0; I = tau / F; after inner step k:
-        if k % I == 0:                               # p = (k / I - 1) mod F
+        if k % I == 0:                               # p = (k / I - 1) mod F: layers p, p + F, ...
             start d = 1/M sum_i (anchor_p - x_{i,p})     # [sync] quantize.py, F times per round
         if k == sent_at + ceil(delay / 2): start the second hop of the mean
         if k == sent_at + delay:
@@ -12,11 +12,10 @@ the model is sent every tau / F steps, while the steps go on. Its outer step is 
             x_{i,p} <- alpha x_{i,p} + (1 - alpha) anchor_p      # the fragment lands
     at the end of training each fragment that has not just landed is sent and lands; x_i <- anchor
 
-Layer l belongs to fragment l mod F. anchor and momentum (b) are equal in all replicas at all times,
-x_i (model.master) is not, so the anchor is the model to evaluate. alpha 0 loses a fragment's local
-steps between sending and landing; alpha 1 ignores the other replicas. The paper's H is tau, its tau
-is delay. Deviation: with a delay a fragment is sent when step k+1 begins, so that a checkpoint
-after step k has nothing in flight.
+anchor and momentum (b) are equal in all replicas at all times, x_i (model.master) is not, and the
+anchor is the model to evaluate. alpha 0 loses a fragment's local steps between sending and landing;
+alpha 1 ignores the other replicas. The paper's H is tau, its tau is delay. Deviation: with a delay
+a fragment is sent when step k+1 begins: a checkpoint after step k has nothing in flight.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N / 7.76. Exposed per round: F max(0, T - delay
 * time of a step), where T is the time that a fragment takes on the link.
@@ -53,8 +52,7 @@ class Config(QuantizedConfig):  # paper: tau 100
         if self.steps_late >= interval:
             raise UserError(f"--delay {self.delay}: must be below tau / fragments = {interval:g}")
         if self.tau_rule != "fixed" or self.tau_schedule:
-            why = "the rounds of a streaming method have tau steps"
-            raise UserError(f"--tau_rule qsr, --tau_schedule: {why}")
+            raise UserError("--tau_rule qsr, --tau_schedule: a streaming round has tau steps")
         if self.alpha > 1:
             raise UserError(f"--alpha {self.alpha}: must be at most 1")
 
@@ -96,19 +94,15 @@ class StreamingDiLoCo(Method):
             d = [a - x for x, a, _ in self.layers[p]]  # d_i = a - x_i
             self.mean = MeanInFlight(d, self.config.quantize, self.mesh, self.judge(d))
 
-    def land(self):
-        self.outer_step(self.layers[self.p], self.mean.wait())
-        self.landed, self.mean = self.p, None
-
     def judge(self, d):
         """Streaming EDiT returns weights of the replicas."""
 
-    def outer_step(self, layers, means):
+    def land(self):
         lr, mu, alpha = self.config.outer_lr, self.config.outer_momentum, self.config.alpha
-        for (x, a, b), d in zip(layers, means):
+        for (x, a, b), d in zip(self.layers[self.p], self.mean.wait()):
             nesterov(a, b, d, lr, mu, kept=a.new_ones(()))
-            # x_i <- alpha x_i + (1 - alpha) a
-            x.mul_(alpha).add_(a, alpha=1 - alpha)
+            x.mul_(alpha).add_(a, alpha=1 - alpha)  # x_i <- alpha x_i + (1 - alpha) a
+        self.landed, self.mean = self.p, None
 
     def sync(self):
         if self.mean:  # only if the training ends in the middle of a round

@@ -39,8 +39,6 @@ from plumbing.config import UserError, option
 from quantize import FORMATS, MeanInFlight
 from relatives.error_feedback import ErrorFeedback, ErrorFeedbackConfig
 
-EPS = 1e-8
-
 
 @dataclass
 class Config(ErrorFeedbackConfig):  # paper: tau grows from 1 to 16
@@ -61,6 +59,7 @@ class ZeroOneAdam(ErrorFeedback):
     Config = Config
     shared = ("anchor",)
     private = ("variance", *ErrorFeedback.private)
+    eps = 1e-8  # AdamW's
 
     def begin(self):
         super().begin()
@@ -76,7 +75,7 @@ class ZeroOneAdam(ErrorFeedback):
         m.lerp_(g, 1 - beta1)
         self.variance.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         optimizer.decay()
-        step = (m / V.sqrt().add_(EPS)).clamp_(-bound, bound).masked_fill_(V == 0, 0)
+        step = (m / V.sqrt().add_(self.eps)).clamp_(-bound, bound).masked_fill_(V == 0, 0)
         model.master.sub_(step, alpha=optimizer.lr)
 
     def after_step(self, lr, metrics):
@@ -92,14 +91,14 @@ class ZeroOneAdam(ErrorFeedback):
 
     def momentum_sum(self):
         """(a - x_i) (sqrt(V) + eps): the round's sum of lr m_i, 0 where V is 0."""
-        V = self.model.exp_avg_sq
-        return (self.anchor - self.model.master).mul_(V.sqrt().add_(EPS)).masked_fill_(V == 0, 0)
+        V, d = self.model.exp_avg_sq, self.anchor - self.model.master
+        return d.mul_(V.sqrt().add_(self.eps)).masked_fill_(V == 0, 0)
 
     def outer_step(self, l, u):
         """Layer l's anchor and momentum from u, the mean of what all have sent."""
         vectors = self.model.master, self.anchor, self.model.exp_avg, self.model.exp_avg_sq
         x, a, m, V = (self.model.views(vector)[l] for vector in vectors)
-        frozen, size = V == 0, V.sqrt().add_(EPS)
+        frozen, size = V == 0, V.sqrt().add_(self.eps)
         self.forget_errors(l, frozen)
         u.masked_fill_(frozen, 0)
         if self.config.round_bound:
@@ -110,7 +109,7 @@ class ZeroOneAdam(ErrorFeedback):
         m.copy_(u.div_(self.lr_sum or 1.0))
 
     def refresh_if_due(self):
-        if self.config.refresh == "no" or self.rounds & self.rounds - 1:  # 1, 2, 4, 8, ...
+        if self.config.refresh == "no" or self.rounds & self.rounds - 1:  # not 1, 2, 4, 8, ...
             return
         V, v, views = self.model.exp_avg_sq, self.variance, self.model.views
         v.copy_(torch.cat(MeanInFlight(views(v), "log8", self.mesh).wait()))
