@@ -35,21 +35,22 @@ Adam, arXiv 2102.02888, for sign and the errors of both hops.
 """
 
 import functools
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch.nn.functional import pad
 
+from plumbing.config import LocalConfig, option
+
 BLOCK = 256  # elements
 MAGNITUDES = (0.0, *(2.0 ** (e - 7) for e in range(1, 8)))
-VALUES = (*MAGNITUDES, *(-m for m in MAGNITUDES))  # of the 16 codes: 8 * sign + e
-PAIRS = tuple((VALUES[byte & 15], VALUES[byte >> 4]) for byte in range(256))  # the even one is low
-SIGNS = tuple(tuple(2.0 * (byte >> i & 1) - 1 for i in range(8)) for byte in range(256))
-POWERS = (*(2.0 ** (-e / 8) for e in range(255)), 0.0)
-TABLES = {"e3m0": PAIRS, "sign": SIGNS, "log8": POWERS}  # byte -> its elements
+VALUES = {  # code -> value, in scales
+    "e3m0": [*MAGNITUDES, *(-m for m in MAGNITUDES)],  # code: 8 * sign + e
+    "log8": [*(2.0 ** (-e / 8) for e in range(255)), 0.0],
+}
+SIGNS = [[2.0 * (byte >> i & 1) - 1 for i in range(8)] for byte in range(256)]
 PACK = 0x0102040810204080  # times 8 bytes of 0 or 1: byte i becomes bit i of the highest byte
-# A constant is copied to a GPU once, because the host waits for the copy.
-on_device = functools.cache(torch.tensor)
 
 
 def encode(x: torch.Tensor, format: str) -> torch.Tensor:
@@ -106,12 +107,37 @@ def decode(coded: torch.Tensor, format: str, dtype=torch.float32) -> torch.Tenso
     codes, scale = coded[:, :-4], coded[:, -4:].contiguous().view(torch.float32).to(dtype)
     if format == "int8":
         return codes.view(torch.int8).to(dtype).mul_(scale)
-    table = on_device(TABLES[format], device=coded.device, dtype=dtype)
-    return table.index_select(0, codes.reshape(-1).int()).view(-1, BLOCK).mul_(scale)
+    words = codes.reshape(-1)
+    if format == "log8":
+        words = words.view(torch.uint16)  # two codes
+    values = decoded_words(format, coded.device, dtype).index_select(0, words.int())
+    if format != "sign":
+        values = torch.view_as_real(values)
+    return values.view(-1, BLOCK).mul_(scale)
+
+
+@functools.cache  # A table is copied to a GPU once, because the host waits for the copy.
+def decoded_words(format: str, device, dtype) -> torch.Tensor:
+    """A table: word -> its elements, in scales. sign: 8 in a row. Else the pair of an even element,
+    whose code is low, and an odd one, as a complex number: index_select copies it in one piece."""
+    if format == "sign":
+        return torch.tensor(SIGNS, device=device, dtype=dtype)
+    values = torch.tensor(VALUES[format], device=device, dtype=dtype)
+    return torch.complex(values.repeat(len(values)), values.repeat_interleave(len(values)))
 
 
 def bytes_per_element(format: str) -> float:
     return encode(torch.zeros(1, BLOCK), format).numel() / BLOCK
+
+
+@dataclass
+class QuantizedConfig(LocalConfig):
+    """Flags of a method that sends a mean over the replicas in one of the formats."""
+
+    quantize: str = option("e3m0", "what is sent", choices=FORMATS)
+
+    def sent_vectors(self, replicas):
+        return bytes_per_element(self.quantize) / 4 * super().sent_vectors(replicas)
 
 
 class MeanInFlight:

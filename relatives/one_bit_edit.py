@@ -110,6 +110,6 @@ class OneBitEDiT(EDiT, ZeroOneAdam):
             self.clips.append(clip)
             self.outer_step(l, u.mul_(clip * self.any_kept[l]))
             if l == len(self.means) - 1:
-                self.end_steps()
+                self.refresh_if_due()
         if l == len(self.means) - 1:
             self.end_sync()

@@ -1,11 +1,10 @@
 """Streaming DiLoCo: one fragment of the model at a time, in the background, in 4 bits.
 
-The problem. DiLoCo sends little, but all at once, and all replicas wait. Streaming DiLoCo cuts the
-layers into F fragments, sends one of them every tau / F steps while the steps go on, and applies
-its outer step `delay` steps later.
+The problem. DiLoCo sends little, but all at once, and all replicas wait. Here one of F fragments of
+the model is sent every tau / F steps, while the steps go on. Its outer step is `delay` steps later.
 
     sync_warmup_steps steps of mini-batch; anchor = x; b = 0; I = tau / F; after inner step k:
-        if k % I == 0:                               # p = (k / I - 1) mod F
+        if k % I == 0:                               # p = (k / I - 1) mod F: layers p, p + F, ...
             start d = 1/M sum_i (anchor_p - x_{i,p})     # [sync] quantize.py, F times per round
         if k == sent_at + ceil(delay / 2): start the second hop of the mean
         if k == sent_at + delay:
@@ -13,14 +12,13 @@ its outer step `delay` steps later.
             x_{i,p} <- alpha x_{i,p} + (1 - alpha) anchor_p      # the fragment lands
     at the end of training each fragment that has not just landed is sent and lands; x_i <- anchor
 
-x_i is model.master, different in all replicas. anchor and momentum (b), (sum P/N,) each, are equal
-in all replicas at all times, and the anchor is the model to evaluate. Layer l belongs to fragment
-l mod F. With alpha 0 the local steps of a fragment between sending and landing are lost; with
-alpha 1 the other replicas are ignored. The paper's H is tau, its tau is delay. Deviation: if delay
-> 0, a fragment is sent when step k+1 begins: a checkpoint after step k has nothing in flight.
+anchor and momentum (b) are equal in all replicas at all times, x_i (model.master) is not, and the
+anchor is the model to evaluate. alpha 0 loses a fragment's local steps between sending and landing;
+alpha 1 ignores the other replicas. The paper's H is tau, its tau is delay. Deviation: with a delay
+a fragment is sent when step k+1 begins: a checkpoint after step k has nothing in flight.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N; in 4 bits 1/7.76 of it. Exposed per round: F
-max(0, T - delay * time of a step), where T is the time that a fragment takes on the link.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N / 7.76. Exposed per round: F max(0, T - delay
+* time of a step), where T is the time that a fragment takes on the link.
 Run: torchrun --nproc_per_node 4 train.py --method streaming_diloco
 Source: Streaming DiLoCo, arXiv 2501.18512 (read: tables and captions).
 """
@@ -29,26 +27,22 @@ from dataclasses import dataclass
 
 from diloco import nesterov
 from method import Method
-from plumbing.config import LocalConfig, UserError, option
-from quantize import FORMATS, MeanInFlight, bytes_per_element
+from plumbing.config import UserError, option
+from quantize import MeanInFlight, QuantizedConfig
 
 
 @dataclass
-class Config(LocalConfig):  # paper: tau 100
+class Config(QuantizedConfig):  # paper: tau 100
     outer_lr: float = option(0.7, "outer learning rate (paper: 0.4)")
     outer_momentum: float = option(0.8, "outer Nesterov momentum (paper: 0.9)", below=1)
     fragments: int = option(4, "F, parts of the model; divides tau", low=1)
     delay: int = option(-1, "steps from sending to outer step; -1: tau / F - 1, at most 2", low=-1)
     alpha: float = option(0.0, "weight of the local value when a fragment lands, 0 to 1")
-    quantize: str = option("e3m0", "what is sent", choices=FORMATS)
     buffer_vectors = 0.5  # one of four fragments, sent and received
 
     @property
     def steps_late(self) -> int:
         return min(2, self.tau // self.fragments - 1) if self.delay < 0 else self.delay
-
-    def sent_vectors(self, replicas):
-        return bytes_per_element(self.quantize) / 4 * super().sent_vectors(replicas)
 
     def check(self, replicas):
         super().check(replicas)
@@ -58,8 +52,7 @@ class Config(LocalConfig):  # paper: tau 100
         if self.steps_late >= interval:
             raise UserError(f"--delay {self.delay}: must be below tau / fragments = {interval:g}")
         if self.tau_rule != "fixed" or self.tau_schedule:
-            flags = "--tau_rule qsr, --tau_schedule"
-            raise UserError(f"{flags}: the rounds of a streaming method have tau steps")
+            raise UserError("--tau_rule qsr, --tau_schedule: a streaming round has tau steps")
         if self.alpha > 1:
             raise UserError(f"--alpha {self.alpha}: must be at most 1")
 
@@ -69,26 +62,20 @@ class StreamingDiLoCo(Method):
     shared = ("anchor", "momentum")
     scalars = ("landed",)
     barrier = False
+    mean = landed = None  # of the fragment in flight; the fragment that landed in this step
 
     def begin(self):
         self.anchor.copy_(self.model.master)
-        F, vectors = self.config.fragments, (self.model.master, self.anchor, self.momentum)
-        layers = list(zip(*map(self.model.views, vectors)))  # (x, a, b) of each layer
-        self.fragments = [layers[p::F] for p in range(F)]
-        self.mean = self.landed = None  # of the fragment in flight; which one landed in this step
+        layers = list(zip(*map(self.model.views, (self.model.master, self.anchor, self.momentum))))
+        self.layers = [layers[p :: self.config.fragments] for p in range(self.config.fragments)]
 
     def before_step(self):
         super().before_step()
-        self.landed = None
-        if not self.averages_gradients and self.config.steps_late > 0:
-            self.send_if_due()
+        self.send_if_due(self.config.steps_late > 0)
 
     def after_step(self, lr, metrics):
-        over, delay = super().after_step(lr, metrics), self.config.steps_late
-        if self.averages_gradients:
-            return over
-        if delay == 0:
-            self.send_if_due()
+        over, delay, self.landed = super().after_step(lr, metrics), self.config.steps_late, None
+        self.send_if_due(delay == 0)
         if self.mean and self.local_steps >= self.sent_at + (delay + 1) // 2:
             with self.record.stall():
                 self.mean.halfway()
@@ -96,30 +83,26 @@ class StreamingDiLoCo(Method):
                     self.land()
         return over
 
-    def send_if_due(self):
+    def send_if_due(self, here: bool):
         k, interval = self.local_steps, self.config.tau // self.config.fragments
-        if k % interval == 0 and (k > 0 or self.rounds > 0):
+        if here and k % interval == 0 and k + self.rounds > 0:  # both are 0 in the warm-up
             self.send((k // interval - 1) % self.config.fragments)
 
     def send(self, p):
         self.p, self.sent_at = p, self.local_steps
         with self.record.stall():
-            d = [a - x for x, a, _ in self.fragments[p]]  # d_i = a - x_i
+            d = [a - x for x, a, _ in self.layers[p]]  # d_i = a - x_i
             self.mean = MeanInFlight(d, self.config.quantize, self.mesh, self.judge(d))
-
-    def land(self):
-        self.outer_step(self.fragments[self.p], self.mean.wait())
-        self.landed, self.mean = self.p, None
 
     def judge(self, d):
         """Streaming EDiT returns weights of the replicas."""
 
-    def outer_step(self, layers, means):
+    def land(self):
         lr, mu, alpha = self.config.outer_lr, self.config.outer_momentum, self.config.alpha
-        for (x, a, b), d in zip(layers, means):
+        for (x, a, b), d in zip(self.layers[self.p], self.mean.wait()):
             nesterov(a, b, d, lr, mu, kept=a.new_ones(()))
-            # x_i <- alpha x_i + (1 - alpha) a
-            x.mul_(alpha).add_(a, alpha=1 - alpha)
+            x.mul_(alpha).add_(a, alpha=1 - alpha)  # x_i <- alpha x_i + (1 - alpha) a
+        self.landed, self.mean = self.p, None
 
     def sync(self):
         if self.mean:  # only if the training ends in the middle of a round
@@ -131,8 +114,7 @@ class StreamingDiLoCo(Method):
     def finish(self):
         super().finish()
         if not self.averages_gradients:
-            others = [p for p in range(self.config.fragments) if p != self.landed]
-            for p in others:
+            for p in sorted({*range(self.config.fragments)} - {self.landed}):
                 self.send(p)
                 self.land()
             self.model.master.copy_(self.anchor)

@@ -86,8 +86,9 @@ class StreamingEDiT(StreamingDiLoCo):
         self.judgement = norms, flags > 0, weights
         return weights * self.mesh.replicas
 
-    def outer_step(self, layers, means):
-        config, (norms, flagged, weights) = self.config, self.judgement
+    def land(self):
+        layers, means, config = self.layers[self.p], self.mean.wait(), self.config
+        norms, flagged, weights = self.judgement
         squares = torch.stack([v.norm() ** 2 for v in [*means, *(x for x, _, _ in layers)]])
         # [shard] all-gather, 2 scalars per layer, once per fragment
         squares = self.mesh.gather_rows(squares, self.mesh.shard).sum(dim=0)
@@ -104,6 +105,7 @@ class StreamingEDiT(StreamingDiLoCo):
             x.mul_(alpha).add_(a, alpha=1 - alpha)
             torch.where(sick[l], a, x, out=x)
         self.landings.append((norms, flagged, weights, clips))
+        self.landed, self.mean = self.p, None
 
     def sync(self):
         super().sync()

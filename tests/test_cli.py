@@ -50,8 +50,8 @@ train --random_tokens 0:3:2             | FIRST 3 is after LAST 2
 train --method zero_one_adam --sync_warmup_steps 0 | needs --sync_warmup_steps above 0
 train --method zero_one_adam --average_moments | no --average_moments
 train --method top_k --density 0        | --density 0.0: must be above 0
-train --method streaming_diloco --tau_rule qsr | rounds of a streaming method have tau steps
-train --method streaming_diloco --tau_schedule 2:8 | rounds of a streaming method have tau steps
+train --method streaming_diloco --tau_rule qsr | a streaming round has tau steps
+train --method streaming_diloco --tau_schedule 2:8 | a streaming round has tau steps
 train --tau_schedule 2:96,4             | --tau_schedule 2:96,4: write 2:96,4:384 for rounds of
 train --tau_schedule 0:96               | --tau_schedule 0:96: write 2:96,4:384
 train --tau_schedule 2:96:5,4:384       | --tau_schedule 2:96:5,4:384: write 2:96,4:384

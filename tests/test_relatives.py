@@ -107,6 +107,21 @@ def test_second_hop_of_a_fragment_starts_halfway():
     ]  # fmt: skip
 
 
+def test_second_hops_of_all_layers_start_before_one_is_waited_for():
+    warmup, first = on_meta(4, method="zero_one_adam", sync_warmup_steps=1, warmup_format="int8")
+    for handle in [warmup.average_layer(l) for l in range(len(warmup.model.layers))]:
+        handle.wait()
+    rounds, second = on_meta(4, method="one_bit_edit", sync_warmup_steps=1, steps=1)
+    rounds.lr_sum, rounds.rounds = 1.0, 3
+    rounds.sync()
+    rounds.drain()
+    for events in first, second:
+        waits = [k for k, event in enumerate(events) if event.startswith("wait: sync all-to-all")]
+        between = events[waits[0] : waits[-1]]
+        assert len(waits) == len(rounds.model.layers)
+        assert not any(event.startswith("wait: sync all-gather") for event in between)
+
+
 def test_flag_follows_the_others_whatever_one_replica_sends():
     torch.manual_seed(0)
     common, d = torch.randn(500).double(), torch.randn(4, 500).double()
