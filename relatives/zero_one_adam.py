@@ -112,7 +112,7 @@ class ZeroOneAdam(ErrorFeedback):
         if self.config.refresh == "no" or self.rounds & self.rounds - 1:  # not 1, 2, 4, 8, ...
             return
         V, v, views = self.model.exp_avg_sq, self.variance, self.model.views
-        v.copy_(torch.cat(MeanInFlight(views(v), "log8", self.mesh).wait()))
+        self.average(v, "log8")
         sums = torch.stack([layer.sum() for layer in views(V) + views(v)])
         # [shard] all-gather, 2 scalars per layer, once per refresh (bit-equal in all replicas)
         old, new = self.mesh.gather_rows(sums, self.mesh.shard).sum(dim=0).chunk(2)
