@@ -128,7 +128,8 @@ TABLE = {  # case: (flags, meshes)
     "sick: mid round": (SICK | dict(sick=one_nan([0], 6)), [GRID]),
     "sick: one bit": (SICK_ONE_BIT | dict(sick=Sick(100.0, [1], 16)), [THREE, GRID]),
     "sick: one bit, nan": (SICK_ONE_BIT | dict(sick=one_nan([1], 16)), [THREE, FOUR]),
-    "sick: one bit, rollback": (SICK_ONE_BIT | dict(sick=Sick(math.nan, [0, 1], 16)), [GRID]),
+    # with three the owners have errors, which a rollback must not send
+    "sick: one bit, rollback": (SICK_ONE_BIT | dict(sick=Sick(math.nan, [0, 1, 2], 16)), [THREE]),
     "sick: off": (SICK | dict(sick=one_nan([1], 4, 10), anomaly_elimination=False), [GRID]),
     # Training goes on while a layer of a replica is left, or if fewer than three rounds in a row
     # are rolled back.
