@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,6 +90,19 @@ def test_written_corpus_holds_every_document_up_to_max_tokens(tmp_path, monkeypa
     meta = data.write_corpus(documents, "byte", "new/cut/", max_tokens=25)  # in a document
     assert (meta["tokens"], meta["bytes_per_token"]) == (25, 23 / 25)
     assert ids(data.load("new/cut")) == ([120] * 9 + [256]) * 2 + [120] * 5
+
+
+def test_tokens_of_a_large_vocabulary_are_written_in_four_bytes(tmp_path, monkeypatch):
+    for largest, width in (2**16 - 1, 2), (2**16, 4):
+        words = SimpleNamespace(
+            name="words", eot_token=0, encode_to_numpy=lambda *_, **__: np.array([1, largest])
+        )
+        monkeypatch.setattr(data, "read_tokenizer", lambda name: (name, largest + 1))
+        monkeypatch.setattr(data, "make_tokenizer", lambda name: words)
+        out = tmp_path / str(largest)
+        data.write_corpus([("text", True)], "words", str(out))
+        assert ids(data.load(str(out))) == [1, largest, 0]
+        assert (out / "tokens.bin").stat().st_size == 3 * width
 
 
 def write_folder(folder, ids, **changes):

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mesh as mesh_module
 import simulate
-from mesh import Handle, Mesh, RankLostError, translate_comm_errors
+from mesh import Group, Handle, Mesh, RankLostError, translate_comm_errors
 from plumbing import launch
 from plumbing.config import UserError
 from ranks import run_ranks
@@ -82,10 +83,34 @@ def test_waits_for_a_link_and_for_others_are_told_apart_and_own_faults_from_lost
     (others, began, between), (link, same, ended) = mesh.spans  # for --timeline
     assert (others, link, same) == ("wait for others", "wait for link", between)
     assert (between - began, ended - same) == (waited_s["others"], waited_s["link"])
+    slow_start = lambda: time.sleep(0.03) or []  # shm waits for a free slot
+    for group, waits in (mesh.shard, 0), (mesh.sync, 1):
+        before = waited_s["others"]
+        mesh._start(group, "", slow_start, 0, 1)
+        assert (waited_s["others"] - before >= 0.03) == waits
     own = torch.OutOfMemoryError, torch.AcceleratorError
     for raised, error in *zip(own, own), (RuntimeError, RankLostError):
         with pytest.raises(error), translate_comm_errors():
             raise raised("x")
+
+
+def test_link_carries_what_crosses_replicas_with_its_bytes_and_hops(monkeypatch):
+    """Four replicas of two shards; 48 bytes."""
+    mesh, carried, x = Mesh(1, CPU, alone=True), [], torch.zeros(6, dtype=torch.float64)
+    carry = lambda works, sent_bytes, hops: carried.append((sent_bytes, hops))
+    mesh.replicas, mesh.link = 4, SimpleNamespace(carry=carry)
+    mesh.sync, mesh.shard = Group("sync", [0, 2, 4, 6], 0, None), Group("shard", [0, 1], 0, None)
+    mesh.world = Group("world", list(range(8)), 0, None)
+    for name in "all_reduce", "all_to_all_single", "P2POp", "batch_isend_irecv":
+        monkeypatch.setattr(dist, name, lambda *args, **options: None)
+    monkeypatch.setattr(mesh_module, "all_gather_single", lambda *args, **options: None)
+    mesh.all_reduce(x, mesh.shard)
+    mesh.all_reduce(x, mesh.sync)
+    mesh.all_gather(x, mesh.sync)
+    mesh.all_to_all(x, x, mesh.sync)
+    mesh.send_receive(x, x, 1, mesh.sync)
+    mesh.all_reduce(x, mesh.world)
+    assert carried == [(72, 6), (36, 3), (36, 3), (48, 1), (84, 6)]
 
 
 @pytest.mark.parametrize(
