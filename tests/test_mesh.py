@@ -2,7 +2,6 @@
 gather_in_background are in test_methods.py and test_relatives.py."""
 
 import contextlib
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -74,20 +73,19 @@ def test_collectives_compute_and_count_what_they_promise():
             assert (waited_s["others"] > 0) == (N < 4) and waited_s["link"] == 0
 
 
-def test_waits_for_a_link_and_for_others_are_told_apart_and_own_faults_from_lost_ranks():
-    mesh, work = Mesh(1, CPU, alone=True), SimpleNamespace(link_s=0.04)
-    mesh.spans, work.wait = [], lambda: time.sleep(0.05)
+def test_waits_for_a_link_and_for_others_are_told_apart_and_own_faults_from_lost_ranks(monkeypatch):
+    mesh, now = Mesh(1, CPU, alone=True), [100.0]
+    monkeypatch.setattr(mesh_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    work = SimpleNamespace(link_s=0.5, wait=lambda: now.insert(0, now[0] + 0.75))
+    mesh.spans = []
     Handle([work], "", mesh).wait()
-    waited_s = mesh.waited_s
-    assert waited_s["link"] == pytest.approx(0.04) and 0.01 <= waited_s["others"] < 0.04
-    (others, began, between), (link, same, ended) = mesh.spans  # for --timeline
-    assert (others, link, same) == ("wait for others", "wait for link", between)
-    assert (between - began, ended - same) == (waited_s["others"], waited_s["link"])
-    slow_start = lambda: time.sleep(0.03) or []  # shm waits for a free slot
-    for group, waits in (mesh.shard, 0), (mesh.sync, 1):
-        before = waited_s["others"]
-        mesh._start(group, "", slow_start, 0, 1)
-        assert (waited_s["others"] - before >= 0.03) == waits
+    assert mesh.waited_s == {"others": 0.25, "link": 0.5}
+    # for --timeline
+    others, link = ("wait for others", 100.0, 100.25), ("wait for link", 100.25, 100.75)
+    assert mesh.spans == [others, link]
+    for group in mesh.shard, mesh.sync:  # shm may wait for a free slot when an operation starts
+        mesh._start(group, "", work.wait, 0, 1)
+    assert mesh.waited_s["others"] == 1.0
     own = torch.OutOfMemoryError, torch.AcceleratorError
     for raised, error in *zip(own, own), (RuntimeError, RankLostError):
         with pytest.raises(error), translate_comm_errors():
