@@ -82,8 +82,9 @@ def test_slowmo_goes_through_a_rate_of_zero():
         assert method.anchor.isfinite().all()
 
 
-def test_co2_waits_one_round_late_and_before_a_checkpoint():
-    method, waited = method_alone(method="co2"), []
+@pytest.mark.parametrize("name", ["co2", "eager"])
+def test_mean_is_waited_for_one_round_late_and_before_a_checkpoint(name):
+    method, waited = method_alone(method=name), []
     work = SimpleNamespace(wait=lambda: waited.append(None))
     method.mesh.all_reduce = lambda x, group: Handle([work])
     for wait, count in (method.sync, 0), (method.sync, 1), (method.drain, 2):
