@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -201,6 +202,13 @@ def test_loss_that_is_not_finite_at_the_end_is_a_divergence(
     assert run_here("train", [*argv, "--dtype", "fp32", "--out_dir", str(tmp_path)]) == 2
     assert "diverged: the validation loss at the end is nan; lower" in capsys.readouterr().err
     assert not (tmp_path / "model.pt").exists()
+
+
+def test_divergence_names_its_step_also_if_the_metrics_are_known_a_step_late():
+    model = SimpleNamespace(known_metrics=lambda: [1.0, math.nan, 0.0], metrics_lag=1)
+    method = SimpleNamespace(steps=5, repairs_replicas=False, averages_gradients=False)
+    with pytest.raises(UserError, match="diverged at step 4: loss nan, gradient norm 1; lower"):
+        train.check_finite(model, method)
 
 
 def test_characters_that_a_terminal_lacks_are_replaced(run_here, monkeypatch):

@@ -119,7 +119,7 @@ TABLE = {  # case: (flags, meshes)
     "robust, median": (LOCAL | dict(method="robust", aggregate="median"), [GRID, THREE, FOUR]),
     "robust, trimmed": (LOCAL | dict(method="robust", aggregate="trimmed_mean"), [THREE, FOUR]),
     "robust, one nan": (
-        LOCAL | dict(method="robust", sick=Sick(math.nan, [1], 4, 7), max_steps=14), [THREE]
+        LOCAL | dict(method="robust", sick=Sick(math.nan, [1], 3, 7), max_steps=14), [THREE]
     ),
     "sick: nan": (SICK | MOMENTS | dict(sick=one_nan([1], 10)), [GRID]),
     "sick: inf": (SICK | dict(sick=Sick(math.inf, [0], 10)), [THREE]),
@@ -129,6 +129,10 @@ TABLE = {  # case: (flags, meshes)
     "sick: one bit": (SICK_ONE_BIT | dict(sick=Sick(100.0, [1], 16)), [THREE, GRID]),
     "sick: one bit, nan": (SICK_ONE_BIT | dict(sick=one_nan([1], 16)), [THREE, FOUR]),
     "sick: one bit, rollback": (SICK_ONE_BIT | dict(sick=Sick(math.nan, [0, 1], 16)), [GRID]),
+    # three replicas have errors of their means, which would move the anchor
+    "sick: one bit, all of three": (
+        SICK_ONE_BIT | dict(sick=Sick(math.nan, [0, 1, 2], 16)), [THREE]
+    ),
     "sick: off": (SICK | dict(sick=one_nan([1], 4, 10), anomaly_elimination=False), [GRID]),
     # Training goes on while a layer of a replica is left, or if fewer than three rounds in a row
     # are rolled back.

@@ -135,6 +135,8 @@ def test_flag_follows_the_others_whatever_one_replica_sends():
     assert c[2] < 0 and (c[[0, 1, 3]] > 0).all()
     cosine = torch.nn.functional.cosine_similarity
     assert cosine(combined(negated), honest, dim=0) > 0.99
+    opposed = common * torch.tensor([[1.0], [1.0], [-1.0], [1.0]])
+    torch.testing.assert_close(combined(opposed), 0.75 * common)  # it counts as 0, not as -1
     scaled = d * torch.tensor([[1.0], [1.0], [100.0], [1.0]])
     torch.testing.assert_close(cosine(combined(scaled), honest, dim=0), torch.ones(()).double())
     assert combined(scaled).norm() < 1.2 * honest.norm()  # a median of lengths
