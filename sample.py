@@ -45,7 +45,8 @@ def save_model(path, model, tokenizer: str, flags: dict):
             torch.save(saved, file)
         os.replace(unfinished, path)
     except (OSError, RuntimeError) as error:  # torch.save raises its own error after an OSError
-        reason = getattr(error.__context__ or error, "strerror", None) or error
+        cause = error if isinstance(error, OSError) else error.__context__ or error
+        reason = getattr(cause, "strerror", None) or cause
         Path(unfinished).unlink(missing_ok=True)  # a full disk needs the room
         raise UserError(f"{path} could not be written: {reason}") from None
 

@@ -160,7 +160,8 @@ def all_or_none(mesh, unfinished):
     try:
         yield
     except (OSError, RuntimeError) as wrong:
-        error = one_line(wrong.__context__ or wrong)  # torch.save hides the OSError
+        # torch.save hides the OSError.
+        error = one_line(wrong if isinstance(wrong, OSError) else wrong.__context__ or wrong)
     # [sync] all-gather of objects, all ranks, twice per checkpoint
     if errors := list(filter(None, mesh.all_gather_object(error))):
         shutil.rmtree(unfinished, ignore_errors=True)  # a full disk needs the room

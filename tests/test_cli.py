@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,10 +22,13 @@ import ranks
 import sample
 import simulate
 import train
+from mesh import Mesh
+from model import ModelConfig
 from plumbing import config as config_module
 from plumbing import checkpoint, launch
 from plumbing.config import Config, UserError, parse, run_command
 from ranks import ROOT, Launch, flags
+from shard import ShardedModel
 
 WRONG = """
 train --learning_rate 1                 | --learning_rate
@@ -200,6 +204,13 @@ def test_loss_that_is_not_finite_at_the_end_is_a_divergence(
     assert not (tmp_path / "model.pt").exists()
 
 
+def test_divergence_names_its_step_also_if_the_metrics_are_known_a_step_late():
+    model = SimpleNamespace(known_metrics=lambda: [1.0, math.nan, 0.0], metrics_lag=1)
+    method = SimpleNamespace(steps=5, repairs_replicas=False, averages_gradients=False)
+    with pytest.raises(UserError, match="diverged at step 4: loss nan, gradient norm 1; lower"):
+        train.check_finite(model, method)
+
+
 def test_characters_that_a_terminal_lacks_are_replaced(run_here, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
     run_command("sample.py", lambda: print("\u03c0"))
@@ -228,14 +239,23 @@ def test_new_run_replaces_an_earlier_one_only_with_overwrite(
 def test_disk_without_room_for_the_last_checkpoint_costs_only_that(
     run_here, corpus_folder, tmp_path, capsys, monkeypatch
 ):
-    def full(*_):
-        raise OSError(28, "No space left")
-
-    monkeypatch.setattr(os, "rename", full)
+    full = lambda path, mode: open("/dev/full", mode)
+    monkeypatch.setattr(checkpoint, "open", full, raising=False)
     argv = [*flags(data=corpus_folder, max_steps=2), "--out_dir", str(tmp_path)]
     assert run_here("train", argv) is None
-    assert "saved   none: no checkpoint could be written" in capsys.readouterr().out
+    line = f"saved   none: no checkpoint could be written to {tmp_path}: .*No space left on device\n"
+    assert re.search(line, capsys.readouterr().out)
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "model.pt"}
+
+
+def test_disk_without_room_for_the_model_is_named_and_gets_its_room_back(tmp_path, monkeypatch):
+    shape = ModelConfig(1, 1, 8, 8, 11)
+    model = ShardedModel(shape, Mesh(1, torch.device("cpu")))
+    monkeypatch.setattr(sample, "open", lambda _, mode: open("/dev/full", mode), raising=False)
+    (tmp_path / "model.pt.tmp").touch()
+    with pytest.raises(UserError, match="model.pt could not be written: No space left on device"):
+        sample.save_model(tmp_path / "model.pt", model, "byte", {})
+    assert not list(tmp_path.iterdir())
 
 
 def differ_in_lr(argv, rank, *more):

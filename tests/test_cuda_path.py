@@ -43,6 +43,7 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
 
     def make_late(self, *args, **options):  # metrics are known one step late on both
         make(self, *args, **options)
+        assert self.metrics_lag == (device == CUDA)
         self.metrics_lag, self.metrics = 1, deque(maxlen=2)
 
     def load_batch(setup, mesh, cluster, step, micro_step):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,6 +70,15 @@ def test_builtin_corpus_is_megabytes_of_python_split_by_file():
     assert b"import " in corpus.tokens[corpus.train_tokens :].astype(np.uint8).tobytes()
 
 
+def test_builtin_corpus_has_the_files_of_the_library_in_order_without_tests(tmp_path, monkeypatch):
+    for name in "b.py", "a/c.py", "a/test/d.py", "site-packages/e.py", "f.txt":
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "broken.py").symlink_to("nowhere")
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": tmp_path})
+    assert data.load(None).tokens.tolist() == [*b"a/c.py\n", 256, *b"b.py\n", 256]
+
+
 def ids(corpus) -> list:
     return corpus.tokens[np.arange(len(corpus.tokens))].tolist()
 
@@ -85,10 +95,26 @@ def test_written_corpus_holds_every_document_up_to_max_tokens(tmp_path, monkeypa
     assert ids(corpus) == expected and corpus.train_tokens == int(count * 0.95)
     assert f"out: {count:,} tokens (byte)" in capsys.readouterr().out
     assert corpus.bytes_per_token == pytest.approx((count - 3) / count)
+    for word in "x", "y":
+        data.write_corpus([(word, True)], "byte", word)
+    assert data.load("x").hash != data.load("y").hash  # of the same length
     documents = (("x" * 3, i % 3 == 2) for i in range(3000))  # three pieces each
     meta = data.write_corpus(documents, "byte", "new/cut/", max_tokens=25)  # in a document
     assert (meta["tokens"], meta["bytes_per_token"]) == (25, 23 / 25)
     assert ids(data.load("new/cut")) == ([120] * 9 + [256]) * 2 + [120] * 5
+
+
+def test_tokens_of_a_large_vocabulary_are_written_in_four_bytes(tmp_path, monkeypatch):
+    for largest, width in (2**16 - 1, 2), (2**16, 4):
+        words = SimpleNamespace(
+            name="words", eot_token=0, encode_to_numpy=lambda *_, **__: np.array([1, largest])
+        )
+        monkeypatch.setattr(data, "read_tokenizer", lambda name: (name, largest + 1))
+        monkeypatch.setattr(data, "make_tokenizer", lambda name: words)
+        out = tmp_path / str(largest)
+        data.write_corpus([("text", True)], "words", str(out))
+        assert ids(data.load(str(out))) == [1, largest, 0]
+        assert (out / "tokens.bin").stat().st_size == 3 * width
 
 
 def write_folder(folder, ids, **changes):
@@ -155,6 +181,11 @@ def test_token_files_of_other_programs_are_read_in_place(tmp_path):
         seen = torch.cat(batch(corpus, size=12800))
         assert seen.min() == 0 and (seen.diff() == 1).all()  # windows cross the files' ends
     assert data.load(names).hash != data.load(str(shards)).hash
+    hashes = set()
+    for change in 0, 499, 999:  # the ends and the middle of a file of the same length
+        changed = write_shard(tmp_path / "changed.bin", ramp + (ramp == change))
+        hashes.add(data.load(changed).hash)
+    assert len(hashes) == 3
     large = write_shard(tmp_path / "large.bin", [0, 60_000])
     with pytest.raises(UserError, match="its vocabulary has 50257 tokens: .* larger --vocab_size"):
         data.load(large)

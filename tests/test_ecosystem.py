@@ -213,10 +213,15 @@ def test_foreign_and_damaged_folders_are_refused_in_one_line(transformers, tmp_p
 
 def test_tokenizer_with_gaps_keeps_marks_in_the_text(transformers):
     vocab = {"a": 0, "b": 1, "</s>": 9}
+    template = [{"Sequence": dict(id="A", type_id=0)}, {"SpecialToken": dict(id="</s>", type_id=0)}]
     text = json.dumps({
         "version": "1.0", "model": {"type": "BPE", "vocab": vocab, "merges": []},
         "added_tokens": [dict(id=9, content="</s>", special=True, single_word=False, lstrip=False,
                               rstrip=False, normalized=False)],
+        "post_processor": {  # it would append </s> to each text
+            "type": "TemplateProcessing", "single": template, "pair": template,
+            "special_tokens": {"</s>": dict(id="</s>", ids=[9], tokens=["</s>"])},
+        },
     })  # fmt: skip
     encoding = tokenizer.make_tokenizer("\n" + text)
     assert (encoding.n_vocab, encoding.eot_token) == (10, 9)

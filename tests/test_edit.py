@@ -143,12 +143,15 @@ def test_sync_reads_nothing_on_the_host_and_allocates_only_scalars(elimination):
 @pytest.mark.parametrize("elimination, quantize", [(True, "e3m0"), (False, "none")])
 def test_fragment_reads_nothing_on_the_host(elimination, quantize):
     flags = dict(anomaly_elimination=elimination, quantize=quantize, tau=4, fragments=2)
-    method, _ = on_meta(4, method="streaming_edit", **flags)
+    method, events = on_meta(4, method="streaming_edit", **flags)
     for p in range(2):
         method.send(p)
         method.mean.halfway()
         method.land()
     assert len(method.landings) == 2
+    # of the norms; the even numbers, of each fragment before that of its mean
+    waits = [event for event in events if event.startswith("wait: sync all-gather")]
+    assert waits == [f"wait: sync all-gather {number}" for number in range(4)]
 
 
 def test_sync_of_offloaded_vectors_writes_their_new_values_back(monkeypatch):

@@ -2,15 +2,15 @@
 gather_in_background are in test_methods.py and test_relatives.py."""
 
 import contextlib
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import mesh as mesh_module
 import simulate
-from mesh import Handle, Mesh, RankLostError, translate_comm_errors
+from mesh import Group, Handle, Mesh, RankLostError, translate_comm_errors
 from plumbing import launch
 from plumbing.config import UserError
 from ranks import run_ranks
@@ -73,19 +73,42 @@ def test_collectives_compute_and_count_what_they_promise():
             assert (waited_s["others"] > 0) == (N < 4) and waited_s["link"] == 0
 
 
-def test_waits_for_a_link_and_for_others_are_told_apart_and_own_faults_from_lost_ranks():
-    mesh, work = Mesh(1, CPU, alone=True), SimpleNamespace(link_s=0.04)
-    mesh.spans, work.wait = [], lambda: time.sleep(0.05)
+def test_waits_for_a_link_and_for_others_are_told_apart_and_own_faults_from_lost_ranks(monkeypatch):
+    mesh, now = Mesh(1, CPU, alone=True), [100.0]
+    monkeypatch.setattr(mesh_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    work = SimpleNamespace(link_s=0.5, wait=lambda: now.insert(0, now[0] + 0.75))
+    mesh.spans = []
     Handle([work], "", mesh).wait()
-    waited_s = mesh.waited_s
-    assert waited_s["link"] == pytest.approx(0.04) and 0.01 <= waited_s["others"] < 0.04
-    (others, began, between), (link, same, ended) = mesh.spans  # for --timeline
-    assert (others, link, same) == ("wait for others", "wait for link", between)
-    assert (between - began, ended - same) == (waited_s["others"], waited_s["link"])
+    assert mesh.waited_s == {"others": 0.25, "link": 0.5}
+    # for --timeline
+    others, link = ("wait for others", 100.0, 100.25), ("wait for link", 100.25, 100.75)
+    assert mesh.spans == [others, link]
+    for group in mesh.shard, mesh.sync:  # shm may wait for a free slot when an operation starts
+        mesh._start(group, "", work.wait, 0, 1)
+    assert mesh.waited_s["others"] == 1.0
     own = torch.OutOfMemoryError, torch.AcceleratorError
     for raised, error in *zip(own, own), (RuntimeError, RankLostError):
         with pytest.raises(error), translate_comm_errors():
             raise raised("x")
+
+
+def test_link_carries_what_crosses_replicas_with_its_bytes_and_hops(monkeypatch):
+    """Four replicas of two shards; 48 bytes."""
+    mesh, carried, x = Mesh(1, CPU, alone=True), [], torch.zeros(6, dtype=torch.float64)
+    carry = lambda works, sent_bytes, hops: carried.append((sent_bytes, hops))
+    mesh.replicas, mesh.link = 4, SimpleNamespace(carry=carry)
+    mesh.sync, mesh.shard = Group("sync", [0, 2, 4, 6], 0, None), Group("shard", [0, 1], 0, None)
+    mesh.world = Group("world", list(range(8)), 0, None)
+    for name in "all_reduce", "all_to_all_single", "P2POp", "batch_isend_irecv":
+        monkeypatch.setattr(dist, name, lambda *args, **options: None)
+    monkeypatch.setattr(mesh_module, "all_gather_single", lambda *args, **options: None)
+    mesh.all_reduce(x, mesh.shard)
+    mesh.all_reduce(x, mesh.sync)
+    mesh.all_gather(x, mesh.sync)
+    mesh.all_to_all(x, x, mesh.sync)
+    mesh.send_receive(x, x, 1, mesh.sync)
+    mesh.all_reduce(x, mesh.world)
+    assert carried == [(72, 6), (36, 3), (36, 3), (48, 1), (84, 6)]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ TABLE = {  # case: (flags, meshes)
     "robust, median": (LOCAL | dict(method="robust", aggregate="median"), [GRID, THREE, FOUR]),
     "robust, trimmed": (LOCAL | dict(method="robust", aggregate="trimmed_mean"), [THREE, FOUR]),
     "robust, one nan": (
-        LOCAL | dict(method="robust", sick=Sick(math.nan, [1], 4, 7), max_steps=14), [THREE]
+        LOCAL | dict(method="robust", sick=Sick(math.nan, [1], 3, 7), max_steps=14), [THREE]
     ),
     "sick: nan": (SICK | MOMENTS | dict(sick=one_nan([1], 10)), [GRID]),
     "sick: inf": (SICK | dict(sick=Sick(math.inf, [0], 10)), [THREE]),

@@ -1,5 +1,6 @@
 """The decoder: each piece against its formula, its precision and its seeds."""
 
+import dataclasses
 import math
 
 import pytest
@@ -9,21 +10,22 @@ import torch.nn.functional as F
 from model import Llama, ModelConfig, attend
 
 CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=50)
+OTHER = dataclasses.replace(CONFIG, rope_base=500.0, norm_eps=0.1)
 
 
-def test_block_equals_its_formula_written_out():
+def test_block_and_head_equal_their_formulas_written_out():
     torch.manual_seed(0)
-    block, x = Llama(CONFIG, seed=1).layers[1].double(), torch.randn(1, 5, 16).double()
-    T, H, D = 5, 2, 8
-    for gain in (block.attention_norm.weight, block.mlp_norm.weight):
+    _, block, _, last = Llama(OTHER, seed=1).double().layers
+    x, (T, H, D) = torch.randn(1, 5, 16).double(), (5, 2, 8)
+    for gain in (block.attention_norm.weight, block.mlp_norm.weight, last.norm.weight):
         gain.data.uniform_(0.5, 2.0)
 
     def norm(v, gain):
-        return v / torch.sqrt((v**2).mean(-1, keepdim=True) + 1e-5) * gain
+        return v / torch.sqrt((v**2).mean(-1, keepdim=True) + 0.1) * gain
 
     h = norm(x, block.attention_norm.weight)[0] @ block.qkv.weight.T  # (T, 3 C)
     q, k, v = h.view(T, 3, H, D).unbind(1)
-    angle = torch.tensor([[t * 10000 ** (-2 * i / D) for i in range(D // 2)] for t in range(T)])
+    angle = torch.tensor([[t * 500 ** (-2 * i / D) for i in range(D // 2)] for t in range(T)])
     y = torch.zeros(T, H, D, dtype=torch.float64)
     for head in range(H):
         turned = []
@@ -38,6 +40,10 @@ def test_block_equals_its_formula_written_out():
     gate, up = (norm(z, block.mlp_norm.weight) @ block.gate_up.weight.T).chunk(2, dim=-1)
     z = z + (gate * torch.sigmoid(gate) * up) @ block.down.weight.T
     torch.testing.assert_close(block(x)[0], z, rtol=1e-5, atol=1e-7)  # the angles are fp32
+    logits, targets = norm(x[0], last.norm.weight) @ last.output.weight.T, torch.arange(5)
+    torch.testing.assert_close(last(x)[0], logits)
+    expected = -logits.log_softmax(dim=-1)[targets, targets].mean()
+    torch.testing.assert_close(last(x, targets[None]), expected)
 
 
 def test_attention_by_hand_equals_torchs():
@@ -65,6 +71,7 @@ def test_bf16_gradients_of_embedding_and_output_are_summed_in_fp32():
     tokens, x = torch.randint(50, (8, 1024)), torch.randn(8, 1024, 16).bfloat16()
     assert relative_error_of_bf16(embedding, embedding.weight, tokens) < 0.003
     assert relative_error_of_bf16(head.bfloat16(), head.output.weight, x, tokens) < 0.01
+    assert head.bfloat16()(x, tokens).dtype == torch.float32  # a mean over 8,192 tokens
 
 
 def test_initialisation_is_a_function_of_seed_and_layer():

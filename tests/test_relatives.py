@@ -82,9 +82,9 @@ def test_slowmo_goes_through_a_rate_of_zero():
         assert method.anchor.isfinite().all()
 
 
-@pytest.mark.parametrize("method", ["co2", "eager"])
-def test_mean_is_waited_for_one_round_late_and_before_a_checkpoint(method):
-    method, waited = method_alone(method=method), []
+@pytest.mark.parametrize("name", ["co2", "eager"])
+def test_mean_is_waited_for_one_round_late_and_before_a_checkpoint(name):
+    method, waited = method_alone(method=name), []
     work = SimpleNamespace(wait=lambda: waited.append(None))
     method.mesh.all_reduce = lambda x, group: Handle([work])
     for wait, count in (method.sync, 0), (method.sync, 1), (method.drain, 2):
@@ -135,7 +135,8 @@ def test_flag_follows_the_others_whatever_one_replica_sends():
     assert c[0] < 0 and (c[1:] > 0).all()
     cosine = torch.nn.functional.cosine_similarity
     assert cosine(combined(negated), honest, dim=0) > 0.99
-    assert 0.7 < combined(negated).norm() / honest.norm() < 0.8  # three of four move it
+    opposed = common * torch.tensor([[1.0], [1.0], [-1.0], [1.0]])
+    torch.testing.assert_close(combined(opposed), 0.75 * common)  # it counts as 0, not as -1
     scaled = d * torch.tensor([[1.0], [1.0], [100.0], [1.0]])
     torch.testing.assert_close(cosine(combined(scaled), honest, dim=0), torch.ones(()).double())
     assert combined(scaled).norm() < 1.2 * honest.norm()  # a median of lengths

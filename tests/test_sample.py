@@ -10,6 +10,7 @@ import torch
 import sample
 from model import Llama, ModelConfig
 from plumbing.config import UserError
+from tokenizer import make_tokenizer
 
 CONFIG = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=16)
 
@@ -37,6 +38,20 @@ def test_context_is_the_last_block_size_tokens_and_a_diverged_model_is_refused()
     model.layers[0].weight.data.fill_(torch.nan)
     with pytest.raises(UserError, match="diverged"):
         draw(long)
+
+
+def test_text_begins_and_ends_at_the_end_of_text_and_has_no_token_of_the_padding():
+    byte, seen = make_tokenizer("byte"), []
+
+    def model(context):  # likes a token of the padding most, then the end of the text
+        seen.append(context.tolist())
+        logits = torch.zeros(*context.shape, 300)
+        logits[..., 299], logits[..., 256 if len(seen) == 3 else ord("a")] = 2.0, 1.0
+        return logits
+
+    model.config = CONFIG
+    assert sample.continue_text(model, byte, "", count=9, temperature=0) == "aa"
+    assert seen == [[[256]], [[256, 97]], [[256, 97, 97]]]
 
 
 class Malicious:

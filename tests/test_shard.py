@@ -29,6 +29,8 @@ def gradient(shards, dtype=FP64, accum=1, transport="gloo", averaged=True, recom
     norm() of the gradient."""
     mesh = Mesh(shards, CPU, 60, lambda ranks, crosses_replicas: transport)
     model = ShardedModel(CONFIG, mesh, dtype, seed=3, recompute=recompute)
+    wide = [model.master, model.grad] + ([model.grad_buffer] if shards > 1 else [])
+    assert {vector.dtype for vector in wide} == {torch.promote_types(dtype, FP32)}
     loss, ranks = 0.0, mesh.world_size if averaged else shards
     for micro in range(accum):
         inputs, targets = batches(mesh.world_size * accum)[micro * mesh.world_size + mesh.rank]
