@@ -236,10 +236,11 @@ def test_new_run_replaces_an_earlier_one_only_with_overwrite(
     assert names == {"checkpoint-00000002", "metrics.jsonl", "checkpoint-best"}
 
 
+@pytest.mark.parametrize("buffering", [0, -1])  # with a buffer the close fails, too
 def test_disk_without_room_for_the_last_checkpoint_costs_only_that(
-    run_here, corpus_folder, tmp_path, capsys, monkeypatch
+    buffering, run_here, corpus_folder, tmp_path, capsys, monkeypatch
 ):
-    full = lambda path, mode: open("/dev/full", mode)
+    full = lambda path, mode: open("/dev/full", mode, buffering)
     monkeypatch.setattr(checkpoint, "open", full, raising=False)
     argv = [*flags(data=corpus_folder, max_steps=2), "--out_dir", str(tmp_path)]
     assert run_here("train", argv) is None
@@ -248,10 +249,14 @@ def test_disk_without_room_for_the_last_checkpoint_costs_only_that(
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "model.pt"}
 
 
-def test_disk_without_room_for_the_model_is_named_and_gets_its_room_back(tmp_path, monkeypatch):
+@pytest.mark.parametrize("buffering", [0, -1])
+def test_disk_without_room_for_the_model_is_named_and_gets_its_room_back(
+    buffering, tmp_path, monkeypatch
+):
     shape = ModelConfig(1, 1, 8, 8, 11)
     model = ShardedModel(shape, Mesh(1, torch.device("cpu")))
-    monkeypatch.setattr(sample, "open", lambda _, mode: open("/dev/full", mode), raising=False)
+    full = lambda path, mode: open("/dev/full", mode, buffering)
+    monkeypatch.setattr(sample, "open", full, raising=False)
     (tmp_path / "model.pt.tmp").touch()
     with pytest.raises(UserError, match="model.pt could not be written: No space left on device"):
         sample.save_model(tmp_path / "model.pt", model, "byte", {})

@@ -77,7 +77,9 @@ def test_sign_codes_by_hand():
     assert code.shape == (1, 36) and code[0, :32].tolist() == [0b11101110, *[255] * 31]
     assert decode(code, "sign")[0, :6].tolist() == [-3.0, 3.0, 3.0, 3.0, -3.0, 3.0]  # mean of four
     assert (Q(torch.zeros(1, 256), "sign") == 0).all()
-    assert Q(torch.full((1, 256), torch.nan), "sign").isnan().all()
+    for wrong in torch.nan, torch.inf:
+        v[0, 7] = wrong
+        assert all(Q(v.abs(), form).isnan().all() for form in ("sign", "log8"))
 
 
 def test_log8_codes_by_hand_and_nothing_becomes_zero():

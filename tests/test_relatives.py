@@ -191,6 +191,17 @@ def test_nothing_moves_where_the_variance_is_zero():
     torch.testing.assert_close(model.exp_avg[2::3], torch.full_like(model.exp_avg[2::3], 2.0))
 
 
+def test_zero_one_adam_divides_the_gradient_that_clipping_on_a_gpu_has_not_divided():
+    found, optimizer = [], SimpleNamespace(betas=(0.9, 0.95), lr=0.5, decay=lambda: None)
+    for gradient, scale in (0.5, None), (2.0, torch.tensor(4.0)):
+        method = method_alone(method="zero_one_adam", sync_warmup_steps=1, steps=1)
+        method.model.exp_avg_sq.fill_(1.0)
+        method.model.grad.fill_(gradient)
+        method.inner_step(optimizer, scale)
+        found.append([method.model.master, method.model.exp_avg, method.variance])
+    assert all(map(torch.equal, *found)) and found[0][1].norm() > 0
+
+
 def test_one_bit_edit_flags_who_left_its_past_and_the_others():
     method = method_alone(method="one_bit_edit", sync_warmup_steps=1, steps=1)
     L = len(method.model.layers)

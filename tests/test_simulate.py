@@ -1,6 +1,7 @@
 """The slow, uneven, unreliable cluster: what happens is what the flags say, and nothing else. That
 it changes no bit is in test_checkpoint.py, virtual seconds of runs are in test_methods.py."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +96,24 @@ def test_virtual_clock_worked_out_by_hand():
         clock.end_round(steps)
         seconds.append(clock.train_s())
     assert seconds == [4, 8, 13, 13]
+
+
+def test_virtual_clock_counts_the_lag_of_each_replicas_own_steps():
+    flags = config(random_lag="0.5:8")
+    lag, clock = Disturbances(flags, 2), VirtualClock(flags, SimpleNamespace(replica=0, replicas=2))
+    take_s = lambda r, *steps: sum(1 + lag.pause_s(step, r, 1.0) for step in range(*steps))
+    clock.end_round([9, 4])
+    first = max(take_s(0, 9), take_s(1, 4))
+    clock.end_round([5, 7])
+    assert clock.train_s() == first + max(take_s(0, 9, 14), take_s(1, 4, 11))
+
+
+def test_each_step_kind_and_index_has_draws_of_its_own_and_one_step_may_be_hit():
+    disturbances = Disturbances(config(flip="0:5:5"), 1)
+    hits = [disturbances.hits(disturbances.flipped, step, 0) for step in range(7)]
+    assert hits == [False] * 4 + [True] + [False] * 2
+    places = list(itertools.product((0, 1, 2, 3), (4, 5), (0, 1)))
+    assert len({disturbances.draw(*place).random() for place in places}) == len(places)
 
 
 def keep_progress(method, model, mesh):
