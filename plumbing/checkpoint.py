@@ -159,8 +159,7 @@ def all_or_none(mesh, unfinished):
     error = ""
     try:
         yield
-    except (OSError, RuntimeError) as wrong:
-        # torch.save hides the OSError.
+    except (OSError, RuntimeError) as wrong:  # torch.save hides the OSError
         error = one_line(wrong if isinstance(wrong, OSError) else wrong.__context__ or wrong)
     # [sync] all-gather of objects, all ranks, twice per checkpoint
     if errors := list(filter(None, mesh.all_gather_object(error))):

@@ -92,6 +92,16 @@ def test_mean_is_waited_for_one_round_late_and_before_a_checkpoint(name):
         assert len(waited) == count
 
 
+def test_row_of_a_sync_is_not_waited_for_but_before_a_checkpoint():
+    method, waited = method_alone(method="co2"), []
+    gather = SimpleNamespace(wait=lambda: waited.append(None), is_completed=lambda: bool(waited))
+    method.mesh.gather_in_background = lambda row: (row[None], Handle([gather]))
+    method.end_round()
+    assert method.record.take() is None and not waited
+    method.drain()
+    assert waited and method.record.take()["round"] == 1
+
+
 def test_second_hop_of_a_fragment_starts_halfway():
     method, events = on_meta(4, method="streaming_diloco", tau=8, fragments=2, delay=3)
     method.model.metrics.append(SimpleNamespace(read=lambda: [0.0, 0.0, 0.0]))
