@@ -112,7 +112,7 @@ def at_round_end(setup, model, method, log, stop):
     if stopping or over or due(log.saved_at, config.checkpoint_interval):
         began = time.perf_counter()
         method.drain()
-        with log.clock, model.mesh.uncounted():  # saving is no training
+        with log.clock:  # saving is no training
             state = log.state(method)
             try:
                 path = checkpoint.save(setup, model, method, state)
@@ -144,8 +144,7 @@ def learning_rate(progress: float, config) -> float:
     """Linear warm-up, then a cosine from lr to min_lr_ratio * lr at max_steps."""
     if progress < config.lr_warmup_steps:
         return config.lr * (progress + 1) / config.lr_warmup_steps
-    t = progress - config.lr_warmup_steps
-    t = min(1.0, t / max(1, config.max_steps - config.lr_warmup_steps))
+    t = (progress - config.lr_warmup_steps) / max(1, config.max_steps - config.lr_warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * t))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
@@ -166,7 +165,6 @@ def evaluate(setup, model, method, clock, parameters=None) -> float:
         if parameters is not x:
             own = x.clone()
             x.copy_(parameters)
-        model.invalidate_gathered()
         for inputs, targets, rows in batches:
             loss = model.forward(inputs.to(mesh.device), targets.to(mesh.device), train=False)
             total += torch.tensor([loss.item() * rows, rows], dtype=torch.float64)

@@ -35,7 +35,8 @@ from train import METHODS
 
 LR, DECAY, CLIP = 1e-3, 0.1, 1.0
 DEFAULTS = "--model 10m --batch_size 2 --method minibatch".split()
-NO_EFFECT = {"resume", "dry_run", "accum", "tokens_per_step", "init_from", "timeline"}
+USED = "shards replicas device backend dtype compile recompute timeout_s model n_layer n_head n_embd"
+USED = set(f"{USED} block_size n_hidden rope_base norm_eps batch_size method".split())
 
 
 @dataclass
@@ -159,7 +160,8 @@ def compare(plan: Plan, mesh: Mesh, batch: torch.Tensor) -> dict:
 def read_config(argv: list, world_size: int):
     """The flags. Raises UserError."""
     config, given = parse([*DEFAULTS, *argv], METHODS, Flags)
-    refused = NO_EFFECT & given.keys() | ({"method"} if config.method != "minibatch" else set())
+    used = USED | Flags.__dataclass_fields__.keys()
+    refused = given.keys() - used | ({"method"} if config.method != "minibatch" else set())
     if refused:
         raise UserError(f"--{min(refused)}: it has no effect on the benchmark")
     launch.check_mesh(config, world_size)

@@ -55,8 +55,7 @@ class TopK(Method):
     private = ("momentum", "rest")
 
     def begin(self):
-        if self.config.momentum_correction > 0:
-            self.momentum.copy_(self.model.exp_avg)
+        self.momentum.copy_(self.model.exp_avg)
 
     def after_backward(self):
         if not self.averages_gradients:

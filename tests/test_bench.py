@@ -58,6 +58,6 @@ def test_two_ranks_print_what_they_write(tmp_path):
 
 
 def test_flags_without_effect_are_refused():
-    for flag in "--method edit", "--accum 2", "--timeline":
+    for flag in "--method edit", "--accum 2", "--timeline", "--grad_clip 2":
         with pytest.raises(UserError, match=f"{flag.split()[0]}: it has no effect on the bench"):
             bench.read_config([*SMALL, *flag.split()], 2)
