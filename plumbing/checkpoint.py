@@ -105,11 +105,11 @@ def vectors(model, method) -> tuple:
     """Name -> flat vector: those that are equal in all replicas at a round end, and the others."""
     equal = {name: getattr(method, name) for name in method.shared}
     own = {name: getattr(method, name) for name in method.private}
-    alike = method.averages_gradients  # but `private`, which may be errors of quantized gradients
+    warm_up = method.averages_gradients  # replicas differ in errors of quantized gradients only
     for name in "exp_avg", "exp_avg_sq":
-        (equal if alike else own)[name] = getattr(model, name)
-    alike = alike or type(method).evaluation_model is Method.evaluation_model
-    (equal if alike else own)["parameters"] = model.master
+        (equal if warm_up else own)[name] = getattr(model, name)
+    synced = type(method).evaluation_model is Method.evaluation_model
+    (equal if warm_up or synced else own)["parameters"] = model.master
     return equal, own
 
 

@@ -264,14 +264,14 @@ class Stopped(Exception):
     """A signal ends the run after a step; a checkpoint is saved."""
 
     def __init__(self, number: int, step: int, path):
-        self.exit_code, given = 128 + number, os.environ.get
+        self.exit_code = 128 + number
         line = f"stopped by {signal.Signals(number).name} after step {step}; "
         line += f"--resume auto continues from {path}"
         # torchrun sends SIGTERM, too, when a node joins. Then its agents fail without a clear line.
-        elastic = number == signal.SIGTERM and int(given("TORCHELASTIC_MAX_RESTARTS", 0))
-        if elastic and given("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        elastic = number == signal.SIGTERM and int(os.getenv("TORCHELASTIC_MAX_RESTARTS", 0))
+        if elastic and os.getenv("TORCHELASTIC_USE_AGENT_STORE") == "True":
             line += "; to let nodes join, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-        super().__init__(line if given("RANK", "0") == "0" else "")
+        super().__init__(line if os.getenv("RANK", "0") == "0" else "")
 
 
 class StopRequest:
