@@ -172,7 +172,7 @@ class Mesh:
         return self._issue(group, "all-gather", all_gather_single, whole, own)
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, group: Group) -> Handle:
-        """part <- this rank's piece of the sum of `whole` over the group, which may be reused
+        """part <- this rank's piece of the sum of `whole` over the group. `whole` may be reused
         after wait()."""
         return self._issue(group, "reduce-scatter", reduce_scatter_single, part, whole)
 

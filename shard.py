@@ -270,8 +270,8 @@ class ShardedModel:
 
     def clip_gradient(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor | None:
         """Scale `grad`, which has this norm, to a norm of at most max_norm (0: any). If the norm
-        is not finite, set `grad` to 0: AdamW's moments stay finite. Returns what AdamW.step() must
-        still divide `grad` by, which saves a pass on GPUs (in fp32, torch's kernel), or None."""
+        is not finite, set `grad` to 0: AdamW's moments stay finite. Returns None, or on GPUs in
+        fp32 what AdamW.step() must still divide `grad` by: its kernel saves a pass."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
         factor = factor.where(norm.isfinite(), 0.0)
         if self.mesh.device.type == "cpu" and factor == 1:  # reading it is free, a pass is not

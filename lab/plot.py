@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lab import timeline
-from lab.rows import GRAY, METHODS, in_order, read_run
+from lab.rows import GRAY, METHODS, after_warmup, in_order, read_run
 from plumbing.config import NOT_RESUMED, Parser, UserError, run_command
 
 # These may differ between the runs of a line.
@@ -171,12 +171,9 @@ def draw_frontier(axes, panel: Panel, rows: list, lines: dict, styles: dict):
 
 
 def draw(rows: list, panels: list, path):
-    """Write the panels, side by side, as an SVG. Raises UserError without matplotlib."""
-    try:
-        import matplotlib.figure
-        from matplotlib.ticker import EngFormatter
-    except ModuleNotFoundError:
-        raise UserError("pictures need matplotlib: pip install matplotlib") from None
+    """Write the panels, side by side, as an SVG."""
+    import matplotlib.figure
+    from matplotlib.ticker import EngFormatter
     panels = [panel for panel in panels if lines_of(rows, panel)]  # --quick leaves some empty
     panels_lines = [lines_of(rows, panel) for panel in panels]
     styles = styles_of(panels_lines)
@@ -230,15 +227,6 @@ def variant(run: dict, runs: list) -> str:
     )  # fmt: skip
 
 
-def local_bytes(run: dict, warmup: int) -> list:
-    """sync_bytes of each evaluation, less those of the warm-up (mini-batch has none: of as many
-    steps), in which all steps send the same."""
-    steps = run["config"].get("sync_warmup_steps", warmup)
-    known = [row for row in run["steps"] if row["step"] <= steps]
-    each = known[-1]["sync_bytes"] / known[-1]["step"] if known else 0.0
-    return [max(0.0, sent - steps * each) for sent in run["sync_bytes"]]
-
-
 def main():
     parser = Parser(description="Draw the validation loss of runs side by side.")
     parser.add_argument("runs", nargs="+", metavar="FOLDER", help="a run's out_dir")
@@ -258,8 +246,11 @@ def main():
         if None in run["val_loss"]:
             raise UserError(f"{folder}: a validation loss of the run is not finite")
     own = lambda run: {"method": run["config"]["method"], "variant": variant(run, runs)}
-    warmup = max(run["config"].get("sync_warmup_steps", 0) for run in runs)
-    rows = [run | own(run) | {"local_bytes": local_bytes(run, warmup)} for run in runs]
+    longest = max(run["config"].get("sync_warmup_steps", 0) for run in runs)  # mini-batch has none
+    rows = []
+    for run in runs:
+        warmup = run["config"].get("sync_warmup_steps", longest)
+        rows.append(run | own(run) | {"local_bytes": after_warmup(run, warmup)["sync_bytes"]})
     panels = [
         Panel("tokens", "val_loss", "tokens"),
         Panel("train_s", "val_loss", "seconds of training"),

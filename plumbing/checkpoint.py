@@ -60,12 +60,11 @@ def choose(resume: str, out_dir: str, overwrite: bool) -> Path | None:
     a checkpoint's). Raises UserError if there is none, or if two runs would mix in out_dir."""
     if resume and overwrite:
         raise UserError("--resume, --overwrite: give only one of them")
-    own, found = list_checkpoints(out_dir), []
+    own = list_checkpoints(out_dir)
+    found = own if resume == "auto" else []
     if own:  # a run that is writing there could remove what this one reads
         os.close(lock(out_dir, fcntl.LOCK_SH))
-    if resume == "auto":
-        found = own
-    elif resume:
+    if resume not in ("", "auto"):
         there = list_checkpoints(run_folder(resume))
         found = [path for path in there if Path(resume) in (path, path.parent)]
         if not found:
@@ -106,11 +105,11 @@ def vectors(model, method) -> tuple:
     """Name -> flat vector: those that are equal in all replicas at a round end, and the others."""
     equal = {name: getattr(method, name) for name in method.shared}
     own = {name: getattr(method, name) for name in method.private}
-    alike = method.averages_gradients  # but `private`, which may be errors of quantized gradients
+    warm_up = method.averages_gradients  # replicas differ in errors of quantized gradients only
     for name in "exp_avg", "exp_avg_sq":
-        (equal if alike else own)[name] = getattr(model, name)
-    alike = alike or type(method).evaluation_model is Method.evaluation_model
-    (equal if alike else own)["parameters"] = model.master
+        (equal if warm_up else own)[name] = getattr(model, name)
+    synced = type(method).evaluation_model is Method.evaluation_model
+    (equal if warm_up or synced else own)["parameters"] = model.master
     return equal, own
 
 
@@ -143,10 +142,9 @@ def save(setup, model, method, state: dict) -> Path:
         "averages_gradients": method.averages_gradients,
     }  # fmt: skip
     with all_or_none(mesh, unfinished):
-        for path in paths if mesh.rank == 0 else ():
-            if not path.is_file():
-                raise OSError(f"rank 0 does not see {path}: nodes must share --out_dir")
         if mesh.rank == 0:
+            if unseen := [path for path in paths if not path.is_file()]:
+                raise OSError(f"rank 0 does not see {unseen[0]}: nodes must share --out_dir")
             (unfinished / "state.json").write_text(json.dumps(state, indent=1))
             os.rename(unfinished, final)
             remove(list_checkpoints(final.parent)[: -flags["keep"]])
@@ -207,8 +205,7 @@ def readable(path):
 
 
 def read(path, rank: int = 0, world_size: int = 1) -> dict:
-    """A checkpoint's state.json. Opens this rank's share of the files, too. Raises UserError if one
-    is damaged."""
+    """A checkpoint's state.json. Raises UserError if it or this rank's part of the files is bad."""
     with readable(path):
         state = json.loads((path / "state.json").read_bytes())
         for file in files(path, state["mesh"])[rank::world_size]:
@@ -216,18 +213,18 @@ def read(path, rank: int = 0, world_size: int = 1) -> dict:
         return state
 
 
-def check_resume(saved: dict, config, given: dict, corpus, plan, path):
-    """Raise UserError if the run cannot continue the checkpoint with these flags. given: the flags
-    on the command line."""
-    flags, took, take = saved["flags"], saved["tokens_per_step"], plan.tokens_per_step
+def check_resume(setup):
+    """Raise UserError if the run cannot continue its checkpoint with its flags."""
+    saved, config, given, flags = setup.saved, setup.config, setup.given, setup.saved["flags"]
+    took, take = saved["tokens_per_step"], setup.plan.tokens_per_step
     was = saved["model_config"] | {"model": flags["model"]}
-    now = vars(plan.model_config) | {"model": config.model, "block_size": was["block_size"]}
+    now = vars(setup.plan.model_config) | {"model": config.model, "block_size": was["block_size"]}
     other = " ".join(f"--{name}" for name in sorted(was) if was[name] != now[name])
     reasons = {
         "has another vocabulary: give the --data that it was trained on": "--vocab_size" in other,
         f"has another shape: leave out {other}": other,
         "was trained on another corpus: name a corpus with --data": (
-            flags["corpus_hash"] != corpus.hash and "data" not in given
+            flags["corpus_hash"] != setup.corpus.hash and "data" not in given
         ),
         f"is past the warm-up of {flags['method']}: keep this method": (
             config.method != flags["method"] and not saved["averages_gradients"]
@@ -239,13 +236,12 @@ def check_resume(saved: dict, config, given: dict, corpus, plan, path):
     }
     for reason, applies in reasons.items():
         if applies:
-            raise UserError(f"checkpoint {path} {reason}")
+            raise UserError(f"checkpoint {setup.path} {reason}")
 
 
 def load(setup, model, optimizer, method, clock):
-    """Continue setup's checkpoint, or start from the model of --init_from, if there is one. Every
-    rank reads what it needs; no communication. Raises UserError for files that do not contain what
-    state.json promises."""
+    """Continue setup's checkpoint or start from the model of --init_from, if there is one. No
+    communication. Raises UserError for files that do not contain what state.json promises."""
     if setup.source:
         return setup.source.copy_to(model)
     if not setup.saved:
@@ -258,10 +254,11 @@ def load(setup, model, optimizer, method, clock):
         paths = files(setup.path, state["mesh"])
         opened = [[open_file(path) for path in paths[r * N : r * N + N]] for r in (0, replica)]
         restore(method, opened[1][0], state["averages_gradients"])
+        same_method = setup.config.method == state["flags"]["method"]
         for saved, found in zip(opened, vectors(model, method)):
             for name, vector in found.items():
-                # In the warm-up the method may change: another one's vectors are still 0.
-                if name in saved[0] or not method.averages_gradients:
+                # In the warm-up the method may change. Vectors of another one do not fit.
+                if same_method or name not in method.shared + method.private:
                     fill(vector, [file[name] for file in saved], model)
     optimizer.steps = method.steps
     model.invalidate_gathered()
@@ -274,6 +271,8 @@ def restore(method, saved: dict, averages_gradients: bool):
         method.averages_gradients = False
         method.record.start_round()
         method.begin()
+        if method.mesh.device.type == "cuda":  # begin() may still copy to vectors on the host
+            torch.cuda.synchronize()
         for name in method.scalars:
             value = saved[name]
             if torch.is_tensor(value):

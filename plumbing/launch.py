@@ -89,8 +89,7 @@ class Setup:
         if not config.dry_run:
             self.plan.check_memory()
         if self.saved:
-            run = config, self.given, self.corpus, self.plan
-            checkpoint.check_resume(self.saved, *run, self.path)
+            checkpoint.check_resume(self)
 
     def describe(self, mesh) -> dict:
         """What the record and the checkpoints say of the run."""
@@ -127,7 +126,9 @@ def resolve_device(config):
     if on_gpu and not config.dry_run:  # which is for any machine
         if gpus == 0:
             raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
-        if config.backend == "nccl" and gpus < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        # A rank may see only its own GPU: torchrun --virtual-local-rank, srun --gpus-per-task 1.
+        local_rank, ranks = (int(os.environ.get(f"LOCAL_{x}", 0)) for x in ("RANK", "WORLD_SIZE"))
+        if config.backend == "nccl" and gpus <= local_rank < ranks:
             hint = "lower --nproc_per_node, or use --backend shm"
             raise UserError(f"--backend nccl: some ranks share a GPU; {hint}")
 
@@ -263,14 +264,14 @@ class Stopped(Exception):
     """A signal ends the run after a step; a checkpoint is saved."""
 
     def __init__(self, number: int, step: int, path):
-        self.exit_code, given = 128 + number, os.environ.get
+        self.exit_code = 128 + number
         line = f"stopped by {signal.Signals(number).name} after step {step}; "
         line += f"--resume auto continues from {path}"
         # torchrun sends SIGTERM, too, when a node joins. Then its agents fail without a clear line.
-        elastic = number == signal.SIGTERM and int(given("TORCHELASTIC_MAX_RESTARTS", 0))
-        if elastic and given("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        elastic = number == signal.SIGTERM and int(os.getenv("TORCHELASTIC_MAX_RESTARTS", 0))
+        if elastic and os.getenv("TORCHELASTIC_USE_AGENT_STORE") == "True":
             line += "; to let nodes join, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-        super().__init__(line if given("RANK", "0") == "0" else "")
+        super().__init__(line if os.getenv("RANK", "0") == "0" else "")
 
 
 class StopRequest:
@@ -291,8 +292,7 @@ class StopRequest:
             signal.signal(each, signal.SIG_DFL)
 
     def vote(self) -> float:
-        """1.0 if this rank has a signal. The votes of a step with averaged gradients reach all
-        ranks."""
+        """1.0 if this rank has a signal. In the warm-up the votes reach all ranks."""
         return float(self.signal > 0)
 
     def agreed(self, method) -> int:

@@ -203,7 +203,7 @@ class Log:
 
     def saved(self, method, path, seconds: float):
         self.saved_at = method.progress
-        count = sum(file.stat().st_size for file in path.iterdir())
+        count = sum(file.stat().st_size for file in path.iterdir()) if self.file else 0
         print(f"saved   {path}: {size(count)} in {seconds:.2f} s", flush=True)
 
     def now(self, method) -> dict:

@@ -31,7 +31,8 @@ class Plan:
     """The figures of one run. config: all its flags; method: a Method subclass."""
 
     def __init__(self, config, method, vocab_size: int, world_size: int):
-        self.config, self.method, self.world_size = config, method, world_size
+        self.config, self.method = config, method
+        self.vocab_size, self.world_size = vocab_size, world_size
         self.shards, self.replicas = config.shards, world_size // config.shards
         self.on_cpu = config.device == "cpu"
         if config.n_embd % (2 * config.n_head):
@@ -95,10 +96,9 @@ class Plan:
         if self.on_cpu and self.dtype == torch.bfloat16 and config.block_size <= 1024:
             blocks = 1 if config.recompute else config.n_layer
             numbers += blocks * tokens * config.n_head * config.block_size
-        vocab_size = self.model_config.vocab_size
-        logits = tokens * vocab_size
+        logits = tokens * self.vocab_size
         # Embedding and head sum their gradients in fp32 (model.widen), one of them at a time.
-        wide = 0 if self.dtype == self.master else 2 * vocab_size * config.n_embd
+        wide = 0 if self.dtype == self.master else 2 * self.vocab_size * config.n_embd
         return numbers * self.dtype.itemsize + (2 * logits + wide) * self.master.itemsize
 
     def check_memory(self):
@@ -107,10 +107,9 @@ class Plan:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         needed = sum((self.memory() | {"shared memory": 0}).values()) + self.activations()
         if self.on_cpu and ranks * needed > there:
-            raise UserError(
-                f"a rank needs about {size(needed)} of memory, and {ranks} here have {size(there)} "
-                "together: lower --batch_size or the model's size, or use more --shards"
-            )
+            hint = "lower --batch_size or the model's size, or use more --shards"
+            needs = f"a rank needs about {size(needed)} of memory"
+            raise UserError(f"{needs}, and {ranks} here have {size(there)} together: {hint}")
 
     def sync_bytes(self) -> float:
         """What one rank sends over the slow links at a sync, without the row of scalars."""
@@ -122,7 +121,6 @@ class Plan:
 
     def show(self, corpus):
         config, M, N = self.config, self.replicas, self.shards
-        vocab_size = self.model_config.vocab_size
         grid = np.array2string(np.arange(M * N).reshape(M, N), threshold=32, prefix=" " * 8)
         kinds = ", ".join(f"{kind} {size(count)}" for kind, count in self.memory().items())
         lines = [
@@ -137,7 +135,7 @@ class Plan:
             f"x {self.batch_size} sequences x {config.block_size} tokens "
             f"= {self.tokens_per_step:,} tokens",
         ]
-        if vocab_size == 257 and config.model not in ("tiny", "10m") and not config.init_from:
+        if self.vocab_size == 257 and config.model not in ("tiny", "10m") and not config.init_from:
             gpt2 = self.n_params + 2 * (50257 - 257) * config.n_embd
             more = f"with gpt2 tokens (data.py --tokenizer gpt2) it would have {gpt2:,} parameters"
             lines.append(f"tokens  bytes; {more}")

@@ -25,6 +25,7 @@ dead neighbour is noticed in /proc, a silent one after the group's timeout; both
     dist.new_group(ranks, backend="shm")    # after `import plumbing.shm`; see machine_id()
 """
 
+import ctypes
 import os
 import platform
 import resource
@@ -67,8 +68,8 @@ class Work(dist.Work):
 
 
 class ShmGroup(dist.ProcessGroup):
-    """All-gather, all-to-all, reduce-scatter, all-reduce (only sums) of contiguous tensors; 2 or
-    more ranks."""
+    """All-gather, all-to-all (of equal pieces), reduce-scatter and all-reduce (only sums) of
+    contiguous tensors; 2 or more ranks."""
 
     def __init__(self, options, _):
         """options: what torch.distributed tells a backend: store, group_rank, timeout, ..."""
@@ -83,6 +84,8 @@ class ShmGroup(dist.ProcessGroup):
         self.written, self.released, self.slots = [], [], []
         for path in self.paths:
             memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            place = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(size)
+            ctypes.CDLL(None).madvise(*place, 16)  # MADV_DONTDUMP: a core dump would fill all slots
             words = memory[: 4 * SLOTS * 8].view(torch.int64).numpy().reshape(2, 2, SLOTS)
             self.written.append(words[0])
             self.released.append(words[1])
@@ -163,7 +166,6 @@ class ShmGroup(dist.ProcessGroup):
         return self._gather(output, input, 0)
 
     def alltoall_base(self, output, input, output_sizes, input_sizes, opts=None):
-        """Equal pieces."""
         return self._gather(output, input, self.rank() * (input.nbytes // self.size()))
 
     # torch 2.13's names

@@ -4,6 +4,7 @@ are those of a CPU, and a step that prints nothing waits for nothing but the ste
 import contextlib
 import io
 import json
+import shutil
 from collections import deque
 
 import pytest
@@ -67,9 +68,9 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
     for name in "sync", "end_sync":  # A-EDiT reads the steps, and waits for the clock
         monkeypatch.setattr(AEDiT, name, note(getattr(AEDiT, name)))
     monkeypatch.setattr(train, "print_sample", lambda path: None)
-    monkeypatch.setattr(checkpoint, "files", lambda path, mesh: [path / "rank-00000.pt"])
+    monkeypatch.setattr(checkpoint, "files", lambda path, mesh: 4 * [path / "rank-00000.pt"])
     setup = launch.Setup(argv, train.METHODS, 0, 4)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     with contextlib.redirect_stdout(io.StringIO()):
         train.train(setup, ImaginedMesh(device), launch.StopRequest(False))
     monkeypatch.undo()
@@ -105,6 +106,18 @@ def test_training_equals_that_of_a_cpu_and_quiet_steps_wait_only_for_the_step_be
         torch.testing.assert_close(others[name], vector, **near)
     quiet = [set(waits) for printed, waits in steps[1:] if not printed]
     assert len(quiet) >= 4 and all(waits == {"event of 1 steps before"} for waits in quiet)
+
+
+@pytest.mark.parametrize("method", ["diloco", "edit"])
+def test_a_run_with_vectors_on_the_host_resumes(method, tmp_path, corpus_folder, monkeypatch):
+    arguments = corpus_folder, monkeypatch
+    run(method, CPU, tmp_path / "cpu", *arguments, max_steps=11)
+    shutil.copytree(tmp_path / "cpu", tmp_path / "gpu")
+    more = dict(max_steps=17, resume="auto", offload=True)
+    _, expected, _ = run(method, CPU, tmp_path / "cpu", *arguments, **more)
+    with Gpu() as gpu:
+        _, found, _ = run(method, CUDA, tmp_path / "gpu", *arguments, gpu, **more)
+    torch.testing.assert_close(found["anchor"], expected["anchor"], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("wrong", [1.0, torch.nan, torch.inf])

@@ -15,7 +15,7 @@ import torch
 import lab.__main__ as lab
 from lab import merge, plot, rows, runs, timeline
 from plumbing.checkpoint import list_checkpoints
-from plumbing.config import UserError, run_command
+from plumbing.config import UserError, explain, run_command
 from ranks import ROOT, context, run_training
 
 RESULTS = sorted(ROOT.glob("lab/results/*.json"))
@@ -191,8 +191,9 @@ def test_bytes_below_those_of_minibatch():
 
 def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match="pip install matplotlib"):
+    with pytest.raises(ModuleNotFoundError) as caught:
         plot.draw([], [], tmp_path / "x.svg")
+    assert explain(caught.value) == (2, "this needs a package: pip install matplotlib")
 
 
 def test_plot_draws_records_of_runs(monkeypatch, tmp_path):

@@ -138,13 +138,18 @@ def test_groups_use_shm_within_a_machine(
     assert [mesh.backend(*group) for group in groups] == expected and mesh.device == CPU
 
 
-@pytest.mark.parametrize("backend, gpus", [("auto", 4), ("shm", 2), ("auto", 2), ("auto", 1)])
-def test_ranks_that_share_a_gpu_are_refused_for_nccl(monkeypatch, backend, gpus):
+@pytest.mark.parametrize(
+    "backend, gpus, local_rank",
+    [("auto", 4, 3), ("shm", 2, 3), ("auto", 2, 3), ("auto", 1, 1), ("auto", 1, 0)],
+)
+def test_ranks_that_share_a_gpu_are_refused_for_nccl(monkeypatch, backend, gpus, local_rank):
+    """One of them is, at least. Rank 0 may see only its own GPU, like all others."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     for name, found in dict(device_count=gpus, is_available=True).items():
         monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
     config = SimpleNamespace(device="auto", backend=backend, dtype="fp32", dry_run=False)
     refused = pytest.raises(UserError, match="some ranks share a GPU; lower --nproc_per_node")
-    with refused if backend == "auto" and gpus < 4 else contextlib.nullcontext():
+    with refused if backend == "auto" and gpus <= local_rank else contextlib.nullcontext():
         launch.resolve_device(config)
     assert config.device == "cuda"
