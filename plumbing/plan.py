@@ -62,7 +62,8 @@ class Plan:
             nearest = " or ".join(str(n * one) for n in (sequences, sequences + 1) if n)
             needs = f"{self.world_size} ranks take {nearest}" if rest else "leave out --accum"
             raise UserError(f"--tokens_per_step {config.tokens_per_step}: {needs}")
-        batch_size = max(n for n in range(1, config.batch_size + 1) if sequences % n == 0)
+        fits = range(1, min(config.batch_size, sequences) + 1)
+        batch_size = max(n for n in fits if sequences % n == 0)
         return batch_size, sequences // batch_size
 
     def memory(self) -> dict:
