@@ -35,8 +35,8 @@ from train import METHODS
 
 LR, DECAY, CLIP = 1e-3, 0.1, 1.0
 DEFAULTS = "--model 10m --batch_size 2 --method minibatch".split()
-USED = "shards replicas device backend dtype compile recompute timeout_s model n_layer n_head n_embd"
-USED = set(f"{USED} block_size n_hidden rope_base norm_eps batch_size method".split())
+USED = "shards replicas device backend dtype compile recompute timeout_s model n_layer n_head"
+USED = set(f"{USED} n_embd block_size n_hidden rope_base norm_eps batch_size method".split())
 
 
 @dataclass

@@ -29,7 +29,11 @@ METHODS = {name: {} for name in train.METHODS} | {
     "streaming_diloco": dict(fragments=2, delay=1),
     "streaming_edit": dict(fragments=2, delay=1),
 }
-CASES = [(name, more) for name, more in METHODS.items()]
+QUICK = ("minibatch", "diloco", "edit", "a_edit", "streaming_diloco", "one_bit_edit", "top_k")
+CASES = [
+    pytest.param(name, more, marks=() if name in QUICK else pytest.mark.slow)
+    for name, more in METHODS.items()
+]
 CASES += [(name, dict(offload=True)) for name in ("diloco", "edit")]
 CASES += [("edit", dict(recompute=True)), ("edit", dict(average_moments="both"))]
 CASES += [("edit", dict(dtype="fp32", grad_clip=0.2))]  # AdamW's kernel divides the gradient
