@@ -73,7 +73,7 @@ class Plan:
         aliased = N == 1 and self.dtype == self.master  # a layer is a view of the parameters
         layer = max(layout.padded for layout in self.layouts)  # max P
         slots = 0.0  # of shm that a rank reads or writes, its own and its neighbours', per element
-        if self.config.backend in ("auto", "shm") and self.on_cpu and machine_id():
+        if self.config.backend == "shm" and self.on_cpu and machine_id():
             slots += self.dtype.itemsize + (2 - 1 / N) * self.master.itemsize if N > 1 else 0
             slots += self.master.itemsize * M / N if M > 1 and self.method.barrier else 0
         kinds = {

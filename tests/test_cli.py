@@ -1,5 +1,6 @@
 """Wrong input: one clear line, exit code 2 on every rank, no traceback, no hang, nothing left."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -22,11 +23,12 @@ import ranks
 import sample
 import simulate
 import train
-from mesh import Mesh
+from mesh import Handle, Mesh
 from model import ModelConfig
 from plumbing import config as config_module
 from plumbing import checkpoint, launch
 from plumbing.config import Config, UserError, parse, run_command
+from plumbing.log import Clock, Log
 from ranks import ROOT, Launch, flags
 from shard import ShardedModel
 
@@ -40,6 +42,7 @@ train --lr nan                          | --lr nan
 train --outer_lr=-1                     | --outer_lr -1
 train --pseudo_grad_clip 0              | --pseudo_grad_clip 0.0: must be above 0
 train --max_steps DIGITS                | --max_steps 999
+train --beta1 1                         | --beta1 1.0: must be at least 0 and below 1
 train --timeout_s 1e14                  | --timeout_s 1000
 train --batch_size 2000000000           | a rank needs about
 train --block_size 1000000000           | lower --block_size
@@ -75,6 +78,7 @@ train --out_dir /dev/null/run           | error: /dev/null/run: Not a directory
 train --overwrite --resume auto         | --resume, --overwrite: give only one of them
 train --profile --max_steps 3           | --profile: it needs at least 4 steps
 train --tokens_per_step 100             | --tokens_per_step 100: 1 ranks take 96 or 104
+train --tokens_per_step 3               | --tokens_per_step 3: 1 ranks take 8
 train --tokens_per_step 96 --accum 2    | leave out --accum
 train --backend nccl                    | --backend nccl
 train --device cuda                     | use --device cpu
@@ -226,6 +230,7 @@ def test_new_run_replaces_an_earlier_one_only_with_overwrite(
     assert run_here("train", argv) == 2
     ways = "--resume auto continues checkpoint-00000004; otherwise name another --out_dir, or "
     assert ways + "delete that run with --overwrite" in capsys.readouterr().err
+    (tmp_path / "timeline-7.json").touch()  # of more ranks
     assert run_here("train", [*argv, "--max_steps", "6", "--resume", "auto"]) is None
     (tmp_path / "checkpoint-best").mkdir()
     monkeypatch.setattr(train, "evaluate", None)
@@ -357,6 +362,47 @@ def test_accum_and_tokens_per_step_replace_each_other_in_a_resumed_run():
     for flag, other in ("accum", "tokens_per_step"), ("tokens_per_step", "accum"):
         config, _ = parse([f"--{flag}", "64"], train.METHODS, simulate.Config, {other: 2})
         assert getattr(config, flag) == 64 and getattr(config, other) == getattr(Config, other)
+    config, _ = parse([], train.METHODS, simulate.Config, {"overwrite": True})
+    assert not config.overwrite  # a resumed run is another start
+
+
+def test_model_and_corpus_must_have_one_tokenizer_if_both_are_known():
+    cases = ("byte", "gpt2", 0), ("{a", "{b", 0), ("{a", "gpt2", 1), ("gpt2", export.UNKNOWN, 1)
+    for ours, theirs, fits in cases:
+        corpus = SimpleNamespace(tokenizer=theirs, vocab_size=257)
+        with contextlib.nullcontext() if fits else pytest.raises(UserError, match="vocabulary"):
+            export.Source("", ModelConfig(), ours, {}).check(ModelConfig(block_size=4), corpus)
+        assert corpus.tokenizer == (ours if theirs == export.UNKNOWN else theirs)
+
+
+def test_folder_that_nodes_do_not_share(run_here, corpus_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(checkpoint, "open", lambda *_: open(os.devnull, "wb"), raising=False)
+    argv = [*flags(data=corpus_folder, max_steps=1), "--out_dir", str(tmp_path)]
+    assert run_here("train", argv) is None
+    assert "nodes must share --out_dir" in capsys.readouterr().out
+
+
+def test_clock_stops_for_evaluations_and_goes_on_in_a_resumed_run(monkeypatch):
+    moments = 0.0, 5.0, 35.0, 36.0, 100.0, 101.0
+    monkeypatch.setattr("time.perf_counter", iter(moments).__next__)
+    clock = Clock(torch.device("cpu"))
+    with clock:  # from 5 to 35 s
+        pass
+    assert clock.train_s() == 6.0
+    clock.start_at({"train_s": 50.0})
+    assert clock.train_s() == 51.0
+
+
+def test_three_lost_rounds_end_the_training_if_they_are_in_a_row():
+    setup = SimpleNamespace(config=SimpleNamespace(out_dir=""), saved=None)
+    log = Log(setup, Mesh(1, torch.device("cpu")), None)
+    log.file = io.StringIO()
+    row = dict.fromkeys("round clip sync_bytes tau wait_others_ms wait_link_ms".split(), 0)
+    row |= dict(steps=[1], dropped=[0], stall_ms=[], pseudo_grad_norm=[math.nan])
+    log.record.rows += [(row | {"weight": [w]}, Handle()) for w in (0, 0, 1, 0, 0, 0)]
+    with pytest.raises(UserError, match="left out of the last 3 syncs"):
+        log.write_syncs()
+    assert log.file.getvalue().count("[null]") == 6  # JSON has no NaN
 
 
 def test_run_leaves_a_record_and_a_model(tmp_path, corpus_folder, run_here, capsys):

@@ -71,7 +71,10 @@ def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path, monkeyp
     assert row["tokens_per_s"] == tokens / seconds
     assert row["local_bytes"] == end["sync_bytes"] - warm["sync_bytes"] < row["sync_bytes"]
     runs.run_experiment("small", [1], False)
+    assert run.made(row) and not run.made(row | {"command": "of other flags"})
     (run.folder / "metrics.jsonl").unlink()
+    (run.folder / "checkpoint-00000040").mkdir()
+    assert run.reached(40) and not run.reached(41)
     runs.run_experiment("small", [1], False, add=True)  # the row is kept
     assert json.loads((tmp_path / "small.json").read_text()) == [row]
     counts = [line for line in capsys.readouterr().out.splitlines() if "to do" in line]
@@ -200,7 +203,7 @@ def test_plot_draws_records_of_runs(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     edit, seen = dict(method="edit", tau=8, seed=1), []
     configs = edit, edit | dict(seed=2), edit | dict(tau=4), dict(method="diloco", tau=2)
-    warm = json.dumps(dict(event="step", step=2, sync_bytes=1)) + "\n"
+    warm = json.dumps(dict(event="step", step=4, sync_bytes=2)) + "\n"
     for k, (name, config) in enumerate(zip("abdc", configs)):
         (tmp_path / name).mkdir()
         config = json.dumps({"event": "config", "sync_warmup_steps": 4} | config)
@@ -237,7 +240,7 @@ def test_timeline_counts_whole_rounds_and_draws_what_a_run_has_recorded(tmp_path
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, record)))
     for replica in (0, 1):
         spans = []
-        for k in (0, 2, 4, 6):
+        for k in (replica / 4 + start for start in (0, 2, 4, 6)):
             spans += [("step", 100.0 + k, 101.0 + k), ("step", 101.4 + k, 101.9 + k)]
             if replica == 0:
                 spans += [("wait for others", 101.5 + k, 101.8 + k)]
@@ -250,10 +253,14 @@ def test_timeline_counts_whole_rounds_and_draws_what_a_run_has_recorded(tmp_path
     assert first["spans"]["wait for others"] == [(-0.5, -0.2), (1.5, 1.8), (3.5, 3.8)]
     assert (first["whole_s"], first["some_s"]) == (4.0, 4.0)  # rounds 2 and 3
     assert first["spans"]["step"][:2] == [(-0.6, -0.1), (0.0, 1.0)]
+    spans = [(0.0, 1.0), (0.2, 0.5), (1.002, 2.0), (2.4, 3.0)]
+    assert timeline.visible_spans(spans, 0.0, 9.0, merge=True) == [(0.0, 2.0), (2.4, 3.0)]
+    sent = [(-0.5, 0.05), (0.1, 0.6), (0.65, 1.0), (1.5, 1.6)]
+    assert timeline.transfers({"spans": {"link": sent}}) == sent[1:3]  # of one sync
     text = (tmp_path / "metrics.jsonl").read_text()
     earlier = json.dumps({"event": "sync", "steps": [9, 9]})  # before a resume: no spans of it
     (tmp_path / "metrics.jsonl").write_text(text.replace("\n", f"\n{earlier}\n", 1))
-    assert timeline.read_timeline(tmp_path)[0]["computing"] == first["computing"]
+    assert timeline.read_timeline(tmp_path)[0] == first
     (tmp_path / "timeline-1.json").write_text("{")
     with pytest.raises(UserError, match="its timeline is damaged"):
         timeline.read_timeline(tmp_path)

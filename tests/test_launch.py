@@ -138,6 +138,7 @@ def test_signal_stops_all_ranks_at_the_next_round_end(
     assert run.wait() == [128 + number] * 4, run.lines("err")
     (path,) = checkpoint.list_checkpoints(tmp_path / "run")
     line = f"stopped by {number.name} after step {at}; --resume auto continues from {path}"
+    assert (run.folder / "out-1").read_text() == ""  # rank 0 prints
     first, *others = errors(run)
     assert first == f"train.py: {line}" and not any("error" in other for other in others)
     assert path.name == f"checkpoint-{at:08d}" and not (tmp_path / "run" / "model.pt").exists()
