@@ -183,7 +183,9 @@ class Log:
         if self.file.tell() == 0:
             self.write("config", description)
         if saved:
-            differ = ""
+            differ, mesh = "", description["mesh"]
+            if saved["mesh"] != mesh:
+                differ = " -> {replicas} x {shards}".format(**mesh)
             for name in setup.given:
                 was, now = saved["flags"].get(name), description.get(name)
                 if was != now and name not in NOT_RESUMED:
