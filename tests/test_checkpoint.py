@@ -92,9 +92,17 @@ def edit_state(path, change):
     (path / "state.json").write_text(json.dumps(state))
 
 
-@pytest.mark.parametrize(
-    "options, ranks, ends, steps, slow", CASES, ids=[options["method"] for options, *_ in CASES]
-)
+SLOW_TESTS = ("diloco", "slowmo", "co2", "top_k", "robust", "sparse_loco")
+SELECTED = [
+    pytest.param(
+        *case, id=case[0]["method"],
+        marks=pytest.mark.slow if case[0]["method"] in SLOW_TESTS else (),
+    )
+    for case in CASES
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, ranks, ends, steps, slow", SELECTED)
 def test_evaluation_saving_a_simulation_and_a_resume_change_no_bit(
     options, ranks, ends, steps, slow, tmp_path, corpus_folder
 ):

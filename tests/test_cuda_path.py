@@ -29,7 +29,7 @@ METHODS = {name: {} for name in train.METHODS} | {
     "streaming_diloco": dict(fragments=2, delay=1),
     "streaming_edit": dict(fragments=2, delay=1),
 }
-QUICK = ("minibatch", "diloco", "edit", "a_edit", "streaming_diloco", "one_bit_edit", "top_k")
+QUICK = ("minibatch", "edit", "a_edit", "one_bit_edit")
 CASES = [
     pytest.param(name, more, marks=() if name in QUICK else pytest.mark.slow)
     for name, more in METHODS.items()

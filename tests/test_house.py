@@ -52,7 +52,7 @@ def test_limits_of_lines_are_kept():
         "plumbing": (count(inside("plumbing")), 1530),
         "lab": (count(inside("lab")), 1580),
         "product": (count(PRODUCT), 7370),
-        "tests": (count(TESTS), 6030),
+        "tests": (count(TESTS), 6070),
         "README.md": (count([ROOT / "README.md"]), 160),
     }
     for path in inside("relatives"):

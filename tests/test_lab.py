@@ -44,6 +44,7 @@ def _command(folder, torchrun):
     run_command("lab", runs.main)
 
 
+@pytest.mark.slow
 def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path, monkeypatch, capsys):
     command = started(tmp_path, "*/checkpoint-*")
     torchrun = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text()

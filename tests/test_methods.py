@@ -161,10 +161,19 @@ def flags_of(case, mesh):
     return flags | dict(shards=mesh[1], eval_interval=1)
 
 
+def is_slow(case):
+    """A variant of a relative, but those in 1 bit."""
+    return ", " in case and case.startswith(("co2", "noloco", "streaming", "top_k", "sparse", "eager"))
+
+
+def selected(rows):
+    return [pytest.param(*row, marks=pytest.mark.slow if is_slow(row[0]) else ()) for row in rows]
+
+
 @functools.cache
-def trained(corpus_folder, mesh, transport):
-    """case -> Run of all cases on one mesh."""
-    cases = [case for case, *rest in ROWS if rest == [mesh, transport]]
+def trained(corpus_folder, mesh, transport, slow):
+    """case -> Run of all slow or all other cases on one mesh."""
+    cases = [case for case, *rest in ROWS if rest == [mesh, transport] and is_slow(case) == slow]
     each = [(TABLE[case][0].get("sick"), None, flags_of(case, mesh)) for case in cases]
     try:
         runs = train_all(mesh[0] * mesh[1], corpus_folder, *each, transport=transport)
@@ -173,9 +182,9 @@ def trained(corpus_folder, mesh, transport):
     return dict(zip(cases, runs))
 
 
-@pytest.mark.parametrize("case, mesh, transport", ROWS, ids=str)
+@pytest.mark.parametrize("case, mesh, transport", selected(ROWS), ids=str)
 def test_method_equals_fp64_reference(case, mesh, transport, corpus, corpus_folder):
-    run, (M, N) = trained(corpus_folder, mesh, transport)[case], mesh
+    run, (M, N) = trained(corpus_folder, mesh, transport, is_slow(case))[case], mesh
     f, sick = run_config(**flags_of(case, mesh)), TABLE[case][0].get("sick")
     formats = {getattr(f, name, "none") for name in ("quantize", "moments_format")}
     quantized = M > 1 and formats != {"none"}
@@ -214,7 +223,7 @@ def assert_close(recorded, value, rtol, message):
 
 @pytest.mark.parametrize("case, mesh", [row[:2] for row in ROWS if "sick" in row[0]], ids=str)
 def test_sick_replicas_and_they_alone_are_left_out(case, mesh, corpus_folder):
-    run, sick = trained(corpus_folder, mesh, "gloo")[case], TABLE[case][0]["sick"]
+    run, sick = trained(corpus_folder, mesh, "gloo", is_slow(case))[case], TABLE[case][0]["sick"]
     for i, dropped in enumerate(zip(*(row["dropped"] for row in run.rows("sync")))):
         assert (sum(dropped) > 0) == (i in sick.replicas)
     assert all(rank["exp_avg"].isfinite().all() for rank in run.ranks)

@@ -15,7 +15,7 @@ from relatives import sparse
 from relatives.noloco import partner
 from relatives.robust import flag_weights, middle
 from test_edit import on_meta
-from test_methods import ROWS, TABLE, flags_of, trained
+from test_methods import ROWS, TABLE, flags_of, is_slow, selected, trained
 
 SENDING = [  # test_plan.py has the bytes of the methods with a barrier
     row for row in ROWS
@@ -41,10 +41,10 @@ def bytes_of_fragments(f, M, sizes):
     return 2 * (M - 1) / M * total + norms
 
 
-@pytest.mark.parametrize("case, mesh, transport", SENDING, ids=str)
+@pytest.mark.parametrize("case, mesh, transport", selected(SENDING), ids=str)
 def test_bytes_equal_the_docstrings_and_the_plan(case, mesh, transport, corpus_folder):
     (M, _), f = mesh, run_config(**flags_of(case, mesh))
-    rows, sizes = trained(corpus_folder, mesh, transport)[case].rows("sync"), layer_sizes(f)
+    rows, sizes = trained(corpus_folder, mesh, transport, is_slow(case))[case].rows("sync"), layer_sizes(f)
     sent, planned = [row["sync_bytes"] for row in rows], 8 * sum(sizes) * f.sent_vectors(M)  # fp64
     if f.method in ("co2", "eager"):
         assert sent == pytest.approx([planned] * len(sent))
