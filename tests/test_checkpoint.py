@@ -284,7 +284,7 @@ def test_given_flags_count_and_others_come_from_the_checkpoint(saved_run, corpus
 
 
 def refusal(argv, rank, world_size) -> str:
-    """The line that set_up refuses these flags with, "" if the run can continue."""
+    """The line that Setup refuses these flags with, "" if the run can continue."""
     try:
         launch.Setup([*argv.split(), "--device", "cpu"], train.METHODS, rank, world_size)
     except UserError as error:
