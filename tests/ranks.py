@@ -218,7 +218,10 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
         setup = launch.Setup(argv, train.METHODS, dist.get_rank(), dist.get_world_size())
         config, made = setup.config, []
         link = simulate.SimulatedLink(config, config.shards, CPU) if config.limits_link else None
-        mesh = Mesh(config.shards, CPU, 60, lambda ranks, crosses: transport, link)
+        background = link or not train.METHODS[config.method].barrier  # as in plumbing/launch.py
+        auto = lambda crosses: "gloo" if crosses and background else "shm"
+        backend = lambda ranks, crosses: auto(crosses) if transport == "auto" else transport
+        mesh = Mesh(config.shards, CPU, 60, backend, link)
         mesh.spans = [] if config.timeline else None
         if link:
             link.note = mesh.note
@@ -276,16 +279,17 @@ def _train_cases(corpus_folder, transport, cases):
     return [_train(corpus_folder, transport, *case) for case in cases]
 
 
-def train_all(world_size, corpus_folder, *cases, transport="gloo"):
+def train_all(world_size, corpus_folder, *cases, transport="auto"):
     """A Run of each case (tamper, out_dir, flags), one after the other in one spawn.
     tamper(method, model, mesh), on every rank, may change the method first; what it returns (if
-    callable: returns when called) ends in rank["watched"]. With shm no traffic overlaps."""
+    callable: returns when called) ends in rank["watched"]. auto: as train.py
+    chooses. With shm no traffic overlaps."""
     ranks = run_ranks(world_size, _train_cases, str(corpus_folder), transport, cases)
     return [Run(list(results)) for results in zip(*ranks)]
 
 
 def run_training(
-    world_size, corpus_folder, tamper=None, out_dir=None, transport="gloo", **options
+    world_size, corpus_folder, tamper=None, out_dir=None, transport="auto", **options
 ) -> Run:
     """One case of train_all()."""
     case = tamper, str(out_dir) if out_dir else None, options

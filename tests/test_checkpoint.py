@@ -108,7 +108,7 @@ def test_evaluation_saving_a_simulation_and_a_resume_change_no_bit(
 ):
     busy = options | slow | dict(eval_interval=1, checkpoint_interval=1, keep=100)
     cases = (None, None, options), (None, tmp_path / "whole", busy)
-    quiet, whole = train_all(ranks, corpus_folder, *cases)
+    quiet, whole = train_all(ranks, corpus_folder, *cases, transport="gloo")  # a link needs it
     assert_same_run(whole, quiet)
     assert saved_steps(tmp_path / "whole") == ends  # and nowhere else
     assert [row["step"] for row in whole.rows("eval")] == ends
@@ -117,7 +117,7 @@ def test_evaluation_saving_a_simulation_and_a_resume_change_no_bit(
         assert row["stall_ms"] >= row["wait_link_ms"] > 2.0
     folders = [cut_off(tmp_path / "whole", tmp_path / f"from-{step}", step) for step in steps]
     cases = [(None, folder, options | dict(resume="auto")) for folder in folders]
-    for step, again in zip(steps, train_all(ranks, corpus_folder, *cases)):
+    for step, again in zip(steps, train_all(ranks, corpus_folder, *cases, transport="gloo")):
         assert_same_run(again, quiet)
         assert [row["step"] for row in again.rows("resume")] == [step]
         for name in ("train_s", "tokens_per_s") if "virtual_clock" in options else ():
