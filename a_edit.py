@@ -24,7 +24,7 @@ a round. (3) Learning rate and end follow the tokens of all replicas. (4) With t
 (--step_weighting none) a replica that takes more steps has a larger norm, and so a smaller weight.
 norm_per_step, the default, replaces G_i by G_i mean_j(steps_j) / steps_i in the weights and in the
 detection of anomalies, but not in the record; times_steps multiplies w_i by steps_i and normalizes
-again. (5) On CUDA the vote is read one step late, and the host waits for the device once per sync.
+again. (5) On CUDA the vote is read one step late, and the host waits for the device twice per sync.
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.

@@ -24,7 +24,7 @@ class Method:
     Config = LocalConfig  # its flags: a dataclass
     shared = ()  # names of vectors, laid out like model.master, equal in all replicas after a sync
     private = ()  # names of vectors that differ between replicas
-    scalars = ()  # names of a replica's numbers and small tensors, which begin() makes
+    scalars = ()  # names of a replica's numbers and small tensors, from begin() on
     barrier = True  # False: no collective at a round end waits for all replicas
     repairs_replicas = False  # does a sync replace parameters that are not finite?
 

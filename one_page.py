@@ -3,7 +3,7 @@
     python one_page.py      # two to three minutes; it prints the losses of the distributed run:
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 4 train.py --method edit --device cpu --dtype fp32
 
-That run also shards its replicas. The sums are the same; rounding in fp32 is not, and that grows.
+There each replica is a rank. The sums are the same; rounding in fp32 is not, and that grows.
 """
 
 import math

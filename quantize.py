@@ -6,8 +6,8 @@ A vector is cut into blocks of 256 consecutive elements. Each block has one fp32
     e3m0    4     max |v|       sign, and e in 0..7: 0 means 0, max(|v| / 3, s / 128)
                                 else s * 2^(e-7); the nearest
     int8    8     max |v| / 127 round(v / s)                    s / 2
-    log8    8     max v         255 for 0, else e in 0..254:    4.4% of v, if v > s / 2^31; nothing
-                                s * 2^(-e/8); v >= 0 only       but 0 becomes 0
+    log8    8     max v         255 for 0, else e in 0..254:    4.4% of v, if v > s / 2^31;
+                                s * 2^(-e/8); v >= 0 only       only 0 becomes 0
     sign    1     mean |v|      sign (0 counts as +): +-s       |v| + s
     none    32    none          v, in its own dtype             0
 

@@ -24,8 +24,8 @@ Even layers are gathered into one permanent buffer and odd layers into the other
 that the next such layer overwrites it. A layer's parameters are views of its buffer. Autograd saves
 these views; the backward gathers the layer into the same buffer first, so they hold the right
 values again. It starts with the two layers that the forward gathered last, and the embedding's
-backward needs no parameters: of L layers a micro-step gathers 2 L - 3. With N = 1 in fp32 the
-parameters are views of `master`: no buffer, copy or collective.
+backward needs no parameters: of L layers the first micro-step gathers 2 L - 3, a later one 2 L - 4.
+With N = 1 in fp32 the parameters are views of `master`: no buffer, copy or collective.
 
 While a layer computes, the next all-gather is in flight, and in the backward also the
 reduce-scatter of the layer before. If gradients are averaged over replicas, too, the all-reduce of
@@ -270,8 +270,8 @@ class ShardedModel:
 
     def clip_gradient(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor | None:
         """Scale `grad`, which has this norm, to a norm of at most max_norm (0: any). If the norm
-        is not finite, set `grad` to 0: AdamW's moments stay finite. Returns None, or on GPUs in
-        fp32 what AdamW.step() must still divide `grad` by: its kernel saves a pass."""
+        is not finite, set `grad` to 0: AdamW's moments stay finite. Returns None. But on GPUs in
+        fp32 `grad` stays as it is, and AdamW's kernel divides it by what this returns."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
         factor = factor.where(norm.isfinite(), 0.0)
         if self.mesh.device.type == "cpu" and factor == 1:  # reading it is free, a pass is not

@@ -5,17 +5,17 @@ P:SECONDS`: in each step, with probability P, one replica (drawn from the seed) 
 (With NCCL the time in which a step waits for other replicas counts as its work.)
 
 The virtual clock. With `--virtual_clock` nothing sleeps. A step takes 1 virtual second (on the slow
-replica F) plus its random lag. All times in the record but stall_ms and wait_*_ms, and A-EDiT's
-tau_time_s, are virtual: two runs are equal, bit by bit. Where replicas wait for each other, all
+replica F) plus its random lag. A-EDiT's tau_time_s and all times in the record except stall_ms and
+wait_*_ms are virtual: two runs are equal, bit by bit. Where replicas wait for each other, all
 continue at the time of the latest one: after every step with averaged gradients, and at a round
 end. Every rank computes this from the steps that each replica has taken. (On CUDA votes are read
 one step late, so A-EDiT's rounds have one step more.)
 
 Disturbances of one replica, in its steps FIRST to LAST, counted from 1 as in the record.
 `--random_tokens R:FIRST:LAST`: its inputs and targets are uniform random tokens. `--scale_lr
-R:FIRST:LAST:FACTOR`: its inner learning rate is FACTOR times the schedule's; the record and SlowMo
-use the schedule's. `--flip R:FIRST:LAST`: in the syncs after these steps the replica's progress has
-the wrong sign: x <- 2 anchor - x. Its norm stays as it is.
+R:FIRST:LAST:FACTOR`: its inner learning rate is FACTOR times the schedule's; the record and the
+syncs use the schedule's. `--flip R:FIRST:LAST`: in the syncs after these steps the replica's
+progress has the wrong sign: x <- 2 anchor - x. Its norm stays as it is.
 
 The slow link. `--link_mbps`, `--link_latency_ms`: every replica reaches the others through one link
 of that rate, shared by its N ranks. A collective between replicas really happens, at the speed of
@@ -71,8 +71,10 @@ class Config:
     def check(self, replicas: int):
         super().check(replicas)
         Disturbances(self, replicas)
-        if self.flip and "anchor" not in self.method_class.shared + self.method_class.private:
-            raise UserError(f"--flip: {self.method} has no anchor; choose diloco, edit or robust")
+        vectors = self.method_class.shared + self.method_class.private
+        if self.flip and ("anchor" not in vectors or hasattr(self, "fragments")):
+            hint = "has no anchor, or syncs within a round; choose diloco, edit or robust"
+            raise UserError(f"--flip: {self.method} {hint}")
         if self.virtual_clock and not self.method_class.barrier:
             raise UserError(
                 f"--virtual_clock: replicas of {self.method} do not wait for each other; choose "

@@ -23,7 +23,7 @@ from lab import merge as merge_module
 from lab import planner
 from lab import timeline as timeline_module
 from lab.plot import Panel
-from lab.rows import LATER, METHODS, beside_minibatch, over
+from lab.rows import LATER, METHODS, beside_minibatch, over, over_links, with_standard_error
 from lab.runs import BASE, RESULTS, Experiment, Run, main
 from plumbing.config import run_command
 
@@ -47,7 +47,7 @@ def training(
 def timing(method, tau=16, **flags) -> Run:
     """A short run for the time of a step: three rounds without evaluations and checkpoints. A slow
     link changes no loss, and a slow replica none if all replicas take the same steps. So the full
-    runs, which give the losses, do without."""
+    runs, which give the losses, have neither."""
     steps = 4 if method == "minibatch" else tau
     length = {"max_steps": 3 * steps, "log_interval": steps, "eval_interval": 10**6}
     flags = length | {"checkpoint_interval": 0, "sync_warmup_steps": 0} | flags
@@ -306,13 +306,12 @@ FRONTIER_COLUMNS = ("val_loss", "over_minibatch", "sync_bytes", "fewer_bytes")
 def frontier(seed, quick):
     """Which method loses least for its bytes, those of the warm-up included?"""
     runs = [training("minibatch", seed)]
-    for warmup in (32,) if quick else (32, 128):
+    for warmup, taus in ((32, (16,)),) if quick else ((32, (4, 16, 64)), (128, (16,))):
         own = {"sync_warmup_steps": warmup, "variant": f"warm-up {warmup}"}
-        for tau in (16,) if quick else (4, 16, 64):
-            for method in METHODS:
-                if method not in ("minibatch", "a_edit", "top_k"):
-                    few = tau == 4 and method.startswith("streaming")
-                    runs.append(training(method, seed, tau, **own, **SHORT_ROUND if few else {}))
+        for tau, method in itertools.product(taus, METHODS):
+            if method not in ("minibatch", "a_edit", "top_k"):
+                few = tau == 4 and method.startswith("streaming")
+                runs.append(training(method, seed, tau, **own, **SHORT_ROUND if few else {}))
         runs.append(training("top_k", seed, columns={"tau": 1}, **own))
     own = IN_8_BITS | {"variant": "short rounds first"}
     for method, (tau, first) in itertools.product(ONE_BIT, SHORT_FIRST.items()):
@@ -323,6 +322,9 @@ def frontier(seed, quick):
 LONG = {"max_steps": 2000, "sync_warmup_steps": 32, "eval_interval": 250, "log_interval": 250}
 LONG |= {"checkpoint_interval": 1000, "lr": 0.003}
 GROWING = IN_8_BITS | {"tau": 32, "tau_schedule": "2:96,4:192,8:384,16:768"}
+LONG_FLAGS = {"minibatch": {}, "edit": {}, "streaming_diloco": {}}
+LONG_FLAGS |= dict.fromkeys(ONE_BIT, GROWING)
+BEST = "one_bit_edit"
 FEW_BYTES = {"sync_warmup_steps": 12, "tau": 64, "tau_schedule": "2:16,4:32,8:64,16:256,32:512"}
 
 
@@ -339,23 +341,52 @@ def frontier_long(seed, quick):
         flags = long | flags | sick(disturbance, 993, 1008)
         runs.append(training(method, seed, columns={"disturbance": disturbance}, **flags))
 
-    run("minibatch")
-    for disturbance in ("none", FAST, RANDOM, LIAR) if seed == 1 and not quick else ("none",):
-        run("edit", disturbance)
-        for method in ONE_BIT:
-            run(method, disturbance, **GROWING)
-    for method in ONE_BIT:
+    for method, flags in LONG_FLAGS.items():
+        run(method, **flags)
+    for disturbance in (FAST, RANDOM, LIAR) if seed == 1 and not quick else ():
+        for method in ("edit", *ONE_BIT):
+            run(method, disturbance, **LONG_FLAGS[method])
+    for method in ONE_BIT if seed == 1 else ():
         run(method, variant="few bytes", **GROWING | FEW_BYTES)
-    run("streaming_diloco")
     return runs
 
 
+@Experiment(
+    ("step_ms", "wall_s", "val_loss"),
+    [
+        Panel("wall_s_curve", "val_loss_curve", "seconds, the warm-up included", log=10,
+              title=f"{mbps} Mbit/s", where={"link_mbps": mbps})
+        for mbps in (100, 10)
+    ],
+    combine=over_links,
+)  # fmt: skip
+def frontier_link(seed, quick):
+    """How long do these runs take over a slow link?"""
+    own, columns = {} if quick else LONG, {"disturbance": "none"}
+    return [
+        training(method, seed, columns=columns, timed_by=timing(method, sync_warmup_steps=1),
+                 **own | flags)
+        for method, flags in LONG_FLAGS.items()
+    ]
+
+
+@Experiment((*FRONTIER_COLUMNS[:2], "standard_error"), combine=with_standard_error)
+def frontier_seeds(seed, quick):
+    """Is the best method's loss that of mini-batch, in sixteen seeds?"""
+    own, columns = {} if quick else LONG, {"disturbance": "none"}
+    seeds = [other for other in range(1, 4 if quick else 18) if other != TUNING_SEED]
+    return [
+        training(method, each, columns=columns, **own | LONG_FLAGS[method])
+        for each in seeds for method in ("minibatch", BEST)
+    ]
+
+
 def merged_and_ensemble(run) -> list:
-    """The merged model's row, and one of the four models before."""
+    """The merged model's row, and two of its four models: as an ensemble, and alone."""
     row = run.row()
     if run.program == "train.py":
         return [row]
-    losses = merge_module.judge(run.folder)
+    losses = merge_module.judge(run.folder, run.flags.get("eval_batches", 16))
     more = [row | {"variant": name, "val_loss": loss} for name, loss in losses.items()]
     return [row | {"variant": "merged once"}, *more]
 

@@ -6,7 +6,7 @@ The experiments draw their figures with draw(), too, so a method has the same co
 place in all of them. Runs that differ only in their seed are one line: the mean, with vertical
 lines from the lowest to the highest. Most colors are Okabe and Ito's, safe for color-blind readers;
 lines and markers differ, too. The text is gray, readable on a light and on a dark page. Needs
-matplotlib, which nothing else here does.
+matplotlib.
 """
 
 import itertools

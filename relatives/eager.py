@@ -20,8 +20,8 @@ Replicas differ by the progress of the last round. The model to evaluate is the 
     d_i'       own             (sum P/N,)   replica i
     dbar       mean            (sum P/N,)   the asynchronous all-reduce's own buffer
 
-Deviation: the last outer step is ours. A replica's own part is only 1/M: in short runs with few
-rounds, as on a laptop, the late part costs more than EDiT loses (RESULTS.md).
+Deviation: the last outer step is ours. Only 1/M of the progress is immediate. With few rounds, as
+on a laptop, the late rest costs loss: eager ends behind EDiT (RESULTS.md).
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N. Exposed: max(0, T - tau * time of a step),
 where T is the time of the all-reduce.

@@ -12,7 +12,7 @@ NoLoCo a replica waits for one other only. A pull towards the partner keeps all 
         a_i <- a_i - u_i;  x_i <- a_i
     at the end of training: x_i <- mean over all replicas of a_j                # [sync] all-reduce
 
-If M is odd, one replica is alone in each round: z_j = z_i. If M > 2, replicas are never equal, but
+If M is odd, one replica is alone in each round: z_j = z_i. If M > 2, replicas are not equal, but
 come closer as the inner learning rate decays. The model to evaluate is the mean of all a_j.
 --global_every H (Gossip-PGA): in every H-th round there are no pairs; a_i and x_i become the mean
 of all a_j, by an all-reduce, for which all replicas wait.
@@ -28,7 +28,8 @@ Deviations: (1) The warm-up is mini-batch. (2) In the paper x and a travel, and 
 the same sum. Its equation 2 prints - lr mean(d_i, d_j), but only the plus sign of equation 32 and
 of the authors' code makes progress.
 
-Slow-link bytes per rank and round: 4 P/N, whatever M and pull are; one hop.
+Slow-link bytes per rank and round: 4 P/N, or 0 if it is alone; one hop. In a global round
+2 (M-1)/M * 4 P/N.
 Run: torchrun --nproc_per_node 4 train.py --method noloco
 Source: NoLoCo, arXiv 2506.10911, and its authors' code; Gossip-PGA, arXiv 2105.09080.
 """
@@ -42,7 +43,7 @@ from plumbing.config import LocalConfig, UserError, option
 
 
 @dataclass
-class Config(LocalConfig):  # paper: tau 50; mu < pull < sqrt(2 + mu^2) is sufficient
+class Config(LocalConfig):  # paper: tau 50; it converges if mu < pull < sqrt(2 + mu^2)
     outer_lr: float = option(0.9, "outer learning rate (paper: 0.7)")
     outer_momentum: float = option(0.5, "momentum over rounds", below=1)
     pull: float = option(0.9, "strength of the pull towards the partner's anchor")

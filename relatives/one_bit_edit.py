@@ -1,8 +1,8 @@
 """One-bit EDiT: 0/1 Adam's rounds in 1 bit, with EDiT's penalty, layer by layer. Ours: no paper.
 
 The problem. 0/1 Adam (zero_one_adam.py) loses little for what it sends, but it blocks, and one sick
-replica ruins it. EDiT (edit.py) does neither, but sends 32 bits an element. This method takes
-the round from the one and the penalty and the schedule from the other.
+replica ruins it. EDiT (edit.py) has neither problem, but sends 32 bits an element. This method has
+0/1 Adam's rounds and EDiT's penalty and schedule.
 
     as zero_one_adam.py, but at the round's end, for all layers l:
         u_i  = (a - x_i) (sqrt(V) + eps)
@@ -25,7 +25,7 @@ In units of the sum of learning rates u_i is a momentum, so G_i does not grow wi
 round or the learning rate. If it grows in all replicas alike, that is no anomaly: hence the median
 (the lower one of two). One replica alone is flagged only if its norm is not finite.
 
-A flagged replica sends nothing, forgets its errors, and then has the a and m of the others. In a
+A flagged replica sends zeros, forgets its errors, and then has the a and m of the others. In a
 refresh V stands in for its v_i. Where all replicas are flagged, the layer goes back to its anchor,
 its momentum is 0, and what E has sent is lost. So is what a bound or the clip cuts off.
 
@@ -33,10 +33,10 @@ With all parts off it is 0/1 Adam, bit for bit: --no-anomaly_elimination --no-we
 --no-pseudo_grad_clipping --round_bound 0. The names and shapes are those of the two files.
 
 The first hop of all layers is waited for before layer 0; the second hops travel during the forward.
-To synchronize a step late would hide both, but that is another method: a replica takes the step
-from parameters that the sync then replaces.
+A sync one step later would hide both. That is another method: each replica would take that step
+from parameters that the sync replaces.
 
-Slow-link bytes per rank and round: those of 0/1 Adam, and 8 (M-1) (L + 1) for the exchange.
+Slow-link bytes per rank and round: 0/1 Adam's, but 8 (M-1) (L + 1) for the exchange.
 Run: torchrun --nproc_per_node 4 train.py --method one_bit_edit --tau 8 --tau_schedule 2:96,4:384
 """
 

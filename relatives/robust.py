@@ -19,9 +19,10 @@ a combination sum_i c_i u_i, all of it is algebra with the M x M Gram matrix of 
 # [sync] all-reduce of M^2 scalars. Of y and -y, that one is taken for which sum_i <y, u_i> is
 positive. Elements of d_i that are not finite count as 0.
 
-Deviation from the authors' code: it drops the length of d, starts at random and takes one step.
+Deviations: the authors' code drops the length of d, starts at a random y and takes one step.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and with flag 2 (M N - 1)/(M N) * 4 M^2.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, 12 (M-1) for losses, steps and norms,
+and with flag 2 (M N - 1)/(M N) * 4 M^2.
 Run: torchrun --nproc_per_node 4 train.py --method robust --aggregate flag --flip 1:300:700
 Source: Flag Aggregator, ICLR 2024, and its authors' code; the median and the trimmed mean,
 arXiv 1803.01498.
@@ -79,9 +80,9 @@ class Robust(DiLoCo):
 
     def combine(self, d):
         M, mesh = self.mesh.replicas, self.mesh
+        d.nan_to_num_(0.0, 0.0, 0.0)
         if M == 1:
             return
-        d.nan_to_num_(0.0, 0.0, 0.0)
         size = -(-len(d) // M)  # of a piece
         pieces = d.new_zeros(M, size)
         pieces.view(-1)[: len(d)] = d

@@ -24,8 +24,8 @@ same, without a division by a learning rate near 0.
 With --outer_lr 1 --outer_momentum 0 this is Post Local SGD. With a constant inner rate it is DiLoCo
 with heavy-ball instead of Nesterov momentum.
 
-Deviations from the paper: (1) The warm-up is mini-batch. (2) The inner AdamW keeps its moments at a
-sync, as the paper does for Adam; it sets SGD's momentum to zero.
+Deviation from the paper: the warm-up is mini-batch. (The inner AdamW keeps its moments at a sync,
+as in the paper, which sets only SGD's momentum to zero.)
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 12 (M-1) for losses, steps and norms.
 Run: torchrun --nproc_per_node 4 train.py --method slowmo --shards 2

@@ -35,7 +35,7 @@ def steps(of: int, bits: int, device):
 
 
 def pack(numbers, bits: int):
-    """Whole numbers (n,) of so many bits -> bytes. As many as fill whole bytes make a word."""
+    """Whole numbers (n,) of `bits` bits -> bytes. A word: the fewest that fill whole bytes."""
     word = math.lcm(bits, 8)
     groups = pad(numbers, (0, -len(numbers) % (word // bits))).view(-1, word // bits)
     words = (groups << steps(word, bits, numbers.device)).sum(dim=1, keepdim=True)

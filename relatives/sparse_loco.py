@@ -12,9 +12,9 @@ the outer momentum.
         anchor <- anchor - lr 1/M sum_i s_i      # [sync] all-gather, once per round, blocking
         x_i    <- anchor
 
-Q keeps of each value its sign and whether it is above its chunk's mean absolute value. The values
-above decode to their mean, the others to theirs; both means are fp16. Chunks and positions are
-those of sparse.py.
+Q keeps of each value its sign, and whether it is above the mean absolute value of those sent from
+its chunk. The values above decode to their mean, the others to theirs; both means are fp16. Chunks
+and positions are those of sparse.py.
 
     paper      variable        shape        where
     theta      anchor          (sum P/N,)   equal in a sync group
@@ -29,7 +29,8 @@ Deviations: (1) the mean is over all M replicas, as in the paper; the authors' c
 element by the number of its senders, and one of them clips messages to their median norm. (2) Two
 classes of values, not quantiles. (3) The warm-up is mini-batch.
 
-Slow-link bytes per rank and round: (M-1) (1.75 density + 4/4096) P/N. It grows with M.
+Slow-link bytes per rank and round: (M-1) (1.75 density + 4/4096) P/N, and 12 (M-1) for losses,
+steps and norms. It grows with M.
 Run: torchrun --nproc_per_node 4 train.py --method sparse_loco
 Source: SparseLoCo, arXiv 2508.15706; the codes tplr-ai/CCLoco and one-covenant/templar.
 """

@@ -38,7 +38,7 @@ class Config(QuantizedConfig):  # paper: tau 100
     fragments: int = option(4, "F, parts of the model; divides tau", low=1)
     delay: int = option(-1, "steps from sending to outer step; -1: tau / F - 1, at most 2", low=-1)
     alpha: float = option(0.0, "weight of the local value when a fragment lands, 0 to 1")
-    buffer_vectors = 0.5  # one of four fragments, sent and received
+    buffer_vectors = property(lambda self: 2 / self.fragments)  # a fragment, sent and received
 
     @property
     def steps_late(self) -> int:

@@ -9,7 +9,7 @@ differ by their momentum only, and its sum can travel in 1 bit, with error feedb
             m_i <- beta1 m_i + (1 - beta1) g_i
             v_i <- beta2 v_i + (1 - beta2) g_i^2                    # only for the refresh
             x_i <- (1 - lr wd) x_i - lr clamp(m_i / (sqrt(V) + eps), -1, 1)     # step_bound
-        z_i  = (a - x_i) (sqrt(V) + eps) + e_i     # (a - x_i) ...: the round's sum of lr m_i
+        z_i  = (a - x_i) (sqrt(V) + eps) + e_i     # the first term is the round's sum of lr m_i
         e_i <- z_i - C(z_i)                        # C: 1 bit an element, see quantize.py
         u    = C(s), E <- s - u, where s = 1/M sum_i C(z_i) + E     # [sync] quantize.py, two hops
         u   <- u, at most (the round's sum of lr) (sqrt(V) + eps)             # round_bound; off
@@ -26,7 +26,7 @@ replica are noisier than their mean. --tau 1 is 1-bit Adam; --refresh no freezes
 Deviations: (1) the bound; (2) the refresh after rounds that double, of the v_i, with the old size
 (paper: of mean gradients); (3) a scale for each block of 256; (4) weight decay is in z_i.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N; with a refresh * 1.156. Blocking.
+Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N (with a refresh 1.156), and 12 (M-1).
 Run: torchrun --nproc_per_node 4 train.py --method zero_one_adam --tau 4
 Source: 0/1 Adam, arXiv 2202.06009; 1-bit Adam, arXiv 2102.02888; DeepSpeed's code of both.
 """

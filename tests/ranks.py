@@ -282,8 +282,8 @@ def _train_cases(corpus_folder, transport, cases):
 def train_all(world_size, corpus_folder, *cases, transport="auto"):
     """A Run of each case (tamper, out_dir, flags), one after the other in one spawn.
     tamper(method, model, mesh), on every rank, may change the method first; what it returns (if
-    callable: returns when called) ends in rank["watched"]. auto: as train.py
-    chooses. With shm no traffic overlaps."""
+    callable: returns when called) ends in rank["watched"]. transport: gloo, shm (in which no
+    traffic overlaps), or auto, as train.py chooses."""
     ranks = run_ranks(world_size, _train_cases, str(corpus_folder), transport, cases)
     return [Run(list(results)) for results in zip(*ranks)]
 

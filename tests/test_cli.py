@@ -67,6 +67,7 @@ train --average_moments v               | --average_moments: invalid choice
 train --flip 0:5:4                      | FIRST 5 is after LAST 4
 train --flip 3:1:2                      | --flip 3:1:2: must be R:FIRST:LAST
 train --method top_k --flip 0:1:2       | top_k has no anchor
+train --method streaming_edit --flip 0:1:2 | or syncs within a round
 train --scale_lr 0:1:2                  | must be R:FIRST:LAST:FACTOR
 train --scale_lr 0:200:201:100          | gradients are averaged
 train --virtual_clock --method co2      | replicas of co2 do not wait for each other

@@ -193,6 +193,25 @@ def test_bytes_below_those_of_minibatch():
     assert [row["fewer_bytes"] for row in rows.beside_minibatch(found)] == [1, 10, 1, 5]
 
 
+def test_standard_error_is_that_of_the_differences_seed_by_seed():
+    losses = {("minibatch", 1): 2.0, ("edit", 1): 2.2, ("minibatch", 2): 1.0, ("edit", 2): 1.2}
+    found = [dict(method=m, seed=seed, val_loss=loss, sync_bytes=1) for (m, seed), loss in losses.items()]
+    found = rows.with_standard_error(found)
+    assert [row["standard_error"] for row in found] == pytest.approx([0, 0.05, 0, 0.05])
+
+
+def test_seconds_over_a_link_add_computing_and_traffic_but_for_streaming():
+    row = dict(step_ms=500, sync_bytes=3e6, local_bytes=2e6, step_curve=[2, 8], sync_bytes_curve=[1e6, 3e6])
+    for method, at_10 in ("edit", [1 + 0.8, 4 + 2.4]), ("streaming_edit", [0.8 + 1, 0.8 + 4]):
+        fast, slow = rows.over_links([row | dict(method=method)])
+        framing = rows.FRAMING
+        expected = [s + (framing - 1) * (t if method == "edit" else 0.8) for s, t in zip(at_10, (0.8, 2.4))]
+        assert slow["wall_s_curve"] == pytest.approx(expected) and slow["wall_s"] == pytest.approx(expected[-1])
+        assert (fast["link_mbps"], slow["link_mbps"]) == (100, 10) and fast["wall_s"] < slow["wall_s"]
+    busy = rows.over_links([row | dict(method="streaming_edit", step_ms=1)])[1]  # the link is full
+    assert busy["wall_s"] == pytest.approx(2.4 * framing)
+
+
 def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError) as caught:

@@ -1,4 +1,4 @@
-"""The ten methods: each equals the plain fp64 reference, on every mesh, also with sick replicas.
+"""All methods: each equals the plain fp64 reference, on every mesh, also with sick replicas.
 What they share: the outer step, a small surface."""
 
 import collections

@@ -70,6 +70,12 @@ def test_memory_and_traffic_planned_equal_those_of_a_run(
             assert sent == plan.sync_bytes()
 
 
+def test_streaming_buffers_hold_a_fragment_sent_and_received(corpus_folder):
+    for F in (1, 2):
+        plan = planned(corpus_folder, 2, method="streaming_diloco", fragments=F)
+        assert plan.memory()["sync buffers"] == 2 / F * plan.shard_bytes
+
+
 def expected_bytes(method, plan):
     """Two replicas; shards of less than 4,096 elements: what one sends, counted."""
     sizes = [layout.shard_size for layout in plan.layouts]

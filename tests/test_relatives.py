@@ -73,6 +73,13 @@ def test_noloco_pairs_are_a_perfect_matching_and_new_each_round(M):
     assert rounds != [tuple(partner(i, M, 6, t) for i in range(M)) for t in range(1, 200)] or M == 2
 
 
+def test_robust_repairs_one_replica_alone():
+    method = method_alone(method="robust")
+    method.model.master[0] = math.nan
+    method.end_round()
+    assert method.model.master.isfinite().all()
+
+
 def test_slowmo_goes_through_a_rate_of_zero():
     method = method_alone(method="slowmo")
     for lr in (0.01, 0.0, 0.01):
