@@ -15,6 +15,12 @@ import torch
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def empty_folder(tmp_path_factory):
+    """The working directory: in the project's, `make train` leaves out/edit."""
+    os.chdir(tmp_path_factory.mktemp("empty"))
+
+
 @pytest.fixture(scope="session")
 def corpus_folder(tmp_path_factory):
     """A small corpus on disk: sentences of words that a seed draws, byte tokens."""
