@@ -152,6 +152,8 @@ class Plan:
                 length = f"{config.tau_time_s:g} s of training"
             elif hasattr(config, "tau"):
                 length = f"{config.tau} steps x {tokens:,} tokens = {config.tau * tokens:,} tokens"
+                if config.tau_schedule:
+                    length += f", at first --tau_schedule {config.tau_schedule}"
             lines.append(f"round   {length}: {size(sync_bytes)} per rank over the slow links")
         if M > 1 and config.link_mbps:
             sync_s = N * sync_bytes * 8 * FRAMING / (config.link_mbps * 1e6)

@@ -15,7 +15,8 @@ bytes. As in mini-batch, layer l's mean starts when the backward has its gradien
     e_i        error               (sum P/N,)   replica i
     E          mean_error          (sum P/N,)   replica i: of its piece, else 0
 
-A resumed run on another mesh keeps e of the replicas that go on, and of E what their pieces need.
+A resumed run on another mesh keeps e of the replicas that go on, and of E what lies both in the old
+and in the new piece of a replica.
 
 Slow-link bytes per rank and step of such a warm-up: 2 (M-1)/M * 1.016 P/N.
 Source: 1-bit Adam, arXiv 2102.02888.

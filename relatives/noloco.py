@@ -50,8 +50,9 @@ class Config(LocalConfig):  # paper: tau 50; it converges if mu < pull < sqrt(2 
     global_every: int = option(0, "H: in every H-th round average all anchors; 0: never")
     buffer_vectors = 1  # the partner's z
 
-    def sent_vectors(self, replicas):
-        return 1
+    def sent_vectors(self, replicas):  # in the mean of replicas and rounds
+        pair, everywhere = replicas // 2 * 2 / replicas, super().sent_vectors(replicas)
+        return pair + ((everywhere - pair) / self.global_every if self.global_every else 0)
 
     def check(self, replicas):
         super().check(replicas)

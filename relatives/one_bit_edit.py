@@ -9,7 +9,7 @@ replica ruins it. EDiT (edit.py) has neither problem, but sends 32 bits an eleme
         G_i  = ||u_i|| / (the round's sum of lr)        # [shard] one all-reduce, all layers
         exchange G and limits of all replicas           # [sync] one all-gather, all layers
         flag i if G_i > limit_i, as in edit.py, and G_i > (1 + 0.05 delta) median_j G_j
-        w_i  = exp(-g_i) / sum_j exp(-g_j) over the unflagged, g_i = G_i / median_j G_j
+        g_i  = G_i / median_j G_j;  w_i = exp(-g_i) / sum_j exp(-g_j) over the unflagged
         z_i  = u_i + e_i; 0 if i is flagged, and then v_i <- V
         e_i <- z_i - C(z_i)
         start u = C(s), E <- s - u, where s = sum_i w_i C(z_i) + E       # [sync] quantize.py, async
@@ -21,20 +21,22 @@ replica ruins it. EDiT (edit.py) has neither problem, but sends 32 bits an eleme
         a   <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / (sum of lr)
     after the last layer: V is refreshed as in zero_one_adam.py
 
+delta is --anomaly_threshold, phi --pseudo_grad_clip; names and shapes are those of the two files.
 In units of the sum of learning rates u_i is a momentum, so G_i does not grow with the length of a
-round or the learning rate. If it grows in all replicas alike, that is no anomaly: hence the median
-(the lower one of two). One replica alone is flagged only if its norm is not finite.
+round or the learning rate. It judges this round alone, without e_i. If it grows in all replicas
+alike, that is no anomaly: hence the median (the lower one of two). In the first rounds there is no
+limit_i, and i is flagged if G_i > 3 median_j G_j: otherwise e_i would carry a sick round into the
+next ones. One replica alone is flagged only if its norm is not finite.
 
 A flagged replica sends zeros, forgets its errors, and then has the a and m of the others. In a
 refresh V stands in for its v_i. Where all replicas are flagged, the layer goes back to its anchor,
 its momentum is 0, and what E has sent is lost. So is what a bound or the clip cuts off.
 
 With all parts off it is 0/1 Adam, bit for bit: --no-anomaly_elimination --no-weighted_averaging
---no-pseudo_grad_clipping --round_bound 0. The names and shapes are those of the two files.
+--no-pseudo_grad_clipping --round_bound 0.
 
 The first hop of all layers is waited for before layer 0; the second hops travel during the forward.
-A sync one step later would hide both. That is another method: each replica would take that step
-from parameters that the sync replaces.
+Nothing is one step late: the sync would replace the parameters from which that step started.
 
 Slow-link bytes per rank and round: 0/1 Adam's, but 8 (M-1) (L + 1) for the exchange.
 Run: torchrun --nproc_per_node 4 train.py --method one_bit_edit --tau 8 --tau_schedule 2:96,4:384
@@ -87,17 +89,20 @@ class OneBitEDiT(EDiT, ZeroOneAdam):
 
     def exchange(self, **values):
         super().exchange(**values)
-        # A rise in all replicas is no anomaly.
         self.median = self.exchanged.norms.nanmedian(dim=0).values  # (L,)
-        floor = self.median * (1 + self.config.anomaly_threshold * SIGMA_FLOOR)
-        self.exchanged.limits = torch.maximum(self.exchanged.limits, floor)
+        # A rise in all replicas is no anomaly. A replica without a past has the others' norms.
+        limits, threshold = self.exchanged.limits, self.config.anomaly_threshold
+        first = 3.0 if self.config.anomaly_elimination else torch.inf
+        known = torch.maximum(limits, self.median * (1 + threshold * SIGMA_FLOOR))
+        self.exchanged.limits = known.where(limits.isfinite(), first * self.median)
 
     def compute_weights(self, G):
         return super().compute_weights(G / self.median.clamp(min=torch.finfo(G.dtype).tiny))
 
     def relative_weights(self, l):
         """M w_i of layer l, (M, 1): 1 where all weights are equal."""
-        return self.weights[:, l, None] * self.mesh.replicas
+        weights = self.weights[:, l, None]
+        return weights / torch.full_like(weights, 1 / self.mesh.replicas)  # * M would round
 
     def complete(self, l: int):
         with self.record.stall():

@@ -9,7 +9,7 @@ differ by their momentum only, and its sum can travel in 1 bit, with error feedb
             m_i <- beta1 m_i + (1 - beta1) g_i
             v_i <- beta2 v_i + (1 - beta2) g_i^2                    # only for the refresh
             x_i <- (1 - lr wd) x_i - lr clamp(m_i / (sqrt(V) + eps), -1, 1)     # step_bound
-        z_i  = (a - x_i) (sqrt(V) + eps) + e_i     # the first term is the round's sum of lr m_i
+        z_i  = (a - x_i) (sqrt(V) + eps) + e_i     # = sum of lr m_i (bounded) + e_i
         e_i <- z_i - C(z_i)                        # C: 1 bit an element, see quantize.py
         u    = C(s), E <- s - u, where s = 1/M sum_i C(z_i) + E     # [sync] quantize.py, two hops
         u   <- u, at most (the round's sum of lr) (sqrt(V) + eps)             # round_bound; off

@@ -222,14 +222,14 @@ class EDiT(Method):
         weighting, steps = getattr(self.f, "step_weighting", "none"), self.steps
         if weighting == "norm_per_step":
             judged = [norm / count * mean(steps) for norm, count in zip(G, steps)]
-        known, at_least = sorted(norm for norm in G if not math.isnan(norm)), 0.0
+        known, others = sorted(norm for norm in G if not math.isnan(norm)), (0.0, math.inf)
         if self.f.method == "one_bit_edit" and known:
             median = known[(len(known) - 1) // 2]  # the lower one
-            at_least = (1 + self.f.anomaly_threshold * 0.05) * median
+            others = (1 + self.f.anomaly_threshold * 0.05) * median, 3 * median
         flagged = [
-            int(is_anomaly(norm, own, self.f, at_least)) for norm, own in zip(judged, self.samples[l])
+            int(is_anomaly(norm, own, self.f, *others)) for norm, own in zip(judged, self.samples[l])
         ]
-        if at_least > 0:
+        if others[0] > 0:
             judged = [norm / median for norm in judged]
         least = min((norm for norm, out in zip(judged, flagged) if not out), default=0.0)
         score = [math.exp(least - norm) if self.f.weighted_averaging else 1.0 for norm in judged]
@@ -267,11 +267,11 @@ class EDiT(Method):
         }
 
 
-def is_anomaly(G, samples, f, at_least=0.0):
+def is_anomaly(G, samples, f, at_least=0.0, first=math.inf):
     """samples: the norms of one layer of one replica so far. G joins them if it is no anomaly:
-    the limit is `at_least` or higher."""
+    the limit is `at_least` or higher, and `first` before there is one."""
     warmup, mu = max(f.anomaly_warmup_rounds, 2), 0.0
-    limit = math.inf
+    limit = first if f.anomaly_elimination else math.inf
     if f.anomaly_elimination and len(samples) >= warmup:
         mu, variance = np.mean(samples[:warmup]), np.var(samples[:warmup], ddof=1)
         for sample in samples[warmup:]:

@@ -127,6 +127,9 @@ TABLE = {  # case: (flags, meshes)
     # the replica's own gradients are NaN in one step, and AdamW's moments must stay finite
     "sick: mid round": (SICK | dict(sick=one_nan([0], 6)), [GRID]),
     "sick: one bit": (SICK_ONE_BIT | dict(sick=Sick(100.0, [1], 16)), [THREE, GRID]),
+    "sick: one bit, first rounds": (
+        ONE_BIT | dict(method="one_bit_edit", sick=Sick(100.0, [1], 13)), [THREE, FOUR]
+    ),
     "sick: one bit, nan": (SICK_ONE_BIT | dict(sick=one_nan([1], 16)), [THREE, FOUR]),
     # with three the owners have errors, which a rollback must not send
     "sick: one bit, rollback": (SICK_ONE_BIT | dict(sick=Sick(math.nan, [0, 1, 2], 16)), [THREE]),

@@ -49,7 +49,7 @@ def test_bytes_equal_the_docstrings_and_the_plan(case, mesh, transport, corpus_f
     if f.method in ("co2", "eager"):
         assert sent == pytest.approx([planned] * len(sent))
     elif f.method == "noloco":
-        expected = []
+        expected, planned = [], 8 * sum(sizes)
         for t in range(1, len(sent) + 1):
             globally = f.global_every and t % f.global_every == 0
             alone = partner(0, M, f.seed, t) == 0
@@ -60,6 +60,12 @@ def test_bytes_equal_the_docstrings_and_the_plan(case, mesh, transport, corpus_f
         planned /= 1 if f.quantize == "none" else 2
         assert sent[1] == pytest.approx(bytes_of_fragments(f, M, sizes))
         assert planned * (1 - 1e-9) <= sent[1] <= 2 * planned
+
+
+def test_noloco_plans_the_mean_of_its_rounds():
+    for M, H, expected in (4, 0, 1), (3, 0, 2 / 3), (4, 2, (1 + 1.5) / 2), (3, 4, (3 * 2 / 3 + 4 / 3) / 4):
+        planned = run_config(method="noloco", global_every=H).sent_vectors(M)
+        assert planned == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("M", [2, 3, 4, 7, 8])
@@ -223,9 +229,9 @@ def test_one_bit_edit_flags_who_left_its_past_and_the_others():
     method = method_alone(method="one_bit_edit", sync_warmup_steps=1, steps=1)
     L = len(method.model.layers)
 
-    def flags(*norms):
-        """Of replicas whose own limits are 1.2."""
-        limits = torch.full((len(norms), L), 1.2).double()
+    def flags(*norms, limit=1.2):
+        """Of replicas with these own limits."""
+        limits = torch.full((len(norms), L), limit).double()
         norms = torch.tensor(norms).double()[:, None].expand(-1, L)
         losses = torch.ones(len(norms))
         method.mesh.gather_rows = lambda row, group: torch.cat(
@@ -241,3 +247,7 @@ def test_one_bit_edit_flags_who_left_its_past_and_the_others():
     assert flags(1.0, 1.1, math.nan, 1.0) == [False, False, True, False]
     assert flags(1.0, 1.1, math.inf, math.nan) == [False, False, True, True]
     assert flags(5.0) == [False] and flags(math.nan) == [True]
+    # in the first rounds
+    assert flags(1.0, 2.9, 1.0, 0.1, limit=math.inf) == [False] * 4
+    assert flags(1.0, 3.1, 1.0, 0.1, limit=math.inf) == [False, True, False, False]
+    assert flags(5.0, limit=math.inf) == [False] and flags(math.inf, limit=math.inf) == [True]
