@@ -306,18 +306,54 @@ FRONTIER_COLUMNS = ("val_loss", "over_minibatch", "sync_bytes", "fewer_bytes")
 )
 def frontier(seed, quick):
     """Which method loses least for its bytes, those of the warm-up included?"""
-    runs = [training("minibatch", seed)]
-    own = IN_8_BITS | {"variant": "short rounds first"}
+    runs, own = [training("minibatch", seed)], IN_8_BITS | {"variant": "short rounds first"}
     for method, (tau, first) in itertools.product(ONE_BIT, SHORT_FIRST.items()):
         runs.append(training(method, seed, tau, tau_schedule=first, **own))
-    if seed > 1 and not quick:  # with seed 1 all others end more than 1% above the frontier
-        return [run for run in runs if run.columns["method"] in ("minibatch", BEST)]
+    own = {"variant": "warm-up 128 in 8 bits", "warmup_format": "int8"}
+    runs += [training(BEST, seed, tau, **own) for tau in (() if quick else (1, 4))]
     own = {"sync_warmup_steps": 32}
-    for tau, method in itertools.product((16,) if quick else (4, 16, 64), METHODS):
+    if seed > 1 and not quick:  # with seed 1 all others end more than 1% above the frontier
+        return [*runs, training("sparse_loco", seed, 4, **own)]
+    for tau, method in itertools.product((16,) if quick else (4, 8, 16, 64), METHODS):
         if method not in ("minibatch", "a_edit", "top_k"):
             few = tau == 4 and method.startswith("streaming")
             runs.append(training(method, seed, tau, **own, **SHORT_ROUND if few else {}))
     return [*runs, training("top_k", seed, columns={"tau": 1}, **own)]
+
+
+SHORT_BEST = IN_8_BITS | {"tau": 4, "tau_schedule": SHORT_FIRST[4]}
+OF_ADAMW = {  # what was tried: with mini-batch, too
+    "beta1 0.85": {"beta1": 0.85},
+    "learning rate rises for 24 steps": {"lr_warmup_steps": 24},
+    "learning rate rises for 100 steps": {"lr_warmup_steps": 100},
+}
+OF_ONE_BIT_EDIT = {
+    "step_bound 0.5": {"step_bound": 0.5}, "step_bound 2": {"step_bound": 2},
+    "both bounds 2": {"step_bound": 2, "round_bound": 2},
+    "step_bound 4, round_bound 2": {"step_bound": 4, "round_bound": 2},
+    "refresh full": {"refresh": "full"}, "refresh no": {"refresh": "no"},
+    "32 bits": {"quantize": "none"}, "4 bits": {"quantize": "e3m0"},
+    "warm-up of 36 steps, tau 8": dict(sync_warmup_steps=36, tau=8, tau_schedule=SHORT_FIRST[8]),
+    "warm-up of 64 steps": {"sync_warmup_steps": 64},
+}  # fmt: skip
+
+
+@Experiment(FRONTIER_COLUMNS, combine=beside_minibatch)
+def frontier_tries(seed, quick):
+    """What was tried to come closer to mini-batch in 448 steps?"""
+    runs = [training("minibatch", seed), training(BEST, seed, **SHORT_BEST)]
+    runs += [training("minibatch", seed, variant=name, **OF_ADAMW[name]) for name in OF_ADAMW]
+    tried = OF_ADAMW | OF_ONE_BIT_EDIT
+    return runs + [training(BEST, seed, variant=name, **SHORT_BEST | tried[name]) for name in tried]
+
+
+@Experiment(FRONTIER_COLUMNS, combine=beside_minibatch)
+def frontier_10m(seed, quick):
+    """Is the order the same in a model with 10 million parameters?"""
+    flags = {"minibatch": {}, "edit": {"sync_warmup_steps": 32}}
+    flags |= dict.fromkeys(ONE_BIT, SHORT_BEST)
+    large = {} if quick else {"model": "10m", "batch_size": 2, "lr": 0.001}  # the preset's rate
+    return [training(method, 1, **large | flags[method]) for method in flags]
 
 
 LONG = {"max_steps": 2000, "sync_warmup_steps": 32, "eval_interval": 250, "log_interval": 250}
@@ -370,15 +406,21 @@ def frontier_link(seed, quick):
     ]
 
 
-@Experiment((*FRONTIER_COLUMNS[:2], "standard_error"), combine=with_standard_error)
+SEEDS = [seed for seed in range(1, 14) if seed != TUNING_SEED]  # twelve
+# A longer warm-up in place of the refreshes
+UNREFRESHED = GROWING | {"sync_warmup_steps": 48, "refresh": "no", "variant": "no refresh"}
+
+
+@Experiment((*FRONTIER_COLUMNS[:2], "standard_error", "fewer_bytes"), combine=with_standard_error)
 def frontier_seeds(seed, quick):
-    """Is the best method's loss that of mini-batch, in sixteen seeds?"""
+    """Is one-bit EDiT's loss that of mini-batch, in many seeds?"""
     own, columns = {} if quick else LONG, {"disturbance": "none"}
-    seeds = [other for other in range(1, 4 if quick else 18) if other != TUNING_SEED]
+    cases = ("minibatch", {}), (BEST, GROWING), (BEST, UNREFRESHED)
     return [
-        training(method, each, columns=columns, **own | LONG_FLAGS[method])
-        for each in seeds for method in ("minibatch", BEST)
-    ]
+        training(method, each, columns=columns, **own | flags)
+        for each in SEEDS[: 3 if quick else None] for method, flags in cases
+        if each <= 5 or flags != UNREFRESHED
+    ]  # fmt: skip
 
 
 def merged_and_ensemble(run) -> list:

@@ -102,10 +102,11 @@ def beside_minibatch(rows):
 def with_standard_error(rows):
     """Beside mini-batch, with the standard error of the mean distance from it, seed by seed."""
     rows, distances = beside_minibatch(rows), defaultdict(list)
+    case = lambda row: (row["method"], row.get("variant"))
     for row in rows:
-        distances[row["method"]].append(row["over_minibatch"])
-    error = {m: statistics.stdev(found) / len(found) ** 0.5 for m, found in distances.items()}
-    return [row | {"standard_error": error[row["method"]]} for row in rows]
+        distances[case(row)].append(row["over_minibatch"])
+    error = {c: statistics.stdev(found) / len(found) ** 0.5 for c, found in distances.items()}
+    return [row | {"standard_error": error[case(row)]} for row in rows]
 
 
 def over_links(rows):

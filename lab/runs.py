@@ -73,11 +73,12 @@ class Run:
         return "\n".join(lines + ([self.timed_by.commands()] if self.timed_by else []))
 
     def made(self, row: dict) -> bool:
-        return self.columns.items() <= row.items() and row.get("command") == self.commands()
+        same = all(row.get(name) == self.columns.get(name) for name in (*CASE, "seed"))
+        return same and row.get("command") == self.commands()
 
     def minutes(self) -> float:
         """Roughly, on 2 cores: 9 s for each start of torchrun, 3 s for evaluations, and 57 ms per
-        step of 4 sequences per rank. A slow link is not counted."""
+        step of 4 sequences per rank. A slow link and a larger model are not counted."""
         step_s = 0.025 + 0.008 * self.flags.get("batch_size", 4)
         return (9 * len(self.stages) + 3 + self.flags["max_steps"] * step_s) / 60
 
@@ -224,4 +225,4 @@ def main():
     for name, experiment in EXPERIMENTS.items():
         runs = different(experiment.all_runs(args.seeds, args.quick))
         minutes = sum(run.minutes() for run in runs)
-        print(f"{name:11} {experiment.question} {minutes:.0f} minutes")
+        print(f"{name:18} {experiment.question} {minutes:.0f} minutes")

@@ -152,7 +152,7 @@ for step in BEFORE, IN_FLIGHT, LANDING, AFTER:
         sick = dict(sick=Sick(factor, [1], step))
         TABLE[f"sick: times {factor}, step {step}"] = SICK_STREAMING | sick, [THREE]
 ROWS = [(case, mesh, "auto") for case, (_, meshes) in TABLE.items() for mesh in meshes]
-ROWS += [(case, GRID, "gloo") for case in ("minibatch", "diloco", "edit", "zero_one_adam")]
+ROWS += [(case, GRID, "gloo") for case in ("minibatch", "diloco", "edit", *BITS)]
 ROWS.sort(key=lambda row: row[1:])  # one spawn of ranks for each mesh and transport
 
 
