@@ -77,7 +77,7 @@ BITWISE = {
     "one_bit_edit without its parts is zero_one_adam": (4, SHORT_ROUNDS, [
         ("zero_one_adam", {}), ("one_bit_edit", OFF | dict(round_bound=0.0)),
     ]),
-    "nor do weights of a third each round": (3, SHORT_ROUNDS, [
+    "also with three replicas": (3, SHORT_ROUNDS, [
         ("zero_one_adam", {}), ("one_bit_edit", OFF | dict(round_bound=0.0)),
     ]),
     "streaming_edit without its penalty is streaming_diloco": (3, FRAGMENTS, [
