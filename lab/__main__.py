@@ -296,6 +296,16 @@ IN_8_BITS = {"sync_warmup_steps": 32, "warmup_format": "int8"}
 FRONTIER_COLUMNS = ("val_loss", "over_minibatch", "sync_bytes", "fewer_bytes")
 
 
+def grid(seed, taus, warmup) -> list:
+    """All methods with these rounds. A-EDiT without a slow replica is EDiT."""
+    runs = [training("top_k", seed, columns={"tau": 1}, sync_warmup_steps=warmup)]
+    for tau, method in itertools.product(taus, METHODS):
+        if method not in ("minibatch", "a_edit", "top_k"):
+            few = SHORT_ROUND if tau == 4 and method.startswith("streaming") else {}
+            runs.append(training(method, seed, tau, sync_warmup_steps=warmup, **few))
+    return runs
+
+
 @Experiment(
     FRONTIER_COLUMNS,
     [
@@ -311,14 +321,22 @@ def frontier(seed, quick):
         runs.append(training(method, seed, tau, tau_schedule=first, **own))
     own = {"variant": "warm-up 128 in 8 bits", "warmup_format": "int8"}
     runs += [training(BEST, seed, tau, **own) for tau in (() if quick else (1, 4))]
-    own = {"sync_warmup_steps": 32}
     if seed > 1 and not quick:  # with seed 1 all others end more than 1% above the frontier
-        return [*runs, training("sparse_loco", seed, 4, **own)]
-    for tau, method in itertools.product((16,) if quick else (4, 8, 16, 64), METHODS):
-        if method not in ("minibatch", "a_edit", "top_k"):
-            few = tau == 4 and method.startswith("streaming")
-            runs.append(training(method, seed, tau, **own, **SHORT_ROUND if few else {}))
-    return [*runs, training("top_k", seed, columns={"tau": 1}, **own)]
+        return [*runs, training("sparse_loco", seed, 4, sync_warmup_steps=32)]
+    return runs + grid(seed, (16,) if quick else (4, 8, 16, 64), 32)
+
+
+@Experiment(
+    (*FRONTIER_COLUMNS, "local_bytes"),
+    [Panel("local_bytes", "val_loss", AFTER_WARMUP, log=10, frontier=True)],
+    combine=beside_minibatch,
+)
+def frontier_128(seed, quick):
+    """And after a warm-up of 128 steps in fp32?"""
+    runs = [training("minibatch", seed), *(training(m, seed, 1) for m in ONE_BIT)]
+    if seed > 1 and not quick:
+        return runs
+    return runs + grid(seed, (16,) if quick else (4, 8, 16, 64), 128)
 
 
 SHORT_BEST = IN_8_BITS | {"tau": 4, "tau_schedule": SHORT_FIRST[4]}
@@ -347,13 +365,23 @@ def frontier_tries(seed, quick):
     return runs + [training(BEST, seed, variant=name, **SHORT_BEST | tried[name]) for name in tried]
 
 
+LARGE = {"model": "10m", "batch_size": 2, "lr": 0.001}  # the preset's rate
+
+
 @Experiment(FRONTIER_COLUMNS, combine=beside_minibatch)
 def frontier_10m(seed, quick):
     """Is the order the same in a model with 10 million parameters?"""
     flags = {"minibatch": {}, "edit": {"sync_warmup_steps": 32}}
     flags |= dict.fromkeys(ONE_BIT, SHORT_BEST)
-    large = {} if quick else {"model": "10m", "batch_size": 2, "lr": 0.001}  # the preset's rate
+    large = {} if quick else LARGE
     return [training(method, 1, **large | flags[method]) for method in flags]
+
+
+@Experiment(FRONTIER_COLUMNS, combine=beside_minibatch)
+def frontier_10m_long(seed, quick):
+    """And this model in 2,000 steps?"""
+    large = {} if quick else LONG | LARGE
+    return [training(method, 1, **large | LONG_FLAGS[method]) for method in ("minibatch", BEST)]
 
 
 LONG = {"max_steps": 2000, "sync_warmup_steps": 32, "eval_interval": 250, "log_interval": 250}
@@ -406,7 +434,7 @@ def frontier_link(seed, quick):
     ]
 
 
-SEEDS = [seed for seed in range(1, 14) if seed != TUNING_SEED]  # twelve
+SEEDS = [seed for seed in range(1, 18) if seed != TUNING_SEED]  # sixteen
 # A longer warm-up in place of the refreshes
 UNREFRESHED = GROWING | {"sync_warmup_steps": 48, "refresh": "no", "variant": "no refresh"}
 
