@@ -333,10 +333,11 @@ def frontier(seed, quick):
 )
 def frontier_128(seed, quick):
     """And after a warm-up of 128 steps in fp32?"""
-    runs = [training("minibatch", seed), *(training(m, seed, 1) for m in ONE_BIT)]
-    if seed > 1 and not quick:
-        return runs
-    return runs + grid(seed, (16,) if quick else (4, 8, 16, 64), 128)
+    first = seed == 1 or quick  # with seed 1 these two methods are the frontier
+    cases = itertools.product(ONE_BIT, (1,) if first else (1, 4, 8, 16))
+    runs = [training("minibatch", seed), *(training(method, seed, tau) for method, tau in cases)]
+    taus = (16,) if quick else (4, 8, 16, 64)
+    return runs + (grid(seed, taus, BASE["sync_warmup_steps"]) if first else [])
 
 
 SHORT_BEST = IN_8_BITS | {"tau": 4, "tau_schedule": SHORT_FIRST[4]}
@@ -350,6 +351,10 @@ OF_ONE_BIT_EDIT = {
     "both bounds 2": {"step_bound": 2, "round_bound": 2},
     "step_bound 4, round_bound 2": {"step_bound": 4, "round_bound": 2},
     "refresh full": {"refresh": "full"}, "refresh no": {"refresh": "no"},
+    "refresh measured": {"refresh": "measured"},
+    "refresh measured, warm-up of 28 steps, tau 8": dict(
+        refresh="measured", sync_warmup_steps=28, tau=8, tau_schedule=SHORT_FIRST[8]
+    ),
     "32 bits": {"quantize": "none"}, "4 bits": {"quantize": "e3m0"},
     "warm-up of 36 steps, tau 8": dict(sync_warmup_steps=36, tau=8, tau_schedule=SHORT_FIRST[8]),
     "warm-up of 64 steps": {"sync_warmup_steps": 64},
@@ -365,23 +370,13 @@ def frontier_tries(seed, quick):
     return runs + [training(BEST, seed, variant=name, **SHORT_BEST | tried[name]) for name in tried]
 
 
-LARGE = {"model": "10m", "batch_size": 2, "lr": 0.001}  # the preset's rate
-
-
 @Experiment(FRONTIER_COLUMNS, combine=beside_minibatch)
 def frontier_10m(seed, quick):
     """Is the order the same in a model with 10 million parameters?"""
     flags = {"minibatch": {}, "edit": {"sync_warmup_steps": 32}}
     flags |= dict.fromkeys(ONE_BIT, SHORT_BEST)
-    large = {} if quick else LARGE
+    large = {} if quick else {"model": "10m", "batch_size": 2, "lr": 0.001}  # the preset's rate
     return [training(method, 1, **large | flags[method]) for method in flags]
-
-
-@Experiment(FRONTIER_COLUMNS, combine=beside_minibatch)
-def frontier_10m_long(seed, quick):
-    """And this model in 2,000 steps?"""
-    large = {} if quick else LONG | LARGE
-    return [training(method, 1, **large | LONG_FLAGS[method]) for method in ("minibatch", BEST)]
 
 
 LONG = {"max_steps": 2000, "sync_warmup_steps": 32, "eval_interval": 250, "log_interval": 250}

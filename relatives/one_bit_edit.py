@@ -19,7 +19,7 @@ replica ruins it. EDiT (edit.py) has neither problem, but sends 32 bits an eleme
         u   <- 0 if all replicas are flagged
         u   <- u, at most (sum of lr) (sqrt(V) + eps)   # round_bound
         a   <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / (sum of lr)
-    after the last layer: V is refreshed as in zero_one_adam.py
+    after the last layer: V is refreshed as in shared_variance.py
 
 delta is --anomaly_threshold, phi --pseudo_grad_clip; names and shapes are those of the two files.
 In units of the sum of learning rates u_i is a momentum, so G_i does not grow with the length of a
@@ -29,8 +29,8 @@ limit_i, and i is flagged if G_i > 3 median_j G_j: otherwise e_i would carry a s
 next ones. One replica alone is flagged only if its norm is not finite.
 
 A flagged replica sends zeros, forgets its errors, and then has the a and m of the others. In a
-refresh V stands in for its v_i. Where all replicas are flagged, the layer goes back to its anchor,
-its momentum is 0, and what E has sent is lost. So is what a bound or the clip cuts off.
+refresh V stands in for its v_i, 0 for its g_i. Where all replicas are flagged, the layer goes back
+to its anchor, its momentum is 0, and what E has sent is lost. So is what a bound or the clip cuts.
 
 With all parts off it is 0/1 Adam, bit for bit: --no-anomaly_elimination --no-weighted_averaging
 --no-pseudo_grad_clipping --round_bound 0.
@@ -72,11 +72,11 @@ class OneBitEDiT(EDiT, ZeroOneAdam):
         """The end of the round: norms, weights, and the start of every layer's mean."""
         model, i, config = self.model, self.mesh.replica, self.config
         u = self.momentum_sum()
-        squares = [(u_l / self.unit).norm() ** 2 for u_l in model.views(u)]
-        self.judge(torch.stack(squares))
+        self.judge(torch.stack([(u_l / self.unit).norm() ** 2 for u_l in model.views(u)]))
         self.means = []
-        vectors = u, self.error, self.mean_error, self.variance, model.exp_avg_sq
-        for l, (u, e, E, v, V) in enumerate(zip(*map(model.views, vectors))):
+        vectors = u, self.error, self.mean_error, model.grad, self.variance, model.exp_avg_sq
+        for l, (u, e, E, g, v, V) in enumerate(zip(*map(model.views, vectors))):
+            g.masked_fill_(self.flagged[i, l], 0)
             v.copy_(torch.where(self.flagged[i, l], V, v))
             z = e.add_(u).masked_fill_(self.flagged[i, l], 0)
             weights = functools.partial(self.relative_weights, l)

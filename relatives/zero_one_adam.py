@@ -7,26 +7,25 @@ differ by their momentum only, and its sum can travel in 1 bit, with error feedb
     T steps of mini-batch (the warm-up); V = v_i = v / (1 - beta2^T); a = x; e_i = E = 0; repeat:
         tau inner steps; g_i is clipped by the replica's own norm:
             m_i <- beta1 m_i + (1 - beta1) g_i
-            v_i <- beta2 v_i + (1 - beta2) g_i^2                    # only for the refresh
+            v_i <- beta2 v_i + (1 - beta2) g_i^2                    # for the refresh
             x_i <- (1 - lr wd) x_i - lr clamp(m_i / (sqrt(V) + eps), -1, 1)     # step_bound
         z_i  = (a - x_i) (sqrt(V) + eps) + e_i     # = sum of lr m_i (bounded) + e_i
         e_i <- z_i - C(z_i)                        # C: 1 bit an element, see quantize.py
         u    = C(s), E <- s - u, where s = 1/M sum_i C(z_i) + E     # [sync] quantize.py, two hops
         u   <- u, at most (the round's sum of lr) (sqrt(V) + eps)             # round_bound; off
         a   <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / (the round's sum of lr)
-        after rounds 1, 2, 4, 8, ...: v_i <- w = 1/M sum_i v_i      # [sync] quantize.py, log8
-            V <- w sum(V) / sum(w) in each layer                    # [shard] all-gather of the sums
+        after rounds 1, 2, 4, 8, ...: refresh V from all v_i              # shared_variance.py
 
-m_i and V are exp_avg and exp_avg_sq, a is anchor: equal everywhere after a sync. v_i is variance,
-private; e_i, E and --warmup_format: error_feedback.py. Where V is 0 (embedding rows of tokens that
-have not occurred) nothing moves. An old V may be much too small: the bound keeps steps as short as
-Adam's, and without it long runs diverge. The refresh keeps the size of V, because gradients of one
-replica are noisier than their mean. --tau 1 is 1-bit Adam; --refresh no freezes V.
+m_i and V are exp_avg and exp_avg_sq, a is anchor: equal everywhere after a sync. e_i, E and
+--warmup_format: error_feedback.py. Where V is 0 (embedding rows of tokens that have not occurred)
+nothing moves. An old V may be much too small: the bound keeps steps as short as Adam's, and without
+it long runs diverge. --tau 1 is 1-bit Adam; --refresh no freezes V.
 
-Deviations: (1) the bound; (2) the refresh after rounds that double, of the v_i, with the old size
-(paper: of mean gradients); (3) a scale for each block of 256; (4) weight decay is in z_i.
+Deviations: (1) the bound; (2) those of shared_variance.py; (3) a scale for each block of 256; (4)
+weight decay is in z_i.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N (with a refresh 1.156), and 12 (M-1).
+--refresh measured: see shared_variance.py.
 Run: torchrun --nproc_per_node 4 train.py --method zero_one_adam --tau 4
 Source: 0/1 Adam, arXiv 2202.06009; 1-bit Adam, arXiv 2102.02888; DeepSpeed's code of both.
 """
@@ -35,43 +34,33 @@ from dataclasses import dataclass
 
 import torch
 
-from plumbing.config import UserError, option
+from plumbing.config import option
 from quantize import FORMATS, MeanInFlight
-from relatives.error_feedback import ErrorFeedback, ErrorFeedbackConfig
+from relatives.shared_variance import SharedVariance, SharedVarianceConfig
 
 
 @dataclass
-class Config(ErrorFeedbackConfig):  # paper: tau grows from 1 to 16
+class Config(SharedVarianceConfig):  # paper: tau grows from 1 to 16
     quantize: str = option("sign", "what is sent", choices=FORMATS)
     step_bound: float = option(1.0, "largest step of an element, in learning rates; 0: none")
     round_bound: float = option(0.0, "largest move of an element in a round, in sums of lr; 0: any")
-    refresh: str = option("shape", "what of V is refreshed", choices=["no", "shape", "full"])
-    buffer_vectors = 2
-
-    def check(self, replicas):
-        super().check(replicas)
-        if self.sync_warmup_steps < 1 or self.average_moments != "none":
-            reason = "needs --sync_warmup_steps above 0, for V, and no --average_moments"
-            raise UserError(f"--method {self.method}: {reason}")
 
 
-class ZeroOneAdam(ErrorFeedback):
+class ZeroOneAdam(SharedVariance):
     Config = Config
     shared = ("anchor",)
-    private = ("variance", *ErrorFeedback.private)
     eps = 1e-8  # AdamW's
 
     def begin(self):
         super().begin()
         self.anchor.copy_(self.model.master)
-        self.variance.copy_(self.model.exp_avg_sq.div_(1 - self.config.beta2**self.steps))
 
     def inner_step(self, optimizer, grad_scale):
         if self.averages_gradients:
             return super().inner_step(optimizer, grad_scale)
         model, (beta1, beta2) = self.model, optimizer.betas
         m, V, bound = model.exp_avg, model.exp_avg_sq, self.config.step_bound or torch.inf
-        g = model.grad if grad_scale is None else model.grad / grad_scale
+        g = model.grad if grad_scale is None else model.grad.div_(grad_scale)
         m.lerp_(g, 1 - beta1)
         self.variance.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         optimizer.decay()
@@ -107,14 +96,3 @@ class ZeroOneAdam(ErrorFeedback):
         # a <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / sum of lr
         x.copy_(a.addcdiv_(u, size, value=-1))
         m.copy_(u.div_(self.lr_sum or 1.0))
-
-    def refresh_if_due(self):
-        if self.config.refresh == "no" or self.rounds & self.rounds - 1:  # not 1, 2, 4, 8, ...
-            return
-        V, v, views = self.model.exp_avg_sq, self.variance, self.model.views
-        self.average(v, "log8")
-        sums = torch.stack([layer.sum() for layer in views(V) + views(v)])
-        # [shard] all-gather, 2 scalars per layer, once per refresh (bit-equal in all replicas)
-        old, new = self.mesh.gather_rows(sums, self.mesh.shard).sum(dim=0).chunk(2)
-        scales = torch.where((new > 0) & (self.config.refresh == "shape"), old / new, 1.0)
-        V.copy_(torch.cat([layer * scale for layer, scale in zip(views(v), scales)]))

@@ -491,10 +491,11 @@ class ZeroOneAdam(Method):
         self.V = first.v / (1 - f.beta2**first.t)
         self.v = [self.V.clone() for _ in self.replicas]
         self.e, self.E = [torch.zeros_like(self.a) for _ in self.replicas], torch.zeros_like(self.a)
-        self.lr_sum, self.rounds = 0.0, 0
+        self.lr_sum, self.rounds, self.k, self.g = 0.0, 0, 0, [None for _ in self.replicas]
 
     def inner_step(self, i, g, lr):
         replica, f = self.replicas[i], self.f
+        self.g[i], self.k = g, self.k + (i == 0)
         replica.m = f.beta1 * replica.m + (1 - f.beta1) * g
         self.v[i] = f.beta2 * self.v[i] + (1 - f.beta2) * g**2
         step = replica.m / (self.V.sqrt() + 1e-8)
@@ -538,6 +539,17 @@ class ZeroOneAdam(Method):
             for v in self.v:
                 v[layer] = w
             scale = self.V[layer].sum() / w.sum() if self.f.refresh == "shape" else 1.0
+            if self.f.refresh == "measured":
+                g = [gi[layer] for gi in self.g]
+                mean = quantized_mean(g, self.N, "int8")
+                squares = sum(gi.norm() ** 2 for gi in g) / self.M
+                scale = (mean.norm() ** 2 / squares).clamp(1 / self.M) if squares > 0 else 1.0
+                if self.rounds == 1:  # w is b V + (1 - b) times mean squares of local gradients
+                    b = self.f.beta2**self.k
+                    new = b * self.V[layer] + scale * (w - b * self.V[layer])
+                    for v in self.v:
+                        v[layer] = new / scale
+                    w = new / scale
             self.V[layer] = w * scale
 
 
@@ -550,7 +562,7 @@ class OneBitEDiT(ZeroOneAdam, EDiT):
             for i in range(self.M):
                 if report["flagged"][i]:
                     z[i][layer] = 0.0
-                    self.v[i][layer] = self.V[layer]
+                    self.v[i][layer], self.g[i][layer] = self.V[layer], 0.0
         return z, w
 
     def limited(self, u):

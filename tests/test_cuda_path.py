@@ -3,6 +3,7 @@ are those of a CPU, and a step that prints nothing waits for nothing but the ste
 
 import contextlib
 import io
+import itertools
 import json
 import shutil
 from collections import deque
@@ -36,7 +37,8 @@ CASES = [
 ]
 CASES += [(name, dict(offload=True)) for name in ("diloco", "edit")]
 CASES += [("edit", dict(recompute=True)), ("edit", dict(average_moments="both"))]
-CASES += [("edit", dict(dtype="fp32", grad_clip=0.2))]  # AdamW's kernel divides the gradient
+DIVIDED = dict(dtype="fp32", grad_clip=0.2)  # AdamW's kernel divides the gradient
+CASES += [("edit", DIVIDED), ("one_bit_edit", DIVIDED | dict(refresh="measured"))]
 
 
 def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
@@ -96,9 +98,10 @@ def test_training_equals_that_of_a_cpu_and_quiet_steps_wait_only_for_the_step_be
 ):
     rows, vectors, _ = run(method, CPU, tmp_path / "cpu", corpus_folder, monkeypatch, **more)
     with Gpu() as gpu:
-        folder, block = tmp_path / "gpu", torch.zeros(1, 256, dtype=torch.float64, device=CUDA)
-        for format in ("sign", *VALUES):
-            decode(encode(block, format), format, block.dtype)  # its constants are copied once
+        folder, dtypes = tmp_path / "gpu", (torch.float32, torch.float64)
+        for dtype, format in itertools.product(dtypes, ("sign", *VALUES)):
+            block = torch.zeros(1, 256, dtype=dtype, device=CUDA)
+            decode(encode(block, format), format, dtype)  # its constants are copied once
         found, others, steps = run(method, CUDA, folder, corpus_folder, monkeypatch, gpu, **more)
     near = dict(rtol=1e-4, atol=1e-5) if "dtype" in more else dict(rtol=1e-9, atol=1e-12)
     for event in "step", "sync", "eval":

@@ -96,11 +96,14 @@ TABLE = {  # case: (flags, meshes)
     "zero_one_adam, 4 bits": (
         ONE_BIT | dict(quantize="e3m0", refresh="full", step_bound=0.0), [FOUR, (2, 1)]
     ),
+    "zero_one_adam, measured": (ONE_BIT | dict(refresh="measured"), [FOUR, GRID]),
     "zero_one_adam, no errors": (ONE_BIT | dict(error_feedback=False), [FOUR]),
     "zero_one_adam, none": (ONE_BIT | dict(quantize="none"), [GRID]),
     "zero_one_adam, growing": (ONE_BIT | GROWING | dict(round_bound=0.2), [GRID, THREE, FOUR]),
     "one_bit_edit": (ONE_BIT_EDIT, ALL),
-    "one_bit_edit, micro-steps": (ONE_BIT_EDIT | GROWING | dict(accum=2), [FOUR]),
+    "one_bit_edit, micro-steps": (
+        ONE_BIT_EDIT | GROWING | dict(accum=2, refresh="measured"), [FOUR, GRID]
+    ),
     "one_bit_edit, equal weights": (
         ONE_BIT_EDIT | dict(weighted_averaging=False, round_bound=0.1), [THREE]
     ),
@@ -126,7 +129,9 @@ TABLE = {  # case: (flags, meshes)
     "sick: spike": (SICK | dict(sick=Sick(100.0, [1], 10)), [GRID]),
     # the replica's own gradients are NaN in one step, and AdamW's moments must stay finite
     "sick: mid round": (SICK | dict(sick=one_nan([0], 6)), [GRID]),
-    "sick: one bit": (SICK_ONE_BIT | dict(sick=Sick(100.0, [1], 16)), [THREE, GRID]),
+    "sick: one bit": (
+        SICK_ONE_BIT | dict(sick=Sick(100.0, [1], 16), refresh="measured"), [THREE, GRID]
+    ),
     "sick: one bit, first rounds": (
         ONE_BIT | dict(method="one_bit_edit", sick=Sick(100.0, [1], 13)), [THREE, FOUR]
     ),

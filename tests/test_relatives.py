@@ -221,7 +221,8 @@ def test_zero_one_adam_divides_the_gradient_that_clipping_on_a_gpu_has_not_divid
         method.model.exp_avg_sq.fill_(1.0)
         method.model.grad.fill_(gradient)
         method.inner_step(optimizer, scale)
-        found.append([method.model.master, method.model.exp_avg, method.variance])
+        model = method.model
+        found.append([model.master, model.exp_avg, method.variance, model.grad])
     assert all(map(torch.equal, *found)) and found[0][1].norm() > 0
 
 
