@@ -21,7 +21,7 @@ replica ruins it. EDiT (edit.py) has neither problem, but sends 32 bits an eleme
         a   <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / (sum of lr)
     after the last layer: V is refreshed as in shared_variance.py
 
-delta is --anomaly_threshold, phi --pseudo_grad_clip; names and shapes are those of the two files.
+delta is --anomaly_threshold, phi --pseudo_grad_clip; for other names see the files above.
 In units of the sum of learning rates u_i is a momentum, so G_i does not grow with the length of a
 round or the learning rate. It judges this round alone, without e_i. If it grows in all replicas
 alike, that is no anomaly: hence the median (the lower one of two). In the first rounds there is no

@@ -19,9 +19,11 @@ and a new one from their own gradients is too large, because these are noisier t
     v_i, w     variance            (sum P/N,)   replica i
     g_i        model.grad          (sum P/N,)   replica i: of the last step, clipped
 
-shape keeps the size of the first steps, whose gradients are large. measured gives V about the size
-that it has in mini-batch training: the ratio r of mean to local squares is 1/M if gradients are
-noise, 1 if they are equal. At first v_i is of V's size, hence the correction.
+shape keeps V's size at the end of the warm-up, when gradients are still large. measured gives V
+about the size that it has in mini-batch training: r, the ratio of mean to local squares, is 1/M if
+gradients are noise, 1 if they are equal. At first v_i is of V's size, hence the correction. Where
+all g_i are 0, r is 1. A replica that one_bit_edit.py flags counts as g_i = 0: of four replicas one
+makes r at most 1/4 too small.
 
 Slow-link bytes per rank and refresh: 2 (M-1)/M * 1.016 P/N; measured: twice that, and 4 (M-1) for
 each layer.
@@ -77,11 +79,12 @@ class SharedVariance(ErrorFeedback):
         # [shard] all-gather, 2 scalars per layer, once per refresh (bit-equal in all replicas)
         rows = self.mesh.gather_rows(torch.cat([above, below]), self.mesh.shard)
         above, below = rows.sum(dim=0).chunk(2)
+        # r = sum(V) / sum(w)  or  ||1/M sum_i g_i||^2 / (1/M sum_i ||g_i||^2)  or  1
         r = torch.where((below > 0) & (rule != "full"), above / below, 1.0)
         if rule == "measured":
             r.clamp_(min=1 / self.mesh.replicas)
         old = self.config.beta2 ** (self.steps - self.config.sync_warmup_steps)
         for V_l, w, r_l in zip(views(V), views(v), r):
-            if rule == "measured" and self.rounds == 1:
+            if rule == "measured" and self.rounds == 1:  # w <- w + beta2^k (1/r - 1) V
                 w.add_(V_l * (1 / r_l - 1), alpha=old)
             torch.mul(w, r_l, out=V_l)
