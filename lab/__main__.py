@@ -293,6 +293,7 @@ SHORT_FIRST = {4: "2:96", 8: "2:96,4:192"}
 ONE_BIT = ("zero_one_adam", "one_bit_edit")
 BEST = "one_bit_edit"
 IN_8_BITS = {"sync_warmup_steps": 32, "warmup_format": "int8"}
+IN_8_BITS_128 = {"variant": "warm-up 128 in 8 bits", "warmup_format": "int8"}
 FRONTIER_COLUMNS = ("val_loss", "over_minibatch", "sync_bytes", "fewer_bytes")
 
 
@@ -319,8 +320,7 @@ def frontier(seed, quick):
     runs, own = [training("minibatch", seed)], IN_8_BITS | {"variant": "short rounds first"}
     for method, (tau, first) in itertools.product(ONE_BIT, SHORT_FIRST.items()):
         runs.append(training(method, seed, tau, tau_schedule=first, **own))
-    own = {"variant": "warm-up 128 in 8 bits", "warmup_format": "int8"}
-    runs += [training(BEST, seed, tau, **own) for tau in (() if quick else (1, 4))]
+    runs += [training(BEST, seed, tau, **IN_8_BITS_128) for tau in (() if quick else (1, 4))]
     if seed > 1 and not quick:  # with seed 1 all others end more than 1% above the frontier
         return [*runs, training("sparse_loco", seed, 4, sync_warmup_steps=32)]
     return runs + grid(seed, (16,) if quick else (4, 8, 16, 64), 32)
@@ -376,7 +376,8 @@ def frontier_10m(seed, quick):
     flags = {"minibatch": {}, "edit": {"sync_warmup_steps": 32}}
     flags |= dict.fromkeys(ONE_BIT, SHORT_BEST)
     large = {} if quick else {"model": "10m", "batch_size": 2, "lr": 0.001}  # the preset's rate
-    return [training(method, 1, **large | flags[method]) for method in flags]
+    runs = [training(method, 1, **large | flags[method]) for method in flags]
+    return [*runs, training(BEST, 1, 1, **large | IN_8_BITS_128)]
 
 
 LONG = {"max_steps": 2000, "sync_warmup_steps": 32, "eval_interval": 250, "log_interval": 250}
