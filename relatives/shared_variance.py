@@ -83,8 +83,8 @@ class SharedVariance(ErrorFeedback):
         r = torch.where((below > 0) & (rule != "full"), above / below, 1.0)
         if rule == "measured":
             r.clamp_(min=1 / self.mesh.replicas)
-        old = self.config.beta2 ** (self.steps - self.config.sync_warmup_steps)
+        k = self.steps - self.config.sync_warmup_steps
         for V_l, w, r_l in zip(views(V), views(v), r):
             if rule == "measured" and self.rounds == 1:  # w <- w + beta2^k (1/r - 1) V
-                w.add_(V_l * (1 / r_l - 1), alpha=old)
+                w.add_(V_l * (1 / r_l - 1), alpha=self.config.beta2**k)
             torch.mul(w, r_l, out=V_l)

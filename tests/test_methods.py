@@ -129,8 +129,8 @@ TABLE = {  # case: (flags, meshes)
     "sick: spike": (SICK | dict(sick=Sick(100.0, [1], 10)), [GRID]),
     # the replica's own gradients are NaN in one step, and AdamW's moments must stay finite
     "sick: mid round": (SICK | dict(sick=one_nan([0], 6)), [GRID]),
-    "sick: one bit": (
-        SICK_ONE_BIT | dict(sick=Sick(100.0, [1], 16), refresh="measured"), [THREE, GRID]
+    "sick: one bit": (  # in round 4, after which V is refreshed
+        SICK_ONE_BIT | dict(sick=Sick(100.0, [1], 19), refresh="measured"), [THREE, GRID]
     ),
     "sick: one bit, first rounds": (
         ONE_BIT | dict(method="one_bit_edit", sick=Sick(100.0, [1], 13)), [THREE, FOUR]
