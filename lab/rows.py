@@ -42,34 +42,57 @@ CASE = (  # what distinguishes the rows, the seed apart
     "method", "replica", "variant", "setting", "tau", "slowness", "clock", "disturbance",
     "link_mbps", "model", "gbit_per_s",
 )  # fmt: skip
-CURVES = ("step", "tokens", "train_s", "sync_bytes", "val_loss")  # columns of the eval rows
+COUNTS = ("step", "tokens", "train_s", "sync_bytes")  # columns of step rows and evaluations
+CURVES = (*COUNTS, "val_loss")  # columns of the evaluations
+NUMBER = (int, float)
 
 
 def read_run(folder) -> dict:
-    """The record of a run: its rows `config` and `end` (None: it has not ended), a list per column
-    of its evaluations, `steps`, the list of its step rows, and `rounds`, the steps of each replica
-    in each. Raises UserError for a file that is not a record."""
+    """The record of a run: its folder, its rows `config` and `end` (None: it has not ended), a list
+    per column of its evaluations, `steps`, the list of its step rows, and `rounds`, the steps of
+    each replica in each. A val_loss that is not finite is None. Raises UserError for a file that is
+    not a record."""
     path, rows = Path(folder, "metrics.jsonl"), defaultdict(list)
     try:
         for line in path.read_text().splitlines():
             row = json.loads(line)
             rows[row["event"]].append(row)
-        curves = {name: [row[name] for row in rows["eval"]] for name in CURVES}
         config, end = rows["config"][0], rows["end"][0] if rows["end"] else None
-        config["method"]  # a record without it is refused
+        check_types(config, str, "method")
+        check_types({"sync_warmup_steps": 0} | config, NUMBER, "sync_warmup_steps")
+        for row in rows["step"] + rows["eval"]:
+            check_types(row, NUMBER, *COUNTS)
+        for row in rows["eval"]:
+            check_types(row, (*NUMBER, type(None)), "val_loss")
+        curves = {name: [row[name] for row in rows["eval"]] for name in CURVES}
         rounds = [row["steps"] for row in rows["sync"]]
-        return {"config": config, "end": end, "steps": rows["step"], "rounds": rounds} | curves
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is not the record of a run ({error})") from None
+    record = {"folder": folder, "config": config, "end": end, "steps": rows["step"]}
+    return record | {"rounds": rounds} | curves
+
+
+def check_types(row: dict, types, *names):
+    for name in names:
+        if not isinstance(row[name], types):
+            raise TypeError(f"{name} has a wrong type")
 
 
 def after_warmup(record: dict, warmup: int) -> dict:
-    """Lists like the record's, less what the first `warmup` steps have sent and taken. Without an
-    evaluation at their end: less as many bytes per step as the first one has sent."""
-    names, first = ("sync_bytes", "tokens", "train_s"), record["steps"][0]
-    totals = dict(zip(record["step"], zip(*(record[name] for name in names))))
-    began = totals.get(warmup, (warmup * first["sync_bytes"] // first["step"], 0, 0.0))
-    return {name: [max(0, x - x0) for x in record[name]] for name, x0 in zip(names, began)}
+    """Lists like the record's, less what the first `warmup` steps have sent and taken. The last row
+    within the warm-up says how much that is, in proportion if it is of an earlier step than the
+    last one. Raises UserError if there is no such row."""
+    evaluations = [dict(zip(COUNTS, row)) for row in zip(*(record[name] for name in COUNTS))]
+    rows = sorted(record["steps"] + evaluations, key=lambda row: row["step"])
+    within = [row for row in rows if 0 < row["step"] <= warmup]
+    began = dict.fromkeys(COUNTS, 0)
+    if within:
+        last = within[-1]
+        began = {name: last[name] * (warmup / last["step"]) for name in COUNTS}
+    elif warmup:
+        problem = f"no row of its record is within the warm-up of {warmup} steps"
+        raise UserError(f"{record['folder']}: {problem}; name a run that began at step 1")
+    return {name: [max(0, x - began[name]) for x in record[name]] for name in COUNTS}
 
 
 def in_order(rows: list) -> list:

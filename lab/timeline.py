@@ -33,7 +33,7 @@ def read_timeline(folder) -> list:
             recorded = json.loads(path.read_text())
             found.setdefault(recorded["replica"], recorded["spans"])
         rows = [replica_row(record, replica, found[replica]) for replica in sorted(found)]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{folder}: its timeline is damaged ({error})") from None
     if not rows:
         raise UserError(f"{folder}: the run has no timeline; train with --timeline")
@@ -54,7 +54,7 @@ def replica_row(record: dict, replica: int, recorded: list):
     """None if there are too few rounds."""
     spans = defaultdict(list)
     for name, begin, end in recorded:
-        spans[name].append((begin, end))
+        spans[name].append((float(begin), float(end)))
     steps, ends = spans["step"], [len(spans["step"])]  # steps at the rounds' ends
     for each in reversed(record["rounds"] or [[1] * (replica + 1)] * len(steps)):
         if each[replica] > ends[0]:  # of an earlier start of train.py
@@ -67,6 +67,8 @@ def replica_row(record: dict, replica: int, recorded: list):
     waits = [span for name in WAITS for span in spans[name]]
     waited_s = sum(overlap_s(waits, *step) for step in whole)
     steps_s = sum(end - begin for begin, end in whole)
+    if min(steps_s, steps[last][0] - begin) <= 0:
+        raise ValueError("its rounds have no length")
     row = {"replica": replica, "computing": 1 - waited_s / steps_s, "begin": begin, "spans": spans}
     return row | {"whole_s": steps[last][0] - begin, "some_s": steps[drawn_last][0] - begin}
 

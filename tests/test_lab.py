@@ -177,13 +177,31 @@ def test_losses_over_those_of_the_base():
     assert [row["more"] for row in found] == [0, 0.5, 0, 0.25]
 
 
-def test_bytes_after_a_warmup_with_and_without_an_evaluation_at_its_end(monkeypatch):
-    record = dict(step=[4, 8], sync_bytes=[30, 62], tokens=[4, 8], train_s=[1.0, 2.0])
-    record |= dict(val_loss=[2.0, 1.0], steps=[{"step": 1, "sync_bytes": 7}])
+def test_counts_after_a_warmup_go_by_the_last_row_within_it(monkeypatch):
+    """Columns of the evaluations, then the step rows; a step sends 7 bytes and takes 0.5 s."""
+    record = dict(step=[2, 4, 8], sync_bytes=[14, 30, 62], tokens=[20, 40, 80])
+    record |= dict(train_s=[1.0, 2.5, 4.5], val_loss=[3.0, 2.0, 1.0], folder="run")
+    names = ("step", "sync_bytes", "tokens", "train_s", "step_ms")
+    steps = (1, 7, 10, 0.75, 750.0), (3, 21, 30, 1.5, 500.0), (6, 42, 60, 3.5, 500.0)
+    record["steps"] = [dict(zip(names, row)) for row in steps]
     monkeypatch.setattr(runs, "read_run", lambda folder: record)
-    for warmup, expected in (0, 62), (2, 62 - 14), (4, 62 - 30):
-        run = runs.Run({}, {"method": "edit", "sync_warmup_steps": warmup}, ())
-        assert run.row()["local_bytes"] == expected
+    expected = {  # warm-up -> bytes, tokens and seconds after it, at the end and at the beginning
+        0: ((62, 80, 4.5), (14, 20, 1.0)),
+        1: ((62 - 7, 80 - 10, 4.5 - 0.75), (14 - 7, 20 - 10, 1.0 - 0.75)),
+        4: ((62 - 30, 80 - 40, 4.5 - 2.5), (0, 0, 0)),  # an evaluation at its end
+        5: ((62 - 30 * 5 / 4, 80 - 50, 4.5 - 2.5 * 5 / 4), (0, 0, 0)),
+        6: ((62 - 42, 80 - 60, 4.5 - 3.5), (0, 0, 0)),  # a step row at its end
+    }
+    for warmup, (last, first) in expected.items():
+        after = rows.after_warmup(record, warmup)
+        columns = [after[name] for name in ("sync_bytes", "tokens", "train_s")]
+        assert list(zip(*columns))[::-2] == [last, first]
+        row = runs.Run({}, {"method": "edit", "sync_warmup_steps": warmup}, ()).row()
+        assert (row["local_bytes"], row["tokens_per_s"]) == (last[0], last[1] / last[2])
+    later = record | dict(step=[8], sync_bytes=[62], tokens=[80], train_s=[4.5], steps=[])
+    assert rows.after_warmup(later, 0)["tokens"] == [80]
+    with pytest.raises(UserError, match="run: no row of its record is within the warm-up of 4"):
+        rows.after_warmup(later, 4)
 
 
 def test_bytes_below_those_of_minibatch():
@@ -213,6 +231,12 @@ def test_seconds_over_a_link_add_computing_and_traffic_but_for_streaming():
     assert busy["wall_s"] == pytest.approx(2.4 * framing)
 
 
+def test_picture_is_svg(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plot.py", "run", "--out", "x.png"])
+    with pytest.raises(UserError, match="pictures are SVG; name it x.svg"):
+        plot.main()
+
+
 def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError) as caught:
@@ -224,7 +248,7 @@ def test_plot_draws_records_of_runs(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     edit, seen = dict(method="edit", tau=8, seed=1), []
     configs = edit, edit | dict(seed=2), edit | dict(tau=4), dict(method="diloco", tau=2)
-    warm = json.dumps(dict(event="step", step=4, sync_bytes=2)) + "\n"
+    warm = json.dumps(dict(event="step", step=4, sync_bytes=2, tokens=4, train_s=1)) + "\n"
     for k, (name, config) in enumerate(zip("abdc", configs)):
         (tmp_path / name).mkdir()
         config = json.dumps({"event": "config", "sync_warmup_steps": 4} | config)
@@ -242,15 +266,61 @@ def test_plot_draws_records_of_runs(monkeypatch, tmp_path):
     ((found, panels),) = seen  # seeds are one line: the mean, the lowest, the highest
     assert plot.lines_of(found, panels[1])["edit", "tau 8"] == [(0.5, 0.5, 0, 1)]
     assert [row["local_bytes"] for row in found] == [[0], [0], [0], [1]]  # 2 in the warm-up
-    wrong = {config: "c: the run has no evaluation yet", '{"event": "config"}': "not the record"}
-    wrong |= {text.replace('"val_loss": 3', '"val_loss": null'): "c: a validation loss .* finite"}
-    for record, message in wrong.items():
-        (tmp_path / "c" / "metrics.jsonl").write_text(record)
-        with pytest.raises(UserError, match=message):
-            plot.main()
-    monkeypatch.setattr(sys, "argv", ["plot.py", *folders, "--out", "x.png"])
-    with pytest.raises(UserError, match="pictures are SVG; name it x.svg"):
+
+
+CONFIG = dict(event="config", method="edit", sync_warmup_steps=4)
+STEP = dict(event="step", step=4, sync_bytes=2, tokens=4, train_s=1.0, loss=None)
+EVALUATION = dict(event="eval", step=8, sync_bytes=3, tokens=8, train_s=2.0, val_loss=3.0)
+NOT_A_RECORD, NOT_FINITE = "metrics.jsonl is not the record of a run", "validation loss .* finite"
+RECORDS = [  # rows, what the line must say
+    ([CONFIG, STEP], "the run has no evaluation yet"),
+    ([CONFIG, EVALUATION], "no row of its record is within the warm-up of 4 steps"),
+    ([CONFIG, STEP, EVALUATION | dict(val_loss=None)], NOT_FINITE),
+    ([STEP, EVALUATION], NOT_A_RECORD),
+    ([dict(event="config"), STEP, EVALUATION], NOT_A_RECORD),
+    ([CONFIG | dict(method=["edit"]), STEP, EVALUATION], NOT_A_RECORD),
+    ([CONFIG | dict(sync_warmup_steps="4"), STEP, EVALUATION], NOT_A_RECORD),
+    ([CONFIG, STEP, EVALUATION, 5], NOT_A_RECORD),
+    ([CONFIG, STEP | dict(event=[]), EVALUATION], NOT_A_RECORD),
+    *[([CONFIG, STEP, EVALUATION | {name: "8"}], NOT_A_RECORD) for name in rows.CURVES],
+    *[([CONFIG, STEP, EVALUATION | {name: [8]}], NOT_A_RECORD) for name in rows.CURVES],
+    *[([CONFIG, STEP | {name: None}, EVALUATION], NOT_A_RECORD) for name in rows.COUNTS],
+]
+
+
+TEXTS = [("\n".join(map(json.dumps, found)), message) for found, message in RECORDS]
+TEXTS += [("{", NOT_A_RECORD), ("[" * 10**5, NOT_A_RECORD)]
+
+
+@pytest.mark.parametrize("text, message", TEXTS, ids=range(len(TEXTS)))
+def test_broken_records_are_refused_in_one_line(text, message, monkeypatch, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(text)
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(tmp_path)])
+    with pytest.raises(UserError, match=message) as caught:
         plot.main()
+    assert "\n" not in str(caught.value)
+
+
+SPANS = [["step", k, k + 0.5] for k in range(4)]
+SPOILED = [[["step", 0.7, None]], [["wait for link", 1.0, None]], [None], ["ab"], [["step", 9]]]
+SPOILED = [SPANS + spans for spans in [*SPOILED, [[["step"], 1, 2]]]]
+SPOILED += [[["step", k, k] for k in range(4)], [["step", -k, 0] for k in range(4)], None, 5]
+TIMELINES = ["[]", "{", "[" * 10**5]
+TIMELINES += [json.dumps(dict(replica=0, spans=spans)) for spans in SPOILED]
+TIMELINES += [json.dumps(dict(replica=replica, spans=SPANS)) for replica in (1, None, [])]
+
+
+@pytest.mark.parametrize("text", TIMELINES, ids=range(len(TIMELINES)))
+def test_broken_timelines_are_refused_in_one_line(text, tmp_path):
+    """Of rounds of one step."""
+    record = [CONFIG, *[dict(event="sync", steps=[1])] * 4]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, record)))
+    (tmp_path / "timeline-0.json").write_text(json.dumps(dict(replica=0, spans=SPANS)))
+    assert timeline.read_timeline(tmp_path)[0]["computing"] == 1.0
+    (tmp_path / "timeline-0.json").write_text(text)
+    with pytest.raises(UserError, match="its timeline is damaged") as caught:
+        timeline.read_timeline(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_timeline_counts_whole_rounds_and_draws_what_a_run_has_recorded(tmp_path, monkeypatch):
