@@ -6,7 +6,8 @@
 
 Checkpoints are taken at round ends, the last one at the end of the training. What is equal in all
 replicas there is only in the files of replica 0: a method's `shared` vectors, in most methods the
-parameters, and in the warm-up (in mini-batch always) AdamW's moments.
+parameters, and in the warm-up (in mini-batch always) AdamW's moments. Replicas compare checksums of
+it first. If they differ, the run ends.
 
 The folder is written as checkpoint.tmp and gets its name when all ranks have written their files.
 So list_checkpoints() finds only complete ones, whenever a rank is killed.
@@ -24,6 +25,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -96,6 +98,12 @@ def lock(folder, kind=fcntl.LOCK_EX):
 # ---- saving ----
 
 
+class ReplicasDiffer(Exception):
+    """Vectors that must be equal in all replicas are not. The text is one line."""
+
+    exit_code = 1  # as after a lost rank: a restart from an earlier checkpoint may go well
+
+
 def files(path, mesh: dict) -> list:
     """The files of all ranks, in rank order. mesh: {"replicas": M, "shards": N}."""
     return [path / f"rank-{r:05d}.pt" for r in range(mesh["replicas"] * mesh["shards"])]
@@ -113,14 +121,41 @@ def vectors(model, method) -> tuple:
     return equal, own
 
 
+def checksums(model, equal: dict) -> dict:
+    """Of each layer of these vectors, which are on the host, by its name."""
+    found = {}
+    for name, vector in equal.items():
+        for l, layer in enumerate(model.views(vector)):
+            found[f"{name} of layer {l}"] = zlib.crc32(layer.numpy())
+    return found
+
+
+def check_equal(mesh, found: list):
+    """Raise ReplicasDiffer on all ranks, rank 0 with a line, unless each rank has found the same
+    checksums as the rank with its shard in replica 0."""
+    for rank, own in enumerate(found):
+        replica, shard_index = divmod(rank, mesh.shards)
+        for name, checksum in own.items():
+            if checksum != found[shard_index][name]:
+                line = f"{name}: replica {replica} is not equal to replica 0, so a memory or a "
+                line += "link is faulty; --resume auto continues from the last checkpoint"
+                raise ReplicasDiffer("" if mesh.rank else line)
+
+
 def save(setup, model, method, state: dict) -> Path:
     """Write a checkpoint into the run's folder and remove the oldest. state: the record's. All
-    ranks call it at a round end. Raises UserError on all of them if one cannot write its part;
-    earlier checkpoints stay."""
+    ranks call it at a round end. Raises ReplicasDiffer, or UserError if a rank cannot write its
+    part, on all of them; earlier checkpoints stay."""
     mesh, flags = model.mesh, setup.describe(model.mesh)
+    if mesh.device.type == "cuda":  # --offload: copies to vectors on the host may be in flight
+        torch.cuda.synchronize()
     scalars = () if method.averages_gradients else method.scalars
     content = {name: getattr(method, name) for name in ("steps", "rounds", *scalars)}
     equal, own = vectors(model, method)
+    equal = {name: vector.cpu() for name, vector in equal.items()}
+    # [sync] all-gather of objects, all ranks, once per checkpoint
+    found = mesh.all_gather_object((method.steps, checksums(model, equal)))
+    check_equal(mesh, [own for _, own in found])
     content |= own if mesh.replica > 0 else own | equal
     parameters = model.master.cpu()
     for name, value in content.items():
@@ -128,8 +163,7 @@ def save(setup, model, method, state: dict) -> Path:
             # At a round end the anchor is the parameters. torch.save writes the same tensor once.
             value = value.cpu()
             content[name] = parameters if torch.equal(value, parameters) else value
-    # [sync] all-gather of objects, all ranks, once per checkpoint
-    steps = mesh.all_gather_object(method.steps)[:: mesh.shards]  # A-EDiT's replicas differ
+    steps = [steps for steps, _ in found[:: mesh.shards]]  # A-EDiT's replicas differ
     unfinished = Path(setup.config.out_dir, "checkpoint.tmp")
     final = unfinished.with_name(f"checkpoint-{steps[0]:08d}")
     paths = files(unfinished, flags["mesh"])

@@ -6,6 +6,7 @@ exists. The ranks exchange the result through the store of torchrun: either all 
     reason of the end       what happens                                            exit code
     wrong input             all ranks end before training, rank 0 prints a line     2
     full disk               all ranks end after the failed checkpoint, likewise     2
+    replicas differ         all ranks end before a checkpoint, likewise             1
     divergence              the ranks that find it end, the others lose them        2 (others 1)
     a rank is lost          gloo, shm: the others end at once or after --timeout_s  1
     SIGTERM, Ctrl-C         at once; with --save_on_exit at the next round end,     128 + signal

@@ -3,12 +3,14 @@
 import json
 import os
 import shutil
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
-from plumbing import checkpoint, launch
+from plumbing import checkpoint, launch, log
 from plumbing.config import UserError
 from ranks import run_training, train_all
 
@@ -265,12 +267,26 @@ def saved_run(tmp_path_factory, corpus_folder):
     return folder
 
 
+def load_for_an_hour(method, model, mesh):
+    """By the clock of the training, which a run reads in plumbing/log.py."""
+    passed, fill = [], checkpoint.fill
+    hours = lambda: 3600 * len(passed) + time.perf_counter()
+    log.time = SimpleNamespace(perf_counter=hours, time=time.time)
+
+    def slow_fill(*args):
+        passed.append("an hour")
+        fill(*args)
+
+    checkpoint.fill = slow_fill
+
+
 def test_given_flags_count_and_others_come_from_the_checkpoint(saved_run, corpus_folder, tmp_path):
     """--tau 2 is less than the checkpoint's; the log names each flag that differs."""
     out_dir = shutil.copytree(saved_run, tmp_path / "run")
     (out_dir / "metrics.jsonl").unlink()  # a new one begins with a row `config`
     changed = dict(max_steps=20, tau=2, lr=0.02, batch_size=3, resume="auto", out_dir=out_dir)
-    run = run_training(2, corpus_folder, **changed, checkpoint_interval=6)
+    run = run_training(2, corpus_folder, load_for_an_hour, **changed, checkpoint_interval=6)
+    assert all(row["train_s"] < 3600 for row in run.rows("step"))  # loading is no training
     assert run.printed.count("saved ") == 3  # due at 12 and 18, and at the end
     assert [row["steps"] for row in run.rows("sync")] == [[2, 2]] * 5 + [[1, 1]]
     (line,) = [line for line in run.printed.splitlines() if line.startswith("resume ")]

@@ -66,11 +66,18 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
 
         return noted
 
-    load = train.load_batch
+    def save(*args):
+        before = len(gpu.waits) if gpu else 0
+        path = save_checkpoint(*args)
+        # Then copies to vectors on the host have arrived before it reads them.
+        assert not gpu or gpu.waits[before] == "device"
+        return path
+
+    load, save_checkpoint = train.load_batch, checkpoint.save
     monkeypatch.setattr(ShardedModel, "__init__", make_late)
     monkeypatch.setattr(train, "load_batch", load_batch)
     monkeypatch.setattr(Log, "write", note(Log.write))
-    monkeypatch.setattr(checkpoint, "save", note(checkpoint.save))
+    monkeypatch.setattr(checkpoint, "save", note(save))
     for name in "sync", "end_sync":  # A-EDiT reads the steps, and waits for the clock
         monkeypatch.setattr(AEDiT, name, note(getattr(AEDiT, name)))
     monkeypatch.setattr(train, "print_sample", lambda path: None)

@@ -324,28 +324,33 @@ def test_broken_timelines_are_refused_in_one_line(text, tmp_path):
 
 
 def test_timeline_counts_whole_rounds_and_draws_what_a_run_has_recorded(tmp_path, monkeypatch):
-    """Worked out by hand: rounds of 2 steps, of 1 and 0.5 s (and 0.5 s of evaluation); in each the
-    second step waits 0.3 s for the other replica and 0.1 s for the link."""
+    """Worked out by hand: rounds of 2 steps, of 1.4 and 0.5 s (and 0.1 s of evaluation); in each the
+    second step waits 0.3 s for the other replica and 0.1 s for the link. In the first and in the
+    last round the other step waits, too."""
     record = [{"event": "config", "method": "diloco"}]
     record += [{"event": "sync", "steps": [2, 2]} for _ in range(4)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, record)))
     for replica in (0, 1):
         spans = []
         for k in (replica / 4 + start for start in (0, 2, 4, 6)):
-            spans += [("step", 100.0 + k, 101.0 + k), ("step", 101.4 + k, 101.9 + k)]
+            spans += [("step", 100.0 + k, 101.4 + k), ("step", 101.4 + k, 101.9 + k)]
             if replica == 0:
                 spans += [("wait for others", 101.5 + k, 101.8 + k)]
-                spans += [("wait for link", 101.8 + k, 101.9 + k), ("link", 101.4 + k, 101.9 + k)]
+                spans += [("wait for link", 101.8 + k, 101.9 + k)]
+                spans += [("link", 101.4 + k, 101.7 + k), ("link", 101.7 + k, 101.9 + k)]
+        spans += [("wait for link", 100.5, 100.9), ("wait for link", 106.5, 106.9)]
         text = json.dumps({"replica": replica, "spans": spans})
         (tmp_path / f"timeline-{replica}.json").write_text(text)
     first, second = timeline.read_timeline(tmp_path)
-    assert (first["computing"], second["computing"]) == (pytest.approx(1 - 0.8 / 3), 1.0)
+    assert (first["computing"], second["computing"]) == (pytest.approx(1 - 0.8 / 3.8), 1.0)
     # round 2 begins at 0
     assert first["spans"]["wait for others"] == [(-0.5, -0.2), (1.5, 1.8), (3.5, 3.8)]
     assert (first["whole_s"], first["some_s"]) == (4.0, 4.0)  # rounds 2 and 3
-    assert first["spans"]["step"][:2] == [(-0.6, -0.1), (0.0, 1.0)]
-    spans = [(0.0, 1.0), (0.2, 0.5), (1.002, 2.0), (2.4, 3.0)]
-    assert timeline.visible_spans(spans, 0.0, 9.0, merge=True) == [(0.0, 2.0), (2.4, 3.0)]
+    assert first["spans"]["step"][:3] == [(-0.6, -0.1), (0.0, 1.4), (1.4, 1.9)]
+    assert first["spans"]["link"][:3] == [(-0.6, -0.3), (-0.3, -0.1), (1.4, 1.7)]
+    spans = [(0.0, 1.0), (0.2, 0.5), (1.004, 2.0), (2.01, 3.0)]
+    assert timeline.visible_spans(spans, 0.0, 9.0, merge=True) == [(0.0, 2.0), (2.01, 3.0)]
+    assert timeline.visible_spans(spans, 0.0, 9.0, merge=False) == spans
     sent = [(-0.5, 0.05), (0.1, 0.6), (0.65, 1.0), (1.5, 1.6)]
     assert timeline.transfers({"spans": {"link": sent}}) == sent[1:3]  # of one sync
     text = (tmp_path / "metrics.jsonl").read_text()
