@@ -300,6 +300,16 @@ def test_given_flags_count_and_others_come_from_the_checkpoint(saved_run, corpus
     assert [row["tokens"] for row in run.rows("step")] == [336 + 48 * i for i in range(11)]
 
 
+def test_run_that_is_writing_is_not_read(tmp_path):
+    (tmp_path / "checkpoint-00000001").mkdir()
+    os.close(checkpoint.lock(tmp_path))
+    assert checkpoint.choose("auto", str(tmp_path), overwrite=False)
+    writing = checkpoint.lock(tmp_path)
+    with pytest.raises(UserError, match="another run is writing there"):
+        checkpoint.choose("auto", str(tmp_path), overwrite=False)
+    os.close(writing)
+
+
 def refusal(argv, rank, world_size) -> str:
     """The line that Setup refuses these flags with, "" if the run can continue."""
     try:
@@ -336,6 +346,7 @@ FLAGS = [  # flags; ranks; what the line must say, "" if the run can continue
     ("--resume {tmp}/run", 1, "took 32 tokens per step, these ranks take 16"),
     ("--resume {tmp}/run --batch_size 2", 1, ""),
     ("--resume {tmp}/run --tokens_per_step 32", 1, ""),
+    ("--resume {tmp}/run --accum 3", 2, ""),
     ("--resume {tmp}/run --data {tmp}/wide", 2, "has another vocabulary"),
     ("--resume {tmp}/moved", 2, "trained on another corpus"),
     ("--resume {tmp}/moved --data {tmp}/new", 2, ""),

@@ -28,7 +28,7 @@ from model import ModelConfig
 from plumbing import config as config_module
 from plumbing import checkpoint, launch
 from plumbing.config import Config, UserError, parse, run_command
-from plumbing.log import Clock, Log
+from plumbing.log import Clock, Log, RoundRecord
 from ranks import ROOT, Launch, flags
 from shard import ShardedModel
 
@@ -406,6 +406,16 @@ def test_three_lost_rounds_end_the_training_if_they_are_in_a_row():
     assert log.file.getvalue().count("[null]") == 6  # JSON has no NaN
 
 
+def test_stall_counts_for_one_round():
+    record = RoundRecord(Mesh(1, torch.device("cpu")), None)
+    exchanged = SimpleNamespace(steps=torch.ones(1), losses=torch.ones(1))
+    method = SimpleNamespace(rounds=1, steps=1, exchanged=exchanged)
+    record.stalls.append((1.0, 3.0))
+    for stall_ms in 2000.0, 0.0:
+        record.done(method)
+        assert record.take()["stall_ms"] == stall_ms
+
+
 def test_run_leaves_a_record_and_a_model(tmp_path, corpus_folder, run_here, capsys):
     corpus = shutil.copytree(corpus_folder, tmp_path / "corpus")
     meta = json.loads((corpus / "meta.json").read_text())
@@ -419,6 +429,10 @@ def test_run_leaves_a_record_and_a_model(tmp_path, corpus_folder, run_here, caps
     assert events[0][0] == "config" and events[-1] == ("end", 7)
     assert [step for event, step in events if event == "step"] == [1, 3, 6, 7]
     assert [step for event, step in events if event == "sync"] == [3, 5, 7]
+    steps = [row for row in rows if row["event"] == "step"]
+    for before, row in zip(steps, steps[1:]):
+        taken, passed_s = row["step"] - before["step"], row["train_s"] - before["train_s"]
+        assert row["step_ms"] == pytest.approx(1e3 * passed_s / taken)
     # due at 3 and 6, at round ends 3, 5, 7
     assert [step for event, step in events if event == "eval"] == [3, 7]
     expected = {

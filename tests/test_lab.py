@@ -147,6 +147,7 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
     assert shown == [
         ("EDiT", (4.0, 16.0), (1.25, 3.0)), (None, (4.0, 16.0), (1.0, 2.0), (1.5, 4.0)),
     ]  # fmt: skip
+    assert plot.lines_of(found, plot.Panel("x", "val_loss", "", xlim=(4, 16))) == lines
     assert plot.lines_of(found, plot.Panel("x", "val_loss", "", xlim=(5, 9))) == {}
     assert plot.lines_of(found, plot.Panel("x", "val_loss", "", where={"tau": 5})) == {}
     curves = [row | {"x": [1, 2], "val_loss": [row["seed"], 2.0]} for row in found[1::2]]
@@ -156,6 +157,18 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
         "| EDiT | 16 | 3.0000 (2.0000 .. 4.0000) |", "| EDiT | 4 | 1.2500 (1.0000 .. 1.5000) |",
         "| averaging | 16 | 2.0000 |",
     ]  # fmt: skip
+
+
+def test_line_of_the_frontier_joins_the_points_that_no_other_beats(monkeypatch):
+    points = [("edit", 1, 4.0), ("co2", 2, 4.0), ("noloco", 3, 2.0)]
+    found = [{"method": method, "tau": x, "x": x, "val_loss": y} for method, x, y in points]
+    panel, shown = plot.Panel("x", "val_loss", "", frontier=True), []
+    show = lambda *columns, **style: shown.append(columns)
+    monkeypatch.setattr(plot, "name_points", lambda axes, named: shown.append(named[0][:3]))
+    axes = SimpleNamespace(plot=show, annotate=lambda *_, **style: None)
+    lines = plot.lines_of(found, panel)
+    plot.draw_frontier(axes, panel, found, lines, plot.styles_of([lines]))
+    assert shown == [((1, 3), (4.0, 2.0)), (2, 4.0, "CO2 2")]
 
 
 def test_short_runs_give_the_times_and_full_runs_the_losses(monkeypatch):
@@ -367,15 +380,18 @@ def test_timeline_counts_whole_rounds_and_draws_what_a_run_has_recorded(tmp_path
 
 
 def test_timeline_of_a_run_is_drawn(tmp_path, corpus_folder, monkeypatch):
-    pytest.importorskip("matplotlib")
+    began = time.time()
     options = dict(method="diloco", tau=2, sync_warmup_steps=1, max_steps=9, timeline=True)
     run_training(2, corpus_folder, out_dir=tmp_path, link_mbps=1, **options)
+    spans = json.loads((tmp_path / "timeline-0.json").read_text())["spans"]
+    assert all(began < begin <= end for _, begin, end in spans)  # on one scale for all machines
     slow = timeline.read_timeline(tmp_path)
     assert len(slow) == 2 and all(0 < row["computing"] < 1 for row in slow)
     assert all(len(row["spans"]["link"]) >= 4 for row in slow)
     run_training(4, corpus_folder, out_dir=tmp_path / "fast", **options)  # no link, four replicas
     rows_ = slow + timeline.read_timeline(tmp_path / "fast")
     assert len(rows_) == 6
+    pytest.importorskip("matplotlib")
     out = str(tmp_path / "x.svg")
     monkeypatch.setattr(sys, "argv", ["plot.py", "--timeline", *map(str, (tmp_path, tmp_path / "fast")), "--out", out])
     plot.main()

@@ -77,6 +77,15 @@ def test_streaming_buffers_hold_a_fragment_sent_and_received(corpus_folder):
         assert plan.memory()["sync buffers"] == 2 / F * plan.shard_bytes
 
 
+def test_kinds_of_memory_follow_the_method_and_the_dtype(corpus_folder):
+    methods = [planned(corpus_folder, 2, method=name, backend="shm") for name in ("diloco", "co2")]
+    shared = [plan.memory().get("shared memory", 0) for plan in methods]
+    assert shared[0] > 0 == shared[1]  # without a barrier replicas use gloo
+    plan = planned(corpus_folder, 1, dtype="bf16")  # the parameters are in fp32
+    largest = max(layout.padded for layout in plan.layouts)
+    assert plan.memory()["two whole layers"] == 2 * 2 * largest
+
+
 def expected_bytes(method, plan):
     """Two replicas; shards of less than 4,096 elements: what one sends, counted."""
     sizes = [layout.shard_size for layout in plan.layouts]
@@ -131,6 +140,8 @@ def test_ranks_of_a_machine_must_fit_into_its_memory_together(corpus_folder, mon
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UserError, match="a rank needs about 0.4 MB of memory, and 2 here have"):
         plan.check_memory()
+    plan.on_cpu = False
+    plan.check_memory()
 
 
 def test_plan_says_what_a_reader_would_miss(corpus_folder, capsys):
@@ -145,6 +156,11 @@ def test_plan_says_what_a_reader_would_miss(corpus_folder, capsys):
         assert "ranks   [[0 1]\n         [2 3]]: a row is a replica" in text
         gpt2 = plan.n_params + 2 * (50257 - 257) * 6
         assert f"it would have {gpt2:,} parameters" in text
+    plan.config.init_from = "model.pt"  # it has its tokens
+    plan.config.link_mbps, plan.replicas = 10.0, 1
+    plan.show(SimpleNamespace(tokens=[], tokenizer="byte", hash=""))
+    text = capsys.readouterr().out
+    assert "parameters: " in text and "it would have" not in text and "a sync takes" not in text
 
 
 def test_only_the_softmax_of_bf16_on_cpus_grows_with_the_heads(corpus_folder):
@@ -194,6 +210,7 @@ def test_dry_run_of_7b_on_64_gpus_is_right_and_takes_no_memory(corpus_folder, ca
 
 def test_profile_names_layers_and_collectives(corpus_folder, tmp_path):
     options = dict(shards=2, max_steps=9, sync_warmup_steps=0, tau=3)
+    planned(corpus_folder, 4, profile=True, max_steps=4)  # as few as it needs
     run_training(4, corpus_folder, out_dir=tmp_path, profile=True, **options)
     assert len(list(tmp_path.glob("trace-*.json"))) == 4
     events = json.loads((tmp_path / "trace-3.json").read_text())["traceEvents"]
