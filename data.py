@@ -7,9 +7,10 @@ A corpus is one flat array of token ids. Its last few percent are the validation
 
 On disk it is a folder with `tokens.bin` (uint16, or uint32 for large vocabularies) and `meta.json`.
 Token files of other programs are read as they are: nanoGPT's train.bin (and val.bin beside it), and
-shards of llm.c and modded-nanogpt. All are memory-mapped, never copied. The built-in corpus is the
-source text of the running Python's standard library, about 12 MB. A stable hash of each file's path
-puts about one file in twenty into the validation part.
+shards of llm.c and modded-nanogpt. Those without a header are uint16, or with a --vocab_size above
+65536 uint32. All are memory-mapped, never copied. The built-in corpus is the source text of the
+running Python's standard library, about 12 MB. A stable hash of each file's path puts about one
+file in twenty into the validation part.
 
 The windows of a rank are a pure function of (seed, step, micro-step, rank): a counter-based
 generator (Philox) draws the starts of *all* windows of a global step, and each rank takes its rows.
@@ -50,7 +51,7 @@ VALIDATION_FRACTION = 0.05
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size
 GPT2 = 50257  # tokens in its vocabulary
 HINT = "name token files (.bin), or make a corpus with data.py --input FILE --out DIR"
-MAGIC = 20240520  # first number of llm.c's token files
+HEADERS = {20240520: np.uint16, 20240801: np.uint32}  # first number of llm.c's token files -> ids
 READ = "import pandas; pandas.read_parquet('IN')"
 WRITE = "to_json('OUT.jsonl', orient='records', lines=True)"
 UNSUPPORTED = {  # files that are not text, and what to do with them
@@ -192,11 +193,13 @@ def load_token_files(data: str, vocab_size: int) -> Corpus:
         raise UserError(f"--data {data[:200]}: name one corpus folder, not its files")
     parts, digest = {False: [], True: []}, hashlib.sha256()  # key: True for validation files
     for path in paths:
-        array = open_token_file(path)
+        array = open_token_file(path, vocab_size)
         parts[bool(re.search("(^|[^a-z])val([^a-z]|$)", path.name))].append(array)
         for piece in array[: 2**19], array[-(2**19) :]:  # all of it could take minutes
             digest.update(f"{len(array)} ".encode() + piece.tobytes())
     tokens = TokenFiles(parts[False] + parts[True])
+    if len({array.dtype for array in tokens.arrays}) > 1:
+        raise ValueError("some files have two bytes per token, others four")
     train_tokens = sum(map(len, parts[False]))
     if not parts[True]:
         train_tokens = int(len(tokens) * (1 - VALIDATION_FRACTION))
@@ -204,11 +207,17 @@ def load_token_files(data: str, vocab_size: int) -> Corpus:
     return Corpus(tokens, train_tokens, name, vocab_size, np.nan, digest.hexdigest()[:16])
 
 
-def open_token_file(path: Path) -> np.memmap:
-    """nanoGPT's are bare uint16; llm.c's begin with 256 int32: magic, version, number of tokens."""
+def smallest_dtype(vocab_size: int) -> np.dtype:
+    """Of token ids on disk."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def open_token_file(path: Path, vocab_size: int) -> np.memmap:
+    """llm.c's begin with 256 int32: magic, version, number of tokens. Others have no header."""
     header = np.fromfile(path, np.int32, 256)
-    has_header = len(header) == 256 and header[0] == MAGIC
-    array = np.memmap(path, np.uint16, mode="r", offset=1024 if has_header else 0)
+    has_header = len(header) == 256 and header[0] in HEADERS
+    dtype = HEADERS[header[0]] if has_header else smallest_dtype(vocab_size)
+    array = np.memmap(path, dtype, mode="r", offset=1024 if has_header else 0)
     if has_header and len(array) != header[2]:
         raise ValueError(f"{path.name} has {len(array):,} tokens, its header says {header[2]:,}")
     return array
@@ -310,7 +319,7 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = n
     """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json."""
     name, vocab_size = read_tokenizer(tokenizer_name)
     encoding = make_tokenizer(name)
-    dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+    dtype = smallest_dtype(vocab_size)
     digest, text_bytes, count = hashlib.sha256(), 0, 0
     with new_folder(out) as folder:
         with open(folder / "tokens.bin", "wb") as file:

@@ -151,12 +151,37 @@ def test_wrong_meta_data_few_and_foreign_tokens_are_refused(tmp_path, monkeypatc
         list(data.validation_batches(corpus, 1, 0, 1, 16, 8))
 
 
-def write_shard(path, tokens, count=None):
+def write_shard(path, tokens, count=None, kind=(20240520, 1), dtype=np.uint16):
     """As llm.c and modded-nanogpt write it."""
     header = np.zeros(256, np.int32)
-    header[:3] = 20240520, 1, len(tokens) if count is None else count
-    path.write_bytes(header.tobytes() + np.array(tokens, np.uint16).tobytes())
+    header[:3] = *kind, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.array(tokens, dtype).tobytes())
     return str(path)
+
+
+def test_token_files_of_a_large_vocabulary_are_read_in_four_bytes(tmp_path):
+    large = np.arange(128_000, 128_256, dtype=np.uint32)
+    shard = write_shard(tmp_path / "shard.bin", large, kind=(20240801, 7), dtype=np.uint32)
+    large.tofile(tmp_path / "bare.bin")  # as nanoGPT's, with another tokenizer
+    for name in shard, str(tmp_path / "bare.bin"), f"{shard}:{tmp_path / 'bare.bin'}":
+        corpus = data.load(name, 128_256)
+        assert ids(corpus) == large.tolist() * (1 + name.count(":"))
+        assert all(isinstance(array.base, mmap.mmap) for array in corpus.tokens.arrays)
+    # one token beyond two bytes decides
+    small = np.arange(256, dtype=np.uint16)
+    small.tofile(tmp_path / "small.bin")
+    assert ids(data.load(str(tmp_path / "small.bin"), 2**16)) == small.tolist()
+    assert data.load(str(tmp_path / "bare.bin"), 2**17).tokens.arrays[0].dtype == np.uint32
+    short = write_shard(tmp_path / "short.bin", small)  # its header counts, not --vocab_size
+    assert ids(data.load(short, 128_256)) == small.tolist()
+    with pytest.raises(UserError, match="two bytes per token, others four"):
+        data.load(f"{short}:{shard}", 128_256)
+    for path in shard, str(tmp_path / "bare.bin"):  # the way out is named
+        with pytest.raises(UserError, match="larger --vocab_size"):
+            data.load(path)
+    with pytest.raises(UserError, match="has 256 tokens, its header says 9"):
+        kind = dict(kind=(20240801, 7), dtype=np.uint32)
+        data.load(write_shard(tmp_path / "cut.bin", large, count=9, **kind), 128_256)
 
 
 def test_token_files_of_other_programs_are_read_in_place(tmp_path):
