@@ -23,9 +23,9 @@ So a checkpoint needs no state of the data, and the global batch does not depend
     python data.py --input book.txt more.jsonl --tokenizer byte --out my_corpus
     torchrun ... train.py --data my_corpus          # or --data train.bin; or --data a.bin b.bin
 
-Input is UTF-8. A .jsonl file has one document per line, in its field `text`; any other file is one
-document. Each document ends with the tokenizer's end-of-text token. (The paper's corpus is
-HuggingFaceFW/fineweb-edu; the package `datasets` can write it as .jsonl.)
+Input is UTF-8. A .jsonl or .ndjson file has one document per line, in its field `text`; any other
+file is one document. Each document ends with the tokenizer's end-of-text token. (The paper's corpus
+is HuggingFaceFW/fineweb-edu; the package `datasets` can write it as .jsonl.)
 """
 
 import hashlib
@@ -52,12 +52,15 @@ VALIDATION_ROWS = 16  # windows per validation batch, for every training batch s
 GPT2 = 50257  # tokens in its vocabulary
 HINT = "name token files (.bin), or make a corpus with data.py --input FILE --out DIR"
 HEADERS = {20240520: np.uint16, 20240801: np.uint32}  # first number of llm.c's token files -> ids
-READ = "import pandas; pandas.read_parquet('IN')"
-WRITE = "to_json('OUT.jsonl', orient='records', lines=True)"
+CONVERT = (
+    "convert it to .jsonl first, one object per line: python -c \"import pandas; "
+    "pandas.read_{}('IN').to_json('OUT.jsonl', orient='records', lines=True)\""
+)
 UNSUPPORTED = {  # files that are not text, and what to do with them
     ".bin": "these are token ids: give the file itself to train.py --data",
-    ".parquet": f'convert it to .jsonl first: python -c "{READ}.{WRITE}"',
-}  # fmt: skip
+    ".json": CONVERT.format("json"),
+    ".parquet": CONVERT.format("parquet"),
+}
 CHECKED_TOKENS = 2**24  # at the beginning of a corpus, when it is opened
 
 
@@ -274,12 +277,13 @@ def validation_batches(corpus, eval_batches, rank, world_size, batch_size, block
 def text_documents(paths):
     """Yield (piece of text, does its document end there?). Raises UserError for wrong input."""
     for path in map(Path, paths):
-        if path.suffix in UNSUPPORTED:
-            raise UserError(f"--input {path}: {UNSUPPORTED[path.suffix]}")
+        suffix = path.suffix.lower()
+        if suffix in UNSUPPORTED:
+            raise UserError(f"--input {path}: {UNSUPPORTED[suffix]}")
         line_number = 0
         try:
-            with open(path, encoding="utf-8", newline="") as file:
-                if path.suffix == ".jsonl":
+            with open(path, encoding="utf-8-sig", newline="") as file:  # without a byte order mark
+                if suffix in (".jsonl", ".ndjson"):
                     for line_number, line in enumerate(file, 1):
                         text = json.loads(line)["text"] if line.strip() else ""
                         text.encode()  # fails for half of a surrogate pair

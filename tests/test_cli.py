@@ -108,6 +108,7 @@ data --input IN/deep.jsonl --out new    | line 2 is not a JSON object
 data --input IN/half-pair.jsonl --out new | line 2 is not a JSON object
 data --input IN/tokens.bin --out new    | token ids: give the file itself to train.py --data
 data --input IN/a.parquet --out new     | to_json
+data --input IN/a.Json --out new        | convert it to .jsonl first, one object per line: python -c
 data --input IN/text.txt --out new --tokenizer gpt3 | give byte, gpt2, or a folder with
 data --input IN/text.txt --out IN       | exists already
 data --input IN/text.txt --out NAME     | File name too long
@@ -142,7 +143,7 @@ def inputs(tmp_path_factory):
     torch.save({"model": {}}, folder / "foreign.pt")
     half = (folder / "foreign.pt").read_bytes()[:500]
     files = {"text.txt": b"some text " * 100, "empty.txt": b"", "latin.txt": b"\xe9"}
-    files |= {"tokens.bin": bytes(range(100)), "a.parquet": b"PAR1"}
+    files |= {"tokens.bin": bytes(range(100)), "a.parquet": b"PAR1", "a.Json": b'[{"text": ""}]'}
     files |= {"half.pt": half, "pickle.pt": pickle.dumps(os.system, 2)}
     lines = {"bad": b"{", "half-pair": b'{"text": "\\ud800"}', "deep": b'{"text": ' + b"[" * 10**5}
     files |= {f"{name}.jsonl": b'{"text": "good"}\n' + line for name, line in lines.items()}

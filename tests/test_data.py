@@ -104,6 +104,18 @@ def test_written_corpus_holds_every_document_up_to_max_tokens(tmp_path, monkeypa
     assert ids(data.load("new/cut")) == ([120] * 9 + [256]) * 2 + [120] * 5
 
 
+def test_documents_do_not_depend_on_the_spelling_of_the_suffix_and_on_a_bom(tmp_path):
+    mark, line = b"\xef\xbb\xbf", b'{"text": "a\xef\xbb\xbfb"}\n'  # the second one is text
+    for name in "a.jsonl", "a.JSONL", "a.ndjson", "a.NDJson":
+        (tmp_path / name).write_bytes(mark + line + line)
+        documents = list(data.text_documents([tmp_path / name]))
+        assert documents == [("a\ufeffb", True)] * 2
+    whole = b"x" * 2**23 + b"\n"
+    (tmp_path / "a.TXT").write_bytes(mark + whole * 3 + mark)  # two pieces
+    pieces = [text.encode() for text, _ in data.text_documents([tmp_path / "a.TXT"])]
+    assert len(pieces) == 3 and b"".join(pieces) == whole * 3 + mark
+
+
 def test_tokens_of_a_large_vocabulary_are_written_in_four_bytes(tmp_path, monkeypatch):
     for largest, width in (2**16 - 1, 2), (2**16, 4):
         words = SimpleNamespace(
