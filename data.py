@@ -143,8 +143,9 @@ def standard_library() -> Corpus:
 
 def load(data: str | None, vocab_size: int = 0) -> Corpus:
     """Open a corpus. data: a folder that data.py has made; token files, or folders of them, with
-    ":" between them; or None, the built-in corpus. vocab_size: of token files (0: GPT-2's), else at
-    least the corpus's. Raises UserError if it is missing or damaged."""
+    ":" between them; or None, the built-in corpus. vocab_size: of the model, which may have more
+    tokens than the corpus (0: the corpus's; of token files GPT-2's). Raises UserError if the corpus
+    is missing or damaged, or has other tokens."""
     if data is None:
         corpus = standard_library()
     else:
@@ -154,10 +155,8 @@ def load(data: str | None, vocab_size: int = 0) -> Corpus:
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or f"damaged ({str(error)[:100]})"
             raise UserError(f"--data {data[:200]}: {reason}; {HINT}") from None
-    if vocab_size and vocab_size < corpus.vocab_size:
-        raise UserError(f"--vocab_size {vocab_size}: the corpus has {corpus.vocab_size} tokens")
     corpus.vocab_size = vocab_size or corpus.vocab_size
-    arrays = corpus.tokens.arrays if isinstance(corpus.tokens, TokenFiles) else []
+    arrays = corpus.tokens.arrays if isinstance(corpus.tokens, TokenFiles) else [corpus.tokens]
     for array in arrays:
         corpus.check(array[: CHECKED_TOKENS // len(arrays)])
     return corpus
@@ -320,10 +319,11 @@ def new_folder(out: str):
 
 
 def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = np.inf) -> dict:
-    """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json."""
+    """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json. Its
+    vocabulary is the model's, unless the documents have a token that only the tokenizer has."""
     name, vocab_size = read_tokenizer(tokenizer_name)
     encoding = make_tokenizer(name)
-    dtype = smallest_dtype(vocab_size)
+    dtype = smallest_dtype(encoding.n_vocab)
     digest, text_bytes, count = hashlib.sha256(), 0, 0
     with new_folder(out) as folder:
         with open(folder / "tokens.bin", "wb") as file:
@@ -333,6 +333,7 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = n
                 if len(tokens) > max_tokens - count:
                     tokens = tokens[: int(max_tokens - count)]
                     text = encoding.decode(tokens.tolist(), errors="ignore")
+                vocab_size = max(vocab_size, 1 + int(tokens.max(initial=0)))
                 file.write(tokens.tobytes())
                 digest.update(tokens.tobytes())
                 text_bytes, count = text_bytes + len(text.encode()), count + len(tokens)
@@ -360,7 +361,7 @@ def main():
     add("--out", required=True, metavar="DIR", help="new folder")
     add("--max_tokens", type=float, default=1e18, help="stop after so many tokens (default: none)")
     args = parser.parse_args()
-    check_limits("max_tokens", args.max_tokens, {"low": 1})
+    check_limits("--max_tokens", args.max_tokens, {"low": 1})
     meta = write_corpus(text_documents(args.input), args.tokenizer, args.out, args.max_tokens)
     count, train = meta["tokens"], meta["train_tokens"]
     print(f"{args.out}: {count:,} tokens ({args.tokenizer}), {train:,} of them for training")

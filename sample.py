@@ -85,6 +85,10 @@ def continue_text(model, encoding, prompt: str, **options) -> str:
     """The prompt and the model's continuation. An empty prompt starts a new document."""
     tokens = encoding.encode(prompt, disallowed_special=())
     start = tokens or [encoding.eot_token]
+    count = model.config.vocab_size
+    if max(start) >= count:  # an added token of the tokenizer
+        has = f"has token {max(start)}, but the model has only {count} tokens"
+        raise UserError(f"--prompt {prompt[:50]!r} {has}: give another one")
     for token in generate(model, start, n_vocab=encoding.n_vocab, **options):
         if token == encoding.eot_token:  # the document ends here
             break
@@ -115,7 +119,7 @@ def main():
     add("--seed", type=int, default=0, help="of the random draws (default: 0)")
     args = parser.parse_args()
     for name in ("tokens", "temperature", "top_k", "seed"):
-        check_limits(name, getattr(args, name), {})
+        check_limits(f"--{name}", getattr(args, name), {})
     model, encoding = load_model(args.model)
     options = {name: getattr(args, name) for name in ("temperature", "top_k", "seed")}
     print(continue_text(model, encoding, args.prompt, count=args.tokens, **options))

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from plumbing.config import UserError
+from plumbing.config import UserError, read_number
 
 DOWNLOAD_S = 60
 UNKNOWN = "unknown"
@@ -87,19 +87,21 @@ class FromJson:
 
 
 def read_tokenizer(name: str) -> tuple:
-    """--tokenizer -> (argument of make_tokenizer(), size of the vocabulary). name: byte, gpt2, or a
-    folder with a tokenizer.json. The model's config.json beside it may say a larger vocabulary."""
+    """--tokenizer -> (argument of make_tokenizer(), size of the model's vocabulary). name: byte,
+    gpt2, or a folder with a tokenizer.json. The model is that of a config.json beside it. It may
+    have more tokens than the tokenizer (padding) or fewer (added tokens)."""
     if name in ("byte", "gpt2"):
         return name, make_tokenizer(name).n_vocab
     try:
         text = Path(name, "tokenizer.json").read_text()
         config = Path(name, "config.json")
-        model = json.loads(config.read_text())["vocab_size"] if config.exists() else 0
-        return text, max(int(model), make_tokenizer(text).n_vocab)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if config.exists():
+            return text, read_number(json.loads(config.read_text()), "vocab_size", "vocab_size")
+    except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or f"damaged ({str(error)[:100]})"
         hint = "give byte, gpt2, or a folder with a tokenizer.json"
         raise UserError(f"--tokenizer {name[:200]}: {reason}; {hint}") from None
+    return text, make_tokenizer(text).n_vocab
 
 
 def to_json(name: str) -> tuple:

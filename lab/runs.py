@@ -211,7 +211,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="(default: 1 2 3)")
     args = parser.parse_args()
     for seed in args.seeds:
-        check_limits("seeds", seed, {})
+        check_limits("--seeds", seed, {})
     if args.quick:
         BASE.update(QUICK)
         args.seeds = args.seeds[:1]

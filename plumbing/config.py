@@ -159,7 +159,7 @@ class Config:
     data: str = option(
         "", "folder of data.py, or .bin files (default: standard library)", nargs="+", group="data"
     )
-    vocab_size: int = option(0, "of token files (0: 50257, GPT-2's), or to pad the corpus's")
+    vocab_size: int = option(0, "of token files (0: 50257, GPT-2's), or another than the corpus's")
     batch_size: int = option(8, "sequences per rank and micro-step", low=1)
     accum: int = option(1, "micro-steps per step; their gradients are averaged", low=1, below=10**6)
     tokens_per_step: int = option(0, "of all ranks; it sets accum, and batch_size is a limit then")
@@ -285,8 +285,19 @@ def read_flags(argv: list, methods: dict, simulation_class) -> dict:
     if "data" in given:
         given["data"] = ":".join(given["data"])
     for name, value in given.items():
-        check_limits(name, value, fields[name].metadata)
+        check_limits(f"--{name}", value, fields[name].metadata)
     return given
+
+
+def read_number(config: dict, key: str, flag: str):
+    """A number of a config.json. Raises UserError unless it is positive and within the limits of
+    the flag that has this meaning."""
+    value, f = config[key], Config.__dataclass_fields__[flag]
+    kind = type(f.default)
+    if type(value) not in (int, kind) or not value:  # 0 has a meaning in flags only
+        raise UserError(f"config.json: {key} {repr(value)[:20]}: must be a positive {kind.__name__}")
+    check_limits(f"config.json: {key}", kind(value), f.metadata)
+    return kind(value)
 
 
 def check_limits(name: str, value, limits: dict):
@@ -294,10 +305,10 @@ def check_limits(name: str, value, limits: dict):
     `below` (2^31; 1e30 for fractions), and unless a text is printable."""
     if isinstance(value, str):
         if not value.isprintable():
-            raise UserError(f"--{name} {value[:100]!r}: must be printable text")
+            raise UserError(f"{name} {value[:100]!r}: must be printable text")
         return
     low, above = limits.get("low", 0), limits.get("above", -math.inf)
     below = limits.get("below", 2**31 if isinstance(value, int) else 1e30)
     if not (low <= value < below and value > above):  # also refuses NaN
         bound = f"above {above}" if above >= low else f"at least {low}"
-        raise UserError(f"--{name} {str(value)[:20]}: must be {bound} and below {below:g}")
+        raise UserError(f"{name} {str(value)[:20]}: must be {bound} and below {below:g}")

@@ -2,6 +2,7 @@
 Wrong input of the command line is in test_cli.py."""
 
 import json
+import math
 import mmap
 import os
 import signal
@@ -116,17 +117,44 @@ def test_documents_do_not_depend_on_the_spelling_of_the_suffix_and_on_a_bom(tmp_
     assert len(pieces) == 3 and b"".join(pieces) == whole * 3 + mark
 
 
+def write_words(monkeypatch, out, tokens, n_vocab, model):
+    """A corpus of one document with these tokens. model: the size of its vocabulary."""
+    words = SimpleNamespace(name="words", eot_token=0, n_vocab=n_vocab)
+    words.encode_to_numpy = lambda *_, **__: np.array(tokens)
+    monkeypatch.setattr(data, "read_tokenizer", lambda name: (name, model))
+    monkeypatch.setattr(data, "make_tokenizer", lambda name: words)
+    data.write_corpus([("text", True)], "words", str(out))
+
+
 def test_tokens_of_a_large_vocabulary_are_written_in_four_bytes(tmp_path, monkeypatch):
     for largest, width in (2**16 - 1, 2), (2**16, 4):
-        words = SimpleNamespace(
-            name="words", eot_token=0, encode_to_numpy=lambda *_, **__: np.array([1, largest])
-        )
-        monkeypatch.setattr(data, "read_tokenizer", lambda name: (name, largest + 1))
-        monkeypatch.setattr(data, "make_tokenizer", lambda name: words)
         out = tmp_path / str(largest)
-        data.write_corpus([("text", True)], "words", str(out))
+        write_words(monkeypatch, out, [1, largest], n_vocab=largest + 1, model=300)
         assert ids(data.load(str(out))) == [1, largest, 0]
         assert (out / "tokens.bin").stat().st_size == 3 * width
+
+
+def test_vocabulary_of_a_corpus_is_its_models_as_long_as_that_has_all_tokens(
+    tmp_path, monkeypatch
+):
+    """The tokenizer may have more tokens than the model: an added <pad>."""
+    for largest, model, vocab_size in (299, 300, 300), (7, 300, 300), (300, 300, 301):
+        out = tmp_path / f"{largest}"
+        write_words(monkeypatch, out, [largest, 1], n_vocab=301, model=model)
+        assert data.load(str(out)).vocab_size == vocab_size
+
+
+def test_vocabulary_of_a_folder_is_that_of_config_json_if_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "make_tokenizer", lambda text: SimpleNamespace(n_vocab=301))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert tokenizer.read_tokenizer(str(tmp_path)) == ("{}", 301)
+    for size in 300, 2**31 - 1:
+        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size}))
+        assert tokenizer.read_tokenizer(str(tmp_path)) == ("{}", size)
+    for size in 0, -1, 2**31, math.inf, math.nan, "300", None, True:
+        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size}))
+        with pytest.raises(UserError, match="config.json.*vocab_size"):
+            tokenizer.read_tokenizer(str(tmp_path))
 
 
 def write_folder(folder, ids, **changes):
@@ -249,10 +277,13 @@ def test_files_of_a_corpus_folder_are_no_token_files(corpus_folder):
             data.load(names)
 
 
-def test_vocabulary_may_be_padded_but_not_cut(corpus_folder):
-    assert data.load(str(corpus_folder), 320).vocab_size == 320
-    with pytest.raises(UserError, match="--vocab_size 256: the corpus has 257 tokens"):
-        data.load(str(corpus_folder), 256)
+def test_vocabulary_may_be_padded_and_cut_to_the_tokens_that_are_used(tmp_path):
+    folder = write_folder(tmp_path / "folder", np.arange(100, dtype=np.uint16))
+    for vocab_size in 320, 100:
+        assert data.load(folder, vocab_size).vocab_size == vocab_size
+    for name, used in (folder, 100), (None, 257):
+        with pytest.raises(UserError, match=f"contains token {used - 1}, but .* {used - 1} tokens"):
+            data.load(name, used - 1)
 
 
 def test_without_a_network_the_line_says_what_to_do(monkeypatch, tmp_path):

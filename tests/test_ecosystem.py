@@ -143,19 +143,22 @@ def test_byte_pairs_of_tiktoken_give_the_same_tokens_in_a_tokenizer_json(transfo
     assert eot == fast.eot_token == len(ranks) and fast.encode(text) == encoding.encode(text)
 
 
+@pytest.mark.parametrize("size, added", [(290, []), (300, ["<pad>"])])  # the model has 300 tokens
 def test_their_tokenizer_makes_a_corpus_and_a_model_that_is_exported_with_it(
-    transformers, tmp_path, monkeypatch
+    transformers, tmp_path, size, added
 ):
     tokenizers = pytest.importorskip("tokenizers")
     trained = tokenizers.Tokenizer(tokenizers.models.BPE())
     trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=290, special_tokens=["</s>"], show_progress=False,
+        vocab_size=size, special_tokens=["</s>"], show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     text = (ROOT / "README.md").read_text()
     trained.train_from_iterator([text], trainer)
+    trained.add_tokens(added)
+    assert trained.get_vocab_size() == size + len(added)
     their_llama(transformers, tmp_path / "hf")
     trained.save(str(tmp_path / "hf" / "tokenizer.json"))
     documents = data.text_documents([ROOT / "README.md"])

@@ -54,6 +54,16 @@ def test_text_begins_and_ends_at_the_end_of_text_and_has_no_token_of_the_padding
     assert seen == [[[256]], [[256, 97]], [[256, 97, 97]]]
 
 
+def test_prompt_with_a_token_that_the_model_lacks_is_refused():
+    """The tokenizer may have more tokens than the model."""
+    small = Llama(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=200))
+    byte = make_tokenizer("byte")
+    assert sample.continue_text(small, byte, "a", count=1).startswith("a")
+    for prompt, token in ("a\u03c0", 207), ("", 256):  # an empty one starts at the end of a text
+        with pytest.raises(UserError, match=f"--prompt .*token {token}.* 200 tokens"):
+            sample.continue_text(small, byte, prompt, count=1)
+
+
 class Malicious:
     def __reduce__(self):
         return os.mkdir, ("executed",)
