@@ -10,14 +10,14 @@ is refused. Needs the packages safetensors and, for a tokenizer.json, tokenizers
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from data import new_folder
 from model import ModelConfig, make_layer
-from plumbing.config import Parser, UserError, run_command
+from plumbing.config import Parser, UserError, read_number, run_command
 from tokenizer import UNKNOWN, to_json
 
 FIELDS = {  # of ModelConfig -> of config.json
@@ -64,7 +64,8 @@ class Source:
             raise UserError(
                 f"--init_from {self.path} has another vocabulary ({self.config.vocab_size} tokens) "
                 f"than the corpus ({corpus.vocab_size}): give the --data that it was trained on, "
-                "or make it with data.py --tokenizer FOLDER; --vocab_size pads a smaller one"
+                "make it with data.py --tokenizer FOLDER, or, if its tokens mean the same, give "
+                f"--vocab_size {self.config.vocab_size}"
             )
         theirs = vars(self.config) | {"block_size": config.block_size}
         if other := [f"--{name}" for name, ours in vars(config).items() if theirs[name] != ours]:
@@ -72,11 +73,16 @@ class Source:
             raise UserError(f"--init_from {self.path} has another shape: leave out {other}")
 
 
-def shapes(config: ModelConfig) -> dict:
-    """Name in model.Llama's state dict -> shape."""
+def shapes(config: ModelConfig):
+    """Yield (name in model.Llama's state dict, shape). Blocks are alike, so one is built, and
+    without its rotary angles: a long context would take gigabytes."""
+    small = replace(config, block_size=1)
     with torch.device("meta"):
-        layers = [make_layer(config, l).named_parameters() for l in range(config.n_layer + 2)]
-    return {f"layers.{l}.{name}": p.shape for l, named in enumerate(layers) for name, p in named}
+        embedding, block, head = [make_layer(small, l) for l in (0, 1, -1)]
+    for l in range(config.n_layer + 2):
+        layer = {0: embedding, config.n_layer + 1: head}.get(l, block)
+        for name, parameter in layer.named_parameters():
+            yield f"layers.{l}.{name}", parameter.shape
 
 
 def their_names(config: ModelConfig, name: str) -> list:
@@ -96,17 +102,18 @@ def open_model(path: str) -> Source:
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             config = ModelConfig(**saved["model_config"])
             source = Source(path, config, str(saved["tokenizer"]), saved["model"])
-        for name, shape in shapes(source.config).items():
+        for name, shape in shapes(source.config):
             found = source.tensors[name]
             if found.shape != shape or not found.is_floating_point():
                 raise ValueError(f"{name} has shape {tuple(found.shape)}, {found.dtype}")
         return source
-    except (UserError, ModuleNotFoundError):
+    except ModuleNotFoundError:
         raise
     except Exception as error:  # files of other programs raise many kinds
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        reason = f"it has no {error}" if isinstance(error, KeyError) else reason
-        reason = str(error)[:150] if isinstance(error, ValueError) else reason
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if isinstance(error, KeyError):
+            reason = f"it has no {error}"
+        reason = reason.split("WeightsUnpickler error: ")[-1].split("\n")[0][:150]
         hint = "name a model.pt of train.py, or a folder with config.json and model.safetensors"
         raise UserError(f"{str(path)[:200]} is not a model ({reason}): {hint}") from None
 
@@ -119,13 +126,18 @@ def open_folder(folder: Path) -> Source:
         names = set(json.loads(index.read_text())["weight_map"].values())
     import safetensors.torch
 
-    for name in names:
-        files |= safetensors.torch.load_file(folder / name)
+    for name in sorted(names):
+        try:
+            files |= safetensors.torch.load_file(folder / name)
+        except Exception as error:  # not all of its errors name the file
+            raise ValueError(f"{name}: {error}") from None
     if tied := theirs.get("tie_word_embeddings", False):
-        files["lm_head.weight"] = files["model.embed_tokens.weight"]
+        embedding = files["model.embed_tokens.weight"]
+        if not torch.equal(files.setdefault("lm_head.weight", embedding), embedding):
+            raise ValueError("tie_word_embeddings is true, but lm_head is not the embedding")
     copies = config.n_head // kv_heads  # of each head of keys and values
     unused = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
-    for name in shapes(config):
+    for name, _ in shapes(config):
         found = [files[each] for each in their_names(config, name)]
         unused -= set(their_names(config, name))
         if len(found) == 3:  # queries, keys, values
@@ -143,14 +155,15 @@ def open_folder(folder: Path) -> Source:
 
 def read_config(theirs: dict) -> tuple:
     """config.json -> (ModelConfig, heads of keys and values)."""
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    rope, scaling = theirs.get("rope_parameters"), theirs.get("rope_scaling")
+    if rope and scaling and rope != scaling:  # some programs read one of them, some the other
+        raise ValueError("config.json has rope_parameters and another rope_scaling")
+    rope = rope or scaling or {}
     theirs = {"rope_theta": 10000.0, "rope_type": rope.get("type")} | theirs | rope
-    config = {ours: theirs[name] for ours, name in FIELDS.items()}
-    heads, kv_heads = config["n_head"], theirs.get("num_key_value_heads") or config["n_head"]
-    for name, value in (config | {"num_key_value_heads": kv_heads}).items():
-        kinds = (int, float) if name in ("rope_base", "norm_eps") else int
-        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 2**31:
-            raise ValueError(f"config.json has {FIELDS.get(name, name)} {value!r}")
+    config = {ours: read_number(theirs, name, ours) for ours, name in FIELDS.items()}
+    heads = kv_heads = config["n_head"]
+    if theirs.get("num_key_value_heads"):
+        kv_heads = read_number(theirs, "num_key_value_heads", "n_head")
     if heads % kv_heads:
         raise ValueError(f"config.json has {heads} heads and {kv_heads} heads of keys and values")
     fixed = FIXED | {"rope_type": "default", "head_dim": config["n_embd"] // heads}
@@ -164,7 +177,7 @@ def read_config(theirs: dict) -> tuple:
 def write_folder(source: Source, out: str):
     """Write the new folder `out`, whole or not at all. Raises UserError."""
     config, tensors = source.config, {}
-    for name in shapes(config):
+    for name, _ in shapes(config):
         theirs = their_names(config, name)
         tensors |= dict(zip(theirs, map(torch.clone, source.tensors[name].chunk(len(theirs)))))
     described = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()} | FIXED

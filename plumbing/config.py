@@ -295,7 +295,8 @@ def read_number(config: dict, key: str, flag: str):
     value, f = config[key], Config.__dataclass_fields__[flag]
     kind = type(f.default)
     if type(value) not in (int, kind) or not value:  # 0 has a meaning in flags only
-        raise UserError(f"config.json: {key} {repr(value)[:20]}: must be a positive {kind.__name__}")
+        needed = f"must be a positive {kind.__name__}"
+        raise UserError(f"config.json: {key} {repr(value)[:20]}: {needed}")
     check_limits(f"config.json: {key}", kind(value), f.metadata)
     return kind(value)
 

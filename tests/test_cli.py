@@ -24,7 +24,7 @@ import sample
 import simulate
 import train
 from mesh import Handle, Mesh
-from model import ModelConfig
+from model import Llama, ModelConfig
 from plumbing import config as config_module
 from plumbing import checkpoint, launch
 from plumbing.config import Config, UserError, parse, run_command
@@ -117,7 +117,7 @@ train --init_from IN/nowhere            | is not a model (No such file or direct
 train --init_from IN/foreign.pt         | is not a model (it has no 'model_config')
 export                                  | --model
 export --model IN --out new             | is not a model (No such file or directory)
-export --model IN/half.pt --out new     | is not a model (
+export --model IN/half.pt --out new     | is not a model (PytorchStreamReader failed reading
 sample                                  | --model
 sample --model IN/nowhere               | No such file
 sample --model IN                       | is not a model (No such file or directory)
@@ -125,6 +125,7 @@ sample --model IN/text.txt              | is not a model
 sample --model IN/half.pt               | is not a model
 sample --model IN/foreign.pt            | is not a model
 sample --model IN/pickle.pt             | is not a model
+sample --model IN/path.pt               | (Unsupported global: GLOBAL pathlib.
 sample --model x --seed DIGITS          | --seed
 """
 TABLE = [[part.strip() for part in line.split("|")] for line in WRONG.strip().splitlines()]
@@ -141,6 +142,7 @@ def inputs(tmp_path_factory):
     """A folder of wrong input: texts, models, a link to itself."""
     folder = tmp_path_factory.mktemp("inputs")
     torch.save({"model": {}}, folder / "foreign.pt")
+    torch.save({"model": folder}, folder / "path.pt")
     half = (folder / "foreign.pt").read_bytes()[:500]
     files = {"text.txt": b"some text " * 100, "empty.txt": b"", "latin.txt": b"\xe9"}
     files |= {"tokens.bin": bytes(range(100)), "a.parquet": b"PAR1", "a.Json": b'[{"text": ""}]'}
@@ -375,6 +377,59 @@ def test_model_and_corpus_must_have_one_tokenizer_if_both_are_known():
         with contextlib.nullcontext() if fits else pytest.raises(UserError, match="vocabulary"):
             export.Source("", ModelConfig(), ours, {}).check(ModelConfig(block_size=4), corpus)
         assert corpus.tokenizer == (ours if theirs == export.UNKNOWN else theirs)
+
+
+THEIRS = dict(
+    model_type="llama", hidden_size=32, num_attention_heads=4, num_hidden_layers=2,
+    intermediate_size=80, vocab_size=300, max_position_embeddings=64, rms_norm_eps=1e-5,
+)  # fmt: skip
+LINEAR, DEFAULT = {"rope_type": "linear", "factor": 2.0}, {"rope_type": "default"}
+FOREIGN = {  # changes of config.json -> what the line says
+    "num_hidden_layers 100000000: must be at least 1 and below 10000": dict(num_hidden_layers=10**8),
+    "num_hidden_layers 10000: must be": dict(num_hidden_layers=10**4),
+    "num_hidden_layers 2.0: must be a positive int": dict(num_hidden_layers=2.0),
+    "num_hidden_layers True: must be a positive int": dict(num_hidden_layers=True),
+    "num_attention_heads 0: must be a positive int": dict(num_attention_heads=0),
+    "num_key_value_heads -2: must be at least 1": dict(num_key_value_heads=-2),
+    "hidden_size 2147483648: must be at least 1": dict(hidden_size=2**31),
+    "vocab_size -1: must be at least 0": dict(vocab_size=-1),
+    "max_position_embeddings '64': must be": dict(max_position_embeddings="64"),
+    "intermediate_size None: must be": dict(intermediate_size=None),
+    "rope_theta -1.0: must be above 0": dict(rope_theta=-1),
+    "rms_norm_eps nan: must be above 0": dict(rms_norm_eps=math.nan),
+    "rms_norm_eps inf: must be above 0 and below 1e+30": dict(rms_norm_eps=math.inf),
+    "rope_type linear, model.py has default": dict(rope_scaling={"type": "linear", "factor": 2.0}),
+    "has rope_type linear": dict(rope_parameters=LINEAR, rope_scaling=LINEAR),
+    "and another rope_scaling": dict(rope_parameters=DEFAULT, rope_scaling=LINEAR),
+    "has quantization_config {'bits': 4}": dict(quantization_config={"bits": 4}),
+    "has 4 heads and 3 heads of keys": dict(num_key_value_heads=3),
+    "has attention_bias True": dict(attention_bias=True),
+    "has hidden_act gelu": dict(hidden_act="gelu"), "has head_dim 16": dict(head_dim=16),
+    "has model_type mistral": dict(model_type="mistral"), "model_type None": dict(model_type=None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message, change", FOREIGN.items(), ids=FOREIGN)
+def test_foreign_config_json_is_refused_before_any_tensor_is_read(message, change, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(THEIRS | change))
+    with pytest.raises(UserError) as error:
+        export.open_model(str(tmp_path))
+    assert str(error.value).startswith(f"{tmp_path} is not a model (") and message in str(error.value)
+
+
+def test_config_json_has_the_fields_of_the_model():
+    config, kv_heads = export.read_config(THEIRS)
+    assert config == ModelConfig(2, 4, 32, 64, 300, 80, 10000.0, 1e-5) and kv_heads == 4
+    for change in dict(rope_theta=10**10), dict(rope_parameters=DEFAULT | {"rope_theta": 1e10}):
+        assert export.read_config(THEIRS | change)[0].rope_base == 1e10
+
+
+def test_shapes_are_those_of_the_model_without_making_it():
+    config = ModelConfig(n_layer=3, n_embd=8, n_head=2)
+    expected = {name: value.shape for name, value in Llama(config).state_dict().items()}
+    assert dict(export.shapes(config)) == expected
+    large = export.shapes(ModelConfig(n_layer=10**15, block_size=10**15))
+    assert [next(large)[0] for _ in range(2)] == ["layers.0.weight", "layers.1.attention_norm.weight"]
 
 
 def test_folder_that_nodes_do_not_share(run_here, corpus_folder, tmp_path, capsys, monkeypatch):
