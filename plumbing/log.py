@@ -200,8 +200,13 @@ class Log:
         if event in LINES:
             print(LINES[event].format(**row | printed), flush=True)
         row = json.loads(json.dumps(row), parse_constant=lambda name: None)  # JSON has no NaN
-        if self.file:
+        if not self.file:
+            return
+        try:
             self.file.write(json.dumps({"event": event} | row) + "\n")
+        except OSError as error:  # a failed write does not say of which file
+            error.filename = self.path
+            raise
 
     def saved(self, method, path, seconds: float):
         self.saved_at = method.progress

@@ -241,7 +241,7 @@ FAILURES = {  # what happens; on which ranks; their line, if they are not killed
     "killed while the oldest is removed": ((break_in, "shutil.rmtree", 1, None), [0], "", ""),
     "no room for vectors": ((break_in, "torch.save", 2, FULL), [2], "no checkpoint could be", ""),
     "no room for the model": ((break_in, "os.replace", 1, FULL), [0], "model.pt could not be", ""),
-    "no room for the record": ((limit_files, 3_000), [0], "output: File too large", ""),
+    "no room for the record": ((limit_files, 3_000), [0], "metrics.jsonl: File too large", ""),
     "replicas differ": ((spoil_anchor, 3), [2], "anchor of layer 2: replica 1 is not equal", ""),
     "replicas diverge": ((spoil_losses, 14), ALL, "diverged at step 15", "--method minibatch"),
     "a replica diverges": ((spoil_losses, 14), [2, 3], "diverged at step 15", "--method diloco"),
@@ -266,7 +266,7 @@ def test_failure_is_reported_in_a_line_and_costs_nothing_that_was_saved(
     # a full disk needs the room of the unfinished one
     assert "checkpoint" not in message or not list((tmp_path / "run").glob("*.tmp"))
     assert all(checkpoint.read(path) for path in complete)
-    assert bool(complete) == ("output" not in message)
+    assert bool(complete) == ("metrics" not in message)
     finish(start(saving, store=store))  # as under --max-restarts
     assert_same(tmp_path / "run", undisturbed(more))
     assert not list((tmp_path / "run").glob("*.tmp"))
