@@ -296,6 +296,22 @@ def test_without_a_network_the_line_says_what_to_do(monkeypatch, tmp_path):
         tokenizer.make_tokenizer("gpt2")
 
 
+def test_merges_of_a_token_take_the_first_of_equal_pairs():
+    """As tiktoken does: it finds "-----" as "----" and "-"."""
+    ranks = {token: rank for rank, token in enumerate([b"-", b"--", b"----", b"-----", b"ab"])}
+    assert tokenizer.merged_from(b"-----", ranks) == [b"----", b"-"]
+    assert tokenizer.merged_from(b"ab", ranks) == [b"a", b"b"]
+
+
+def test_letters_of_the_bytes_in_a_tokenizer_json_are_gpt2s():
+    content, eot, _ = tokenizer.to_json("byte")
+    letters = content["model"]["vocab"]  # letter -> byte
+    assert sorted(letters.values()) == list(range(256)) and eot == 256
+    assert all(len(letter) == 1 and letter.isprintable() for letter in letters)
+    for letter, byte in {"a": 97, "\u00ff": 255, "\u0120": 32, "\u010a": 10, "\u0143": 173}.items():
+        assert letters[letter] == byte
+
+
 def test_ended_program_leaves_no_unfinished_folder(tmp_path):
     os.mkfifo(tmp_path / "in.txt")
     argv = [sys.executable, ROOT / "data.py", "--input", "in.txt", "--out", "out"]

@@ -240,3 +240,4 @@ def test_tokenizer_with_gaps_keeps_marks_in_the_text(transformers):
     encoding = tokenizer.make_tokenizer("\n" + text)
     assert (encoding.n_vocab, encoding.eot_token) == (10, 9)
     assert 9 not in encoding.encode("a</s>b")
+    assert "</s>" in encoding.decode([0, 9, 1])
