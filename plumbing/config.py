@@ -12,6 +12,7 @@ of the checkpoint that a run resumes from, else of the --model preset, else its 
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -205,6 +206,12 @@ class RoundConfig:
         return {"none": [], "m": [m], "both": [m, v]}[self.average_moments]
 
 
+@functools.cache  # every step asks for it
+def scheduled_rounds(schedule: str) -> list:
+    """--tau_schedule as pairs (TAU, STEPS)."""
+    return [(int(tau), int(steps)) for tau, steps in re.findall(r"(\d+):(\d+)", schedule)]
+
+
 @dataclass
 class LocalConfig(RoundConfig):
     """Flags of every method whose rounds have a number of steps."""
@@ -216,10 +223,10 @@ class LocalConfig(RoundConfig):
 
     def steps_of_round(self, lr: float, k: int) -> float:
         tau, end = self.tau, 0
-        for scheduled_tau, steps in re.findall(r"(\d+):(\d+)", self.tau_schedule):
-            end += int(steps)
+        for scheduled_tau, steps in scheduled_rounds(self.tau_schedule):
+            end += steps
             if k < end:
-                tau = int(scheduled_tau)
+                tau = scheduled_tau
                 break
         if self.tau_rule == "fixed":
             return tau

@@ -362,6 +362,14 @@ def test_default_delay_follows_the_rounds(tau, delay):
         assert config.steps_late == delay
 
 
+def test_schedule_of_rounds_is_parsed_once_and_not_in_every_step(monkeypatch):
+    config = ranks.run_config(tau_schedule="2:96,4:384", tau=8)
+    for parser in config_module.re, None:
+        monkeypatch.setattr(config_module, "re", parser)
+        taus = [config.steps_of_round(0.0, k) for k in (0, 95, 96, 479, 480)]
+        assert taus == [2, 2, 4, 4, 8]
+
+
 def test_accum_and_tokens_per_step_replace_each_other_in_a_resumed_run():
     for flag, other in ("accum", "tokens_per_step"), ("tokens_per_step", "accum"):
         config, _ = parse([f"--{flag}", "64"], train.METHODS, simulate.Config, {other: 2})
