@@ -16,13 +16,14 @@ single elements.
 The direction y is the first left singular vector of [w_1 u_1, ..., w_M u_M]. First all w_i are 1;
 then, 5 times, w_i = (1 - <y, u_i>^2 + 1e-7)^(-1/4): what lies far from y counts less. Because y is
 a combination sum_i c_i u_i, all of it is algebra with the M x M Gram matrix of the d_i:
-# [sync] all-reduce of M^2 scalars. Of y and -y, that one is taken for which sum_i <y, u_i> is
-positive. Elements of d_i that are not finite count as 0.
+# [sync] all-reduce of M^2 scalars. So that no square overflows, each d_i is first divided by a
+power of 2 near its largest element: # [sync] all-gather of 1 scalar. Of y and -y, that one is taken
+for which sum_i <y, u_i> is positive. Elements of d_i that are not finite count as 0.
 
 Deviations: the authors' code drops the length of d, starts at a random y and takes one step.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, 12 (M-1) for losses, steps and norms,
-and with flag 2 (M N - 1)/(M N) * 4 M^2.
+and with flag 4 (M N - 1) + 2 (M N - 1)/(M N) * 4 M^2.
 Run: torchrun --nproc_per_node 4 train.py --method robust --aggregate flag --flip 1:300:700
 Source: Flag Aggregator, ICLR 2024, and its authors' code; the median and the trimmed mean,
 arXiv 1803.01498.
@@ -58,8 +59,9 @@ def middle(values, trim: int):
     return values.sort(dim=0).values[trim : len(values) - trim].mean(dim=0)
 
 
-def flag_weights(K):
-    """The Gram matrix K_ij = <d_i, d_j>, (M, M) -> weights c (M,): d = sum_i c_i d_i."""
+def flag_weights(K, units):
+    """The Gram matrix K_ij = <v_i, v_j>, (M, M), of v_i = d_i / units_i -> weights c (M,):
+    d = sum_i c_i v_i."""
     G = K.diagonal().sqrt()
     cosines = K / torch.outer(G, G).clamp(min=TINY)  # <u_i, u_j>
     w = torch.ones_like(G)
@@ -70,7 +72,8 @@ def flag_weights(K):
         along = cosines @ c  # <y, u_i>
         w = (1 - along.square() + 1e-7).clamp(min=1e-7) ** -0.25
     sign = torch.where(along.sum() < 0, -1.0, 1.0)
-    length = (sign * along).clamp(min=0).mean() * middle(G[:, None], (len(G) - 1) // 2)
+    lengths = (G * units)[:, None]
+    length = (sign * along).clamp(min=0).mean() * middle(lengths, (len(G) - 1) // 2)
     return sign * c * length / G.clamp(min=TINY)
 
 
@@ -90,13 +93,24 @@ class Robust(DiLoCo):
         # [sync] all-to-all, sum P/N fp32, once per round
         mesh.all_to_all(theirs, pieces, mesh.sync).wait()
         if self.config.aggregate == "flag":
+            units = self.units(d)
+            theirs.div_(units[:, None])
             K = theirs @ theirs.T
             # [sync] all-reduce, all ranks, M^2 scalars, once per round
             mesh.all_reduce(K, mesh.world).wait()
-            pieces[mesh.replica] = flag_weights(K) @ theirs
+            pieces[mesh.replica] = flag_weights(K, units) @ theirs
         else:
             median = self.config.aggregate == "median"
             pieces[mesh.replica] = middle(theirs, (M - 1) // 2 if median else self.config.trim)
         # [sync] all-gather, sum P/N fp32, once per round
         mesh.all_gather(pieces.view(-1), mesh.sync).wait()
         d.copy_(pieces.view(-1)[: len(d)])
+
+    def units(self, d):
+        """The power of 2 at or below the largest |element| of each replica's d_i, (M,): a division
+        by it rounds nothing."""
+        mesh, own = self.mesh, d.norm(torch.inf).view(1)
+        # [sync] all-gather, all ranks, 1 scalar, once per round
+        largest = mesh.gather_rows(own, mesh.world).view(mesh.replicas, mesh.shards)
+        largest = largest.amax(dim=1).clamp(min=TINY)
+        return largest / (2 * torch.frexp(largest).mantissa)

@@ -61,7 +61,7 @@ def test_memory_and_traffic_planned_equal_those_of_a_run(
         row_bytes = (plan.replicas - 1) * SCALARS.get(method, 3) * plan.master.itemsize
         sent = row["sync_bytes"] - row_bytes
         if method == "robust":
-            sent -= 2 * 3 / 4 * 4 * 2**2  # the Gram matrix, in the world group
+            sent -= 4 * 3 + 2 * 3 / 4 * 4 * 2**2  # units and Gram matrix, in the world group
         if method in CODED:
             steps = row["tau"] if method == "top_k" else 1
             assert sent == steps * expected_bytes(method, plan)

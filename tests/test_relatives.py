@@ -8,9 +8,9 @@ import torch
 
 import train
 from edit import is_anomaly
-from mesh import Handle
+from mesh import Handle, Mesh
 from model import Llama, ModelConfig
-from ranks import method_alone, run_config
+from ranks import CPU, method_alone, run_config, run_ranks
 from relatives import sparse
 from relatives.noloco import partner
 from relatives.robust import flag_weights, middle
@@ -150,11 +150,11 @@ def test_flag_follows_the_others_whatever_one_replica_sends():
     torch.manual_seed(0)
     common, d = torch.randn(500).double(), torch.randn(4, 500).double()
     d = common + 0.5 * d
-    combined = lambda d: flag_weights(d @ d.T) @ d
+    combined = lambda d: flag_weights(d @ d.T, torch.ones(4).double()) @ d
     torch.testing.assert_close(combined(common.expand(4, -1)), common)
     assert (combined(0 * d) == 0).all()
     honest, negated = combined(d), d * torch.tensor([[-1.0], [1.0], [1.0], [1.0]])
-    c = flag_weights(negated @ negated.T)
+    c = flag_weights(negated @ negated.T, torch.ones(4).double())
     assert c[0] < 0 and (c[1:] > 0).all()
     cosine = torch.nn.functional.cosine_similarity
     assert cosine(combined(negated), honest, dim=0) > 0.99
@@ -164,6 +164,34 @@ def test_flag_follows_the_others_whatever_one_replica_sends():
     torch.testing.assert_close(cosine(combined(scaled), honest, dim=0), torch.ones(()).double())
     assert combined(scaled).norm() < 1.2 * honest.norm()  # a median of lengths
     torch.testing.assert_close(combined(d[[3, 1, 0, 2]]), honest)
+
+
+def combined_flag(pseudo_gradients):
+    """What each rank's Robust makes of (replicas, n): it holds its shard of its replica's row."""
+    method = method_alone(Mesh(2, CPU), method="robust")
+    mesh, results = method.mesh, []
+    for d in pseudo_gradients:
+        own = d[mesh.replica].chunk(mesh.shards)[mesh.shard_index].clone()
+        method.combine(own)
+        results.append(own)
+    return results
+
+
+def test_flag_does_not_depend_on_the_outliers_size_even_if_its_square_overflows():
+    torch.manual_seed(0)
+    common, d = torch.randn(40).double(), torch.randn(3, 40).double()
+    d = common + 0.5 * d
+    d[:, 20:] *= 100  # the two shards of a replica have elements of other sizes
+    sizes = torch.tensor([[0, n, 0] for n in (10, 600, -600)]).double().exp2()
+    cases = [d * factors[:, None] for factors in sizes]
+    cases += [torch.stack([d[0], torch.full((40,), torch.inf), d[2]]), 0 * d]
+    large, huge, tiny, infinite, zero = zip(*run_ranks(6, combined_flag, cases))
+    expected = (flag_weights(cases[0] @ cases[0].T, torch.ones(3).double()) @ cases[0]).chunk(2)
+    for rank in range(6):
+        torch.testing.assert_close(large[rank], expected[rank % 2], rtol=1e-12, atol=1e-12)
+        assert torch.equal(huge[rank], large[rank])  # powers of 2: nothing is rounded
+        assert tiny[rank].isfinite().all() and tiny[rank].norm() > 0
+        assert infinite[rank].isfinite().all() and (zero[rank] == 0).all()
 
 
 def test_median_stays_between_the_honest_replicas():
