@@ -100,14 +100,15 @@ class Method:
     def average(self, vector: torch.Tensor, format="none"):
         """vector, laid out like model.master, becomes its mean over the replicas; blocks. format:
         how it travels, see quantize.py."""
-        views = self.model.views(vector)
         if format == "none":
-            vector.div_(self.mesh.replicas)
+            views = self.model.views(vector.div_(self.mesh.replicas))
             # [sync] all-reduce, P/N fp32, once per call and layer
             for handle in [self.mesh.all_reduce(view, self.mesh.sync) for view in views]:
                 handle.wait()
         else:
-            torch.cat(MeanInFlight(views, format, self.mesh).wait(), out=vector)
+            views = self.model.used_views(vector)
+            for view, mean in zip(views, MeanInFlight(views, format, self.mesh).wait()):
+                view.copy_(mean)
 
     # ---- what train.py calls ----
 

@@ -151,7 +151,7 @@ class MeanInFlight:
         self.mesh, self.M, self.weights, self.errors = mesh, mesh.replicas, weights, errors
         self.format, self.dtype = format if self.M > 1 else "none", vectors[0].dtype
         self.sizes = [vector.numel() for vector in vectors]
-        self.blocks = [-(-size // BLOCK) for size in self.sizes]
+        self.blocks = [max(1, -(-size // BLOCK)) for size in self.sizes]  # a shard may be padding
         blocks = self._to_blocks(vectors)
         codes, self.first_hop = encode(blocks, self.format), None
         if errors:

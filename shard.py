@@ -142,6 +142,13 @@ class ShardedModel:
         """Cut a flat per-rank vector, laid out like `master`, into one (P/N,) view per layer."""
         return list(vector.split([layout.shard_size for layout in self.layouts]))
 
+    def used_views(self, vector: torch.Tensor) -> list:
+        """views() without the padding, which is 0 in every vector. What turns a 0 into another
+        number, as 1 bit does, must leave it out."""
+        first = [self.mesh.shard_index * layout.shard_size for layout in self.layouts]
+        used = [max(0, layout.used - begin) for layout, begin in zip(self.layouts, first)]
+        return [view[:end] for view, end in zip(self.views(vector), used)]
+
     def new_vector(self, offload: bool = False) -> torch.Tensor:
         """Zeros laid out like `master`. offload: in pinned host memory (if on a GPU)."""
         if not offload or self.mesh.device.type == "cpu":

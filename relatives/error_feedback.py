@@ -52,7 +52,8 @@ class ErrorFeedback(Method):
 
     def average_layer(self, l):
         """Start to replace layer l's gradient by its sum over the replicas."""
-        g, e, E = (self.model.views(v)[l] for v in (self.model.grad, self.error, self.mean_error))
+        vectors = self.model.grad, self.error, self.mean_error
+        g, e, E = (self.model.used_views(vector)[l] for vector in vectors)
         mean = MeanInFlight([e.add_(g)], self.config.warmup_format, self.mesh, errors=[E])
         self.started.append(mean)
 
@@ -72,4 +73,4 @@ class ErrorFeedback(Method):
         """Layer l's errors become 0 where `where` says so; without error feedback everywhere."""
         where = where | (not self.config.error_feedback)
         for error in self.error, self.mean_error:
-            self.model.views(error)[l].masked_fill_(where, 0)
+            self.model.used_views(error)[l].masked_fill_(where, 0)

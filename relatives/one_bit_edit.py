@@ -75,7 +75,7 @@ class OneBitEDiT(EDiT, ZeroOneAdam):
         self.judge(torch.stack([(u_l / self.unit).norm() ** 2 for u_l in model.views(u)]))
         self.means = []
         vectors = u, self.error, self.mean_error, model.grad, self.variance, model.exp_avg_sq
-        for l, (u, e, E, g, v, V) in enumerate(zip(*map(model.views, vectors))):
+        for l, (u, e, E, g, v, V) in enumerate(zip(*map(model.used_views, vectors))):
             g.masked_fill_(self.flagged[i, l], 0)
             v.copy_(torch.where(self.flagged[i, l], V, v))
             z = e.add_(u).masked_fill_(self.flagged[i, l], 0)
@@ -109,7 +109,7 @@ class OneBitEDiT(EDiT, ZeroOneAdam):
             for mean in self.means if l == 0 else ():
                 mean.halfway()
             u, clip = self.means[l].wait()[0], torch.ones_like(self.any_kept[l])
-            u.masked_fill_(self.model.views(self.model.exp_avg_sq)[l] == 0, 0)
+            u.masked_fill_(self.model.used_views(self.model.exp_avg_sq)[l] == 0, 0)
             if self.config.pseudo_grad_clipping:
                 clip = clip_factor(self.model.norm(u) / self.unit, self.config.pseudo_grad_clip)
             self.clips.append(clip)

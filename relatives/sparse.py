@@ -18,7 +18,7 @@ def chunks(vector, model) -> list:
     """A vector laid out like model.master as matrices with a chunk in each row: (R, 4096) and the
     rest (1, n) of each layer."""
     parts = []
-    for view in model.views(vector):
+    for view in model.used_views(vector):
         whole = len(view) // CHUNK * CHUNK
         parts += [view[:whole].view(-1, CHUNK), view[whole:].view(1, -1)]
     return [part for part in parts if part.numel()]

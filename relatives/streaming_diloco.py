@@ -66,7 +66,8 @@ class StreamingDiLoCo(Method):
 
     def begin(self):
         self.anchor.copy_(self.model.master)
-        layers = list(zip(*map(self.model.views, (self.model.master, self.anchor, self.momentum))))
+        vectors = self.model.master, self.anchor, self.momentum
+        layers = list(zip(*map(self.model.used_views, vectors)))
         self.layers = [layers[p :: self.config.fragments] for p in range(self.config.fragments)]
 
     def before_step(self):

@@ -73,7 +73,7 @@ class ZeroOneAdam(SharedVariance):
 
     def sync(self):
         self.exchange(norms=self.model.norm(self.anchor - self.model.master))  # for the record
-        z, E = map(self.model.views, (self.error.add_(self.momentum_sum()), self.mean_error))
+        z, E = map(self.model.used_views, (self.error.add_(self.momentum_sum()), self.mean_error))
         for l, u in enumerate(MeanInFlight(z, self.config.quantize, self.mesh, errors=E).wait()):
             self.outer_step(l, u)
         self.refresh_if_due()
@@ -86,7 +86,7 @@ class ZeroOneAdam(SharedVariance):
     def outer_step(self, l, u):
         """Layer l's anchor and momentum from u, the mean of what all have sent."""
         vectors = self.model.master, self.anchor, self.model.exp_avg, self.model.exp_avg_sq
-        x, a, m, V = (self.model.views(vector)[l] for vector in vectors)
+        x, a, m, V = (self.model.used_views(vector)[l] for vector in vectors)
         frozen, size = V == 0, V.sqrt().add_(self.eps)
         self.forget_errors(l, frozen)
         u.masked_fill_(frozen, 0)

@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 import data
 from model import Llama, ModelConfig
@@ -413,11 +412,14 @@ def by_pieces(vector, layers, N, size, function):
     """function(part) of every `size` elements of each rank's piece of each layer, put together."""
     result = torch.zeros_like(vector)
     for layer in layers:
-        own = vector[layer]
-        pieces = F.pad(own, (0, -len(own) % (16 * N))).chunk(N)
-        parts = [function(part) for piece in pieces for part in piece.split(size)]
-        result[layer] = torch.cat(parts)[: len(own)]
+        pieces = shards(vector[layer], N)
+        result[layer] = torch.cat([function(part) for own in pieces for part in own.split(size)])
     return result
+
+
+def shards(vector, N):
+    """What each of N ranks has of a layer's vector, without the padding; the last may have none."""
+    return vector.split(-(-len(vector) // (16 * N)) * 16)
 
 
 def where_largest(chunk, density):
@@ -581,9 +583,8 @@ def mean_with_errors(z, E, layers, N, form, weights=None):
     exact, u, new_E = M == 1 or form == "none", torch.zeros_like(E), E.clone()
     errors = [torch.zeros_like(zi) for zi in z]
     for layer, w in zip(layers, weights):
-        size = layer.stop - layer.start
-        pieces = lambda v: F.pad(v[layer], (0, -size % (16 * N))).chunk(N)
-        put = lambda v, parts: v[layer].copy_(torch.cat(parts)[:size])
+        pieces = lambda v: shards(v[layer], N)
+        put = lambda v, parts: v[layer].copy_(torch.cat(parts))
         rounding = lambda parts: list(parts) if exact else [rounded(part, form) for part in parts]
         sent = [rounding(pieces(zi)) for zi in z]
         for zi, error, own in zip(z, errors, sent):
@@ -601,15 +602,15 @@ def mean_with_errors(z, E, layers, N, form, weights=None):
 def quantized_mean(d, N, form, w=None):
     """The mean of M replicas' vectors of one layer, with weights w (default: equal; 0 leaves a
     replica out). Each of N ranks has a piece of the layer."""
-    M, size = len(d), len(d[0])
+    M = len(d)
     w = w or [1 / M] * M
     if M == 1 or form == "none":
         return weighted(d, w)
-    pieces = zip(*(F.pad(di, (0, -size % (16 * N))).chunk(N) for di in d))  # of each of the N ranks
+    pieces = zip(*(shards(di, N) for di in d))
     means = [weighted([rounded(v, form) for v in own], w) for own in pieces]
     if M > 2:  # who has the mean of a piece sends it quantized, too
         means = [rounded(piece, form) for piece in means]
-    return torch.cat(means)[:size]
+    return torch.cat(means)
 
 
 def rounded(v, form):

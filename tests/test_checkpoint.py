@@ -18,6 +18,7 @@ ROUNDS = dict(tau=4, sync_warmup_steps=3, max_steps=17, eval_interval=5, dtype="
 CONSTANT_LR = dict(min_lr_ratio=1.0, tau=4, sync_warmup_steps=3, eval_interval=1000)
 LOCAL = dict(tau=3, sync_warmup_steps=2, max_steps=12, n_layer=1, dtype="fp32")
 ENDS = [1, 2, 5, 8, 11, 12]  # of the rounds of LOCAL
+STREAMING_METHODS = "streaming_diloco", "streaming_edit"
 STREAMING = LOCAL | dict(tau=8, fragments=2, alpha=0.5, max_steps=15)
 VIRTUAL = dict(tau_time_s=4.0, virtual_clock=True, slow_replica="1:2")  # rounds of 4 and 2 steps
 VIRTUAL["random_lag"] = "0.5:0.25"  # now seconds depend on the step, but not the rounds
@@ -126,6 +127,41 @@ def test_evaluation_saving_a_simulation_and_a_resume_change_no_bit(
         for name in ("train_s", "tokens_per_s") if "virtual_clock" in options else ():
             times = [[row[name] for row in each.rows("step")] for each in (again, quiet)]
             assert times[0] == times[1]
+
+
+def watch_padding(method, model, mesh):
+    """Returns when called the names of the vectors that have anything but 0 in their padding."""
+    names = {name: method for name in method.shared + method.private}
+    names |= dict.fromkeys(["master", "grad", "exp_avg", "exp_avg_sq"], model)
+
+    def stop():
+        wrong = set()
+        for name, owner in names.items():
+            for layout, view in zip(model.layouts, model.views(getattr(owner, name))):
+                used = max(0, layout.used - mesh.shard_index * layout.shard_size)
+                wrong |= {name} if view[used:].any() else set()
+        return wrong
+
+    return stop
+
+
+def test_padding_stays_0_and_a_resume_changes_no_bit(tmp_path, corpus_folder):
+    """In the formats in which 0 becomes another number."""
+    options = dict(n_layer=1, dtype="fp32", sync_warmup_steps=1, tau=2, max_steps=7, eval_batches=1)
+    own = {name: dict(tau=4, fragments=2, alpha=0.5, delay=1) for name in STREAMING_METHODS}
+    own |= dict(sparse_loco=dict(density=1), top_k=dict(density=1), a_edit=VIRTUAL)
+    own |= dict.fromkeys(["zero_one_adam", "one_bit_edit"], dict(warmup_format="int8"))
+    cases = [options | dict(method=name) | own.get(name, {}) for name in train.METHODS]
+    cases = [case | dict(quantize="sign", keep=100, checkpoint_interval=3) for case in cases]
+    folders = [tmp_path / case["method"] for case in cases]
+    runs = train_all(3, corpus_folder, *zip([watch_padding] * len(cases), folders, cases))
+    for folder in folders:
+        shutil.rmtree(checkpoint.list_checkpoints(folder)[-1])
+    cases = [(None, folder, case | dict(resume="auto")) for folder, case in zip(folders, cases)]
+    for (_, folder, _), run, again in zip(cases, runs, train_all(3, corpus_folder, *cases)):
+        assert [rank["watched"] for rank in run.ranks] == [set()] * 3, folder.name
+        assert_same_run(again, run)
+        assert 0 < again.rows("resume")[0]["step"] < 7
 
 
 def test_interval_counts_round_ends_and_keep_counts_checkpoints(tmp_path, corpus_folder):
