@@ -11,14 +11,15 @@ r"""The replicas x shards grid: the process groups, every collective, the byte l
                        ^ sync group: the ranks that hold the same shard, slow links;
                          communicates once per round (in the warm-up every step)
 
-The world group is all ranks. Tensors cross ranks only here: `grep -rn '^ *# \[s' --include=*.py .`
-lists every collective. The ledger counts in sent["shard"] and sent["sync"] (with world) the bytes
-that this rank has sent, as bandwidth-optimal algorithms would: all-gather, reduce-scatter and
-all-to-all (n-1)/n of the whole vector, all-reduce 2(n-1)/n of its payload, send-receive all of it.
+Tensors cross ranks only here: `grep -rn '^ *# \[s' --include=*.py .` lists every collective. The
+ledger counts in sent["shard"] and sent["sync"] the bytes that this rank has sent, as bandwidth-
+optimal algorithms would: all-gather, reduce-scatter and all-to-all (n-1)/n of the whole vector,
+all-reduce 2(n-1)/n of its payload, send-receive all of it.
 
 Collectives are asynchronous and return a handle; gather_rows and all_gather_object wait. `wait()`
-blocks the stream on NCCL and the host on gloo and shm (plumbing/shm.py). In a group of one rank an
-operation does nothing and is not counted. If a rank has died, or is silent for timeout_s, the
+blocks the stream on NCCL and the host on gloo and shm (plumbing/shm.py). On a GPU, issue a
+collective and wait for it on the stream on which its tensors were allocated. In a group of one rank
+an operation does nothing and is not counted. If a rank has died, or is silent for timeout_s, the
 others raise RankLostError (with NCCL, its watchdog ends the process).
 """
 
@@ -34,6 +35,8 @@ from torch.profiler import record_function
 # torch 2.13 renamed these two and warns about the old names; torch 2.11 has only the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+SYNC_CTAS = 4  # at most so many of a GPU's SMs wait in a collective between replicas
 
 
 class RankLostError(Exception):
@@ -80,7 +83,7 @@ class Handle:
 
 
 class Group:
-    """A row or a column of the grid, or all of it."""
+    """A row or a column of the grid."""
 
     def __init__(self, name: str, ranks: list, rank: int, process_group):
         self.name, self.ranks, self.process_group = name, ranks, process_group
@@ -102,9 +105,6 @@ class Mesh:
         grid = torch.arange(self.world_size).view(self.replicas, self.shards)
         self.shard = self._group("shard", grid, self.replica)
         self.sync = self._group("sync", grid.T, self.shard_index)
-        self.world = self.shard if self.replicas == 1 else self.sync
-        if min(self.replicas, self.shards) > 1:
-            self.world = self._group("world", grid.view(1, -1), 0)
         self.sent, self.calls = {"shard": 0.0, "sync": 0.0}, Counter()  # bytes; operations
         # Seconds that the host has waited for other replicas, and for a simulated link. (For waits
         # on NCCL see RoundRecord.stall().)
@@ -117,14 +117,22 @@ class Mesh:
             if len(ranks) == 1:
                 process_groups.append(None)
                 continue
-            backend = self.backend(ranks, name != "shard") if self.backend else "gloo"
-            process_groups.append(dist.new_group(ranks, timeout=self.timeout, backend=backend))
+            backend = self.backend(ranks, name == "sync") if self.backend else "gloo"
+            options = self._sync_options() if (backend, name) == ("nccl", "sync") else None
+            process_groups.append(dist.new_group(ranks, self.timeout, backend, options))
         group = Group(name, grid[row].tolist(), self.rank, process_groups[row])
         if group.size > 1 and dist.get_backend(group.process_group) == "nccl":
             # NCCL connects a group in its first operation, for which it needs all ranks.
             # [start] all-reduce, 1 scalar, once per group
             dist.all_reduce(torch.zeros(1, device=self.device), group=group.process_group)
         return group
+
+    def _sync_options(self):
+        """NCCL's kernels occupy their SMs until the slow link has delivered."""
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = SYNC_CTAS
+        options._timeout = self.timeout  # new_group() warns if it differs
+        return options
 
     def waited(self, cause: str, begin: float, end: float):
         self.waited_s[cause] += end - begin
@@ -199,6 +207,16 @@ class Mesh:
         rows[group.index] = row
         self.all_gather(rows.view(-1), group).wait()
         return rows
+
+    def sum_over_ranks(self, row: torch.Tensor) -> torch.Tensor:
+        """The sum of the rows (n,) of all ranks, bit-identical on all of them; waits for it."""
+        if min(self.replicas, self.shards) == 1:
+            group = self.shard if self.replicas == 1 else self.sync
+            self.all_reduce(row, group).wait()
+            return row
+        rows = self.gather_rows(row, self.shard).view(-1)
+        rows = self.gather_rows(rows, self.sync).view(self.world_size, -1)
+        return rows.sum(dim=0)
 
     def gather_in_background(self, row: torch.Tensor) -> tuple:
         """(rows, handle): rows (world_size, n) has the rows (n,) of all ranks, on the host, when

@@ -260,12 +260,16 @@ class ShardedModel:
     def step_metrics(self, loss: torch.Tensor, vote: float, averaged: bool) -> Metrics:
         """Sum over all ranks if gradients were averaged, else over the shard group.
         loss: this rank's mean; vote: 1.0 to end the round now."""
-        group = self.mesh.world if averaged else self.mesh.shard
-        square = self.grad.norm() ** 2 * self.mesh.shards / group.size  # once per replica
-        scalars = torch.stack([square, loss / group.size, torch.full_like(loss, vote)])
+        ranks = self.mesh.world_size if averaged else self.mesh.shards
+        square = self.grad.norm() ** 2 * self.mesh.shards / ranks  # once per replica
+        scalars = torch.stack([square, loss / ranks, torch.full_like(loss, vote)])
         scalars = scalars.to(self.grad.dtype)
-        # [shard] (averaged: [sync]) all-reduce, 3 scalars, once per step
-        self.mesh.all_reduce(scalars, group).wait()
+        if averaged:
+            # [sync] sum over all ranks, 3 scalars, once per step
+            scalars = self.mesh.sum_over_ranks(scalars)
+        else:
+            # [shard] all-reduce, 3 scalars, once per step
+            self.mesh.all_reduce(scalars, self.mesh.shard).wait()
         scalars[0].sqrt_()
         self.metrics.append(Metrics(scalars))
         return self.metrics[-1]

@@ -73,6 +73,7 @@ def train(setup, mesh, stop):
         cluster.after_step(method)
         log.step(method, lr, metrics)
         check_finite(model, method)
+        launch.shorten_timeout(mesh)  # of the ranks of this replica
         if method.local_steps == 0:
             at_round_end(setup, model, method, log, stop)
     finish(setup, model, method, log)
@@ -168,9 +169,8 @@ def evaluate(setup, model, method, clock, parameters=None) -> float:
         for inputs, targets, rows in batches:
             loss = model.forward(inputs.to(mesh.device), targets.to(mesh.device), train=False)
             total += torch.tensor([loss.item() * rows, rows], dtype=torch.float64)
-        total = total.to(mesh.device)
-        # [sync] all-reduce, all ranks, 2 scalars, once per evaluation
-        mesh.all_reduce(total, mesh.world).wait()
+        # [sync] sum over all ranks, 2 scalars, once per evaluation
+        total = mesh.sum_over_ranks(total.to(mesh.device))
         if own is not None:
             x.copy_(own)
         model.invalidate_gathered()
@@ -182,7 +182,8 @@ def main(argv: list):
     setup.plan.show(setup.corpus)
     if not setup.config.dry_run:
         mesh = launch.make_mesh(setup.config, store, setup.plan.method.barrier)
-        train(setup, mesh, launch.StopRequest(setup.config.save_on_exit))
+        with launch.leave_together(store, mesh.rank, mesh.world_size):
+            train(setup, mesh, launch.StopRequest(setup.config.save_on_exit))
 
 
 if __name__ == "__main__":

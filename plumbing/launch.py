@@ -9,6 +9,7 @@ exists. The ranks exchange the result through the store of torchrun: either all 
     replicas differ         all ranks end before a checkpoint, likewise             1
     divergence              the ranks that find it end, the others lose them        2 (others 1)
     a rank is lost          gloo, shm: the others end at once or after --timeout_s  1
+                            (a silent rank of the same replica: after 100 s at most)
     SIGTERM, Ctrl-C         at once; with --save_on_exit at the next round end,     128 + signal
                             after a checkpoint
 
@@ -40,6 +41,8 @@ from plumbing.config import STOPS, UserError, explain, parse
 from plumbing.plan import Plan
 
 START_S = 600  # how long ranks wait for the slowest to start
+# How long a replica's ranks wait for each other after the first step, which may compile.
+SHARD_TIMEOUT = timedelta(seconds=100)
 
 
 # ---- checking ----
@@ -225,6 +228,9 @@ def make_mesh(config, store, barrier: bool = True) -> Mesh:
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    if config.backend == "nccl":
+        # The GPU runs operations of the two groups in the order in which the host issued them.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     machines, timeout = [""] * world_size, timedelta(seconds=config.timeout_s)
 
     def backend(ranks, crosses_replicas):
@@ -259,6 +265,25 @@ def keep_freed_memory():
 
 
 # ---- ending ----
+
+
+def shorten_timeout(mesh):
+    """Ranks of a replica are in step, so a silent one is soon known to be lost. Replicas may wait
+    for each other for --timeout_s."""
+    if mesh.shard.size > 1:
+        mesh.shard.process_group.set_timeout(min(mesh.timeout, SHARD_TIMEOUT))
+
+
+@contextmanager
+def leave_together(store, rank: int, world_size: int):
+    """All ranks wait at the end of the block, so no process group is destroyed while rank 0 still
+    samples. Nobody waits for a rank that has failed, and a failed rank does not wait."""
+    try:
+        yield
+    finally:
+        store.set(f"end/{rank}", "")
+    with suppress(RuntimeError):  # the store has ended with the rank that hosts it
+        store.wait([f"end/{r}" for r in range(world_size)])
 
 
 class Stopped(Exception):

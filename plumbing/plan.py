@@ -4,8 +4,8 @@
 
 Every run prints this first. With --dry_run it is all that happens, for any mesh, on any machine.
 
-P: elements of a layer's flat vector. Not counted: the program itself (some 300 MB on CPUs), NCCL's
-buffers, what the allocator does not give back.
+P: elements of a layer's flat vector. Not counted: the program itself (some 300 MB on CPUs), what
+the allocator does not give back.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from simulate import FRAMING
 
 # Numbers that a block's backward needs, per token and channel: counted, see tests/test_plan.py.
 KEPT = 24
+NCCL_BYTES = 2e9  # its buffers and kernels take 0.5 to 2 GB
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -85,6 +86,7 @@ class Plan:
             "two whole layers": 0 if aliased else 2 * layer * self.dtype.itemsize,
             "a layer's gradient": 0 if N == 1 else layer * self.master.itemsize,
             "shared memory": round(SLOTS * layer * slots),
+            "NCCL": NCCL_BYTES if self.config.backend == "nccl" and self.world_size > 1 else 0,
         }
         return {kind: count for kind, count in kinds.items() if count}
 
@@ -103,14 +105,20 @@ class Plan:
         return numbers * self.dtype.itemsize + (2 * logits + wide) * self.master.itemsize
 
     def check_memory(self):
-        """Raise UserError if this machine has too little memory. (A GPU's allocator does so.)"""
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        """Raise UserError if this machine, or the rank's GPU, has too little memory."""
+        elsewhere = [kind for kind in self.memory() if "shared" in kind or "on the host" in kind]
+        needed = sum((self.memory() | dict.fromkeys(elsewhere, 0)).values())
+        if self.on_cpu or not self.config.compile:  # compiled layers keep less
+            needed += self.activations()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self.on_cpu else 1
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        needed = sum((self.memory() | {"shared memory": 0}).values()) + self.activations()
-        if self.on_cpu and ranks * needed > there:
+        found = f"{ranks} here have {size(there)} together"
+        if not self.on_cpu:
+            there = torch.cuda.get_device_properties(0).total_memory
+            found = f"its GPU has {size(there)}"
+        if ranks * needed > there:
             hint = "lower --batch_size or the model's size, or use more --shards"
-            needs = f"a rank needs about {size(needed)} of memory"
-            raise UserError(f"{needs}, and {ranks} here have {size(there)} together: {hint}")
+            raise UserError(f"a rank needs about {size(needed)} of memory, and {found}: {hint}")
 
     def sync_bytes(self) -> float:
         """What one rank sends over the slow links at a sync, without the row of scalars."""

@@ -91,6 +91,9 @@ class ShmGroup(dist.ProcessGroup):
             self.released.append(words[1])
             self.slots.append(memory[HEADER_BYTES:].view(2, SLOTS, SLOT_BYTES))
 
+    def set_timeout(self, timeout):
+        self.timeout_s = timeout.total_seconds()
+
     # ---- the protocol ----
 
     def _start(self, kind: int, flat: torch.Tensor, collect) -> Work:

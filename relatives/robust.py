@@ -16,14 +16,14 @@ single elements.
 The direction y is the first left singular vector of [w_1 u_1, ..., w_M u_M]. First all w_i are 1;
 then, 5 times, w_i = (1 - <y, u_i>^2 + 1e-7)^(-1/4): what lies far from y counts less. Because y is
 a combination sum_i c_i u_i, all of it is algebra with the M x M Gram matrix of the d_i:
-# [sync] all-reduce of M^2 scalars. So that no square overflows, each d_i is first divided by a
-power of 2 near its largest element: # [sync] all-gather of 1 scalar. Of y and -y, that one is taken
-for which sum_i <y, u_i> is positive. Elements of d_i that are not finite count as 0.
+# [sync] sum of M^2 scalars. So that no square overflows, each d_i is first divided by a power of 2
+near its largest element: # [sync] all-gather of 1 scalar. Of y and -y, that one is taken for which
+sum_i <y, u_i> is positive. Elements of d_i that are not finite count as 0.
 
 Deviations: the authors' code drops the length of d, starts at a random y and takes one step.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, 12 (M-1) for losses, steps and norms,
-and with flag 4 (M N - 1) + 2 (M N - 1)/(M N) * 4 M^2.
+and with flag 4 (M-1) + 4 M^2 (M-1) N (if N = 1: 4 (M-1) + 8 M (M-1)).
 Run: torchrun --nproc_per_node 4 train.py --method robust --aggregate flag --flip 1:300:700
 Source: Flag Aggregator, ICLR 2024, and its authors' code; the median and the trimmed mean,
 arXiv 1803.01498.
@@ -96,8 +96,8 @@ class Robust(DiLoCo):
             units = self.units(d)
             theirs.div_(units[:, None])
             K = theirs @ theirs.T
-            # [sync] all-reduce, all ranks, M^2 scalars, once per round
-            mesh.all_reduce(K, mesh.world).wait()
+            # [sync] sum over all ranks, M^2 scalars, once per round
+            K = mesh.sum_over_ranks(K.view(-1)).view(M, M)
             pieces[mesh.replica] = flag_weights(K, units) @ theirs
         else:
             median = self.config.aggregate == "median"
@@ -109,8 +109,9 @@ class Robust(DiLoCo):
     def units(self, d):
         """The power of 2 at or below the largest |element| of each replica's d_i, (M,): a division
         by it rounds nothing."""
-        mesh, own = self.mesh, d.norm(torch.inf).view(1)
-        # [sync] all-gather, all ranks, 1 scalar, once per round
-        largest = mesh.gather_rows(own, mesh.world).view(mesh.replicas, mesh.shards)
-        largest = largest.amax(dim=1).clamp(min=TINY)
+        mesh = self.mesh
+        # [shard] all-gather, 1 scalar, once per round
+        own = mesh.gather_rows(d.norm(torch.inf).view(1), mesh.shard).amax(dim=0)
+        # [sync] all-gather, 1 scalar, once per round
+        largest = mesh.gather_rows(own, mesh.sync).view(-1).clamp(min=TINY)
         return largest / (2 * torch.frexp(largest).mantissa)

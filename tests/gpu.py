@@ -211,9 +211,12 @@ class ImaginedMesh(Mesh):
     def __init__(self, device):
         super().__init__(1, device, alone=True)
         self.world_size, self.shards, self.replicas = 4, 2, 2
-        make = lambda name, *ranks: Group(name, list(ranks), 0, None)
-        self.shard, self.sync = make("shard", 0, 1), make("sync", 0, 2)
-        self.world = make("world", 0, 1, 2, 3)
+        self.timeouts = {"shard": self.timeout, "sync": self.timeout}
+        self.shard, self.sync = self.make("shard", 0, 1), self.make("sync", 0, 2)
+
+    def make(self, name, *ranks):
+        set_timeout = lambda timeout: self.timeouts.update({name: timeout})
+        return Group(name, list(ranks), 0, SimpleNamespace(set_timeout=set_timeout))
 
     def _issue(self, group, operation, function, *tensors, passes=1):
         work = LateWork(operation, group, tensors)

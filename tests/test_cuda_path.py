@@ -84,9 +84,12 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
     monkeypatch.setattr(checkpoint, "files", lambda path, mesh: 4 * [path / "rank-00000.pt"])
     setup = launch.Setup(argv, train.METHODS, 0, 4)
     folder.mkdir(exist_ok=True)
+    mesh = ImaginedMesh(device)
     with contextlib.redirect_stdout(io.StringIO()):
-        train.train(setup, ImaginedMesh(device), launch.StopRequest(False))
+        train.train(setup, mesh, launch.StopRequest(False))
     monkeypatch.undo()
+    seconds = {name: timeout.total_seconds() for name, timeout in mesh.timeouts.items()}
+    assert seconds == {"shard": 100, "sync": 600}  # a dead neighbour is soon known
     rows = [json.loads(line) for line in open(folder / "metrics.jsonl")]
     last = checkpoint.list_checkpoints(folder)[-1]
     return rows, torch.load(last / "rank-00000.pt"), steps

@@ -2,6 +2,9 @@
 gather_in_background are in test_methods.py and test_relatives.py."""
 
 import contextlib
+import functools
+import os
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +18,12 @@ from plumbing import launch
 from plumbing.config import UserError
 from ranks import run_ranks
 
-CPU = torch.device("cpu")
+CPU, ORDER = torch.device("cpu"), "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+
+def odd_numbers(rank):
+    """Their sum depends on the order."""
+    return torch.randn(40, generator=torch.Generator().manual_seed(rank))
 
 
 def collectives(shards, backend):
@@ -33,12 +41,11 @@ def collectives(shards, backend):
         mesh.all_reduce(total, group).wait()
         rows = mesh.gather_rows(torch.tensor([float(mesh.rank), 7.0]), group)
         results[name] = group.size, whole.tolist(), part.tolist(), total.item(), rows.tolist()
-    total = torch.tensor([float(mesh.rank)])
-    mesh.all_reduce(total, mesh.world).wait()
-    results["world"] = total.item(), mesh.all_gather_object({"rank": mesh.rank})
+    results["all"] = mesh.all_gather_object({"rank": mesh.rank})
+    results["sum"] = mesh.sum_over_ranks(odd_numbers(mesh.rank)).tolist()
     counted = dict(mesh.sent), dict(mesh.calls), dict(mesh.waited_s)
     with mesh.uncounted():
-        mesh.all_reduce(total, mesh.sync).wait()
+        mesh.all_reduce(odd_numbers(0), mesh.sync).wait()
     assert counted[0] == mesh.sent and counted[2] == mesh.waited_s
     return results, *counted
 
@@ -49,9 +56,15 @@ def all_meshes():
 
 
 def test_collectives_compute_and_count_what_they_promise():
-    for rank, cases in enumerate(run_ranks(4, all_meshes)):
-        for N, results, sent, calls, waited_s in cases:
-            assert results["world"] == (6.0, [{"rank": r} for r in range(4)])
+    in_rank_order = functools.reduce(torch.add, map(odd_numbers, range(4)))
+    found = run_ranks(4, all_meshes)
+    for rank, cases in enumerate(found):
+        for case, (N, results, sent, calls, waited_s) in enumerate(cases):
+            assert results["all"] == [{"rank": r} for r in range(4)]
+            assert results["sum"] == found[0][case][1]["sum"]  # to the last bit
+            assert results["sum"] == pytest.approx(in_rank_order.tolist(), rel=1e-5)
+            assert N != 2 or results["sum"] == in_rank_order.tolist()
+            assert {name.split()[0] for name in calls} <= {"shard", "sync"}
             i, n = divmod(rank, N)
             groups = {"shard": [i * N + k for k in range(N)]}
             groups["sync"] = [k * N + n for k in range(4 // N)]
@@ -67,8 +80,11 @@ def test_collectives_compute_and_count_what_they_promise():
                 )
                 # all-gather and reduce-scatter, all-reduce, gather_rows
                 promised = (size - 1) / size * (2 * 12 * size + 2 * 4 + 8 * size)
-                in_world = 2 * 3 / 4 * 4 if (name == "shard") == (N == 4) else 0
-                assert sent[name] == pytest.approx(promised + in_world)
+                # sum_over_ranks of 40 numbers: an all-reduce in one group, or two all-gathers
+                in_sum = 2 * 3 / 4 * 160 if size == 4 else 0
+                if N == 2:
+                    in_sum = 160 * dict(shard=1, sync=N)[name]
+                assert sent[name] == pytest.approx(promised + in_sum)
                 assert size > 1 or not any(key.startswith(name) for key in calls)
             assert (waited_s["others"] > 0) == (N < 4) and waited_s["link"] == 0
 
@@ -98,7 +114,6 @@ def test_link_carries_what_crosses_replicas_with_its_bytes_and_hops(monkeypatch)
     carry = lambda works, sent_bytes, hops: carried.append((sent_bytes, hops))
     mesh.replicas, mesh.link = 4, SimpleNamespace(carry=carry)
     mesh.sync, mesh.shard = Group("sync", [0, 2, 4, 6], 0, None), Group("shard", [0, 1], 0, None)
-    mesh.world = Group("world", list(range(8)), 0, None)
     for name in "all_reduce", "all_to_all_single", "P2POp", "batch_isend_irecv":
         monkeypatch.setattr(dist, name, lambda *args, **options: None)
     monkeypatch.setattr(mesh_module, "all_gather_single", lambda *args, **options: None)
@@ -107,8 +122,27 @@ def test_link_carries_what_crosses_replicas_with_its_bytes_and_hops(monkeypatch)
     mesh.all_gather(x, mesh.sync)
     mesh.all_to_all(x, x, mesh.sync)
     mesh.send_receive(x, x, 1, mesh.sync)
-    mesh.all_reduce(x, mesh.world)
-    assert carried == [(72, 6), (36, 3), (36, 3), (48, 1), (84, 6)]
+    assert carried == [(72, 6), (36, 3), (36, 3), (48, 1)]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_nccl_takes_few_sms_between_replicas_and_has_no_third_communicator(monkeypatch, backend):
+    """Rank 0 of 2 x 2."""
+    made, config = [], SimpleNamespace()
+    nccl = SimpleNamespace(Options=lambda: SimpleNamespace(config=config))
+    if backend == "nccl":  # a CPU build of torch has no such name
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    for name, found in dict(is_initialized=True, get_world_size=4, get_rank=0).items():
+        monkeypatch.setattr(dist, name, lambda found=found: found)
+    monkeypatch.setattr(dist, "new_group", lambda *args: made.append(args))
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: None)
+    Mesh(2, CPU, 7, lambda ranks, crosses_replicas: backend)
+    assert [args[0] for args in made] == [[0, 1], [2, 3], [0, 2], [1, 3]]
+    assert all(args[1:3] == (timedelta(seconds=7), backend) for args in made)
+    shard, sync = made[0][3], made[2][3]
+    assert shard is None and (sync is not None) == (backend == "nccl")
+    assert backend == "gloo" or config.max_ctas == 4 and sync._timeout == timedelta(seconds=7)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +170,22 @@ def test_groups_use_shm_within_a_machine(
     mesh = launch.make_mesh(config, None, barrier)
     groups = [([0, 1], False), ([0, 1], True), ([1, 2], True)]  # ranks; crosses replicas?
     assert [mesh.backend(*group) for group in groups] == expected and mesh.device == CPU
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_nccl_launches_in_the_order_of_issue_by_default(monkeypatch, given):
+    """Operations of two communicators in flight may hang otherwise."""
+    monkeypatch.setattr(launch, "environment", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(os, "environ", {} if given is None else {ORDER: given})
+    config = SimpleNamespace(device="cuda", backend="gloo", shards=1, timeout_s=1.0)
+    vars(config).update(limits_link=False, timeline=False)
+    launch.make_mesh(config, None)
+    assert os.environ.get(ORDER) == given
+    config.backend = "nccl"
+    launch.make_mesh(config, None)
+    assert os.environ[ORDER] == (given or "1")
 
 
 @pytest.mark.parametrize(

@@ -55,13 +55,14 @@ def test_memory_and_traffic_planned_equal_those_of_a_run(
         assert rank["watched"] == (plan.n_params, held)
         if shards == 2 and rounds and method not in (*CODED, "robust"):  # else all ranks are one group, in which more is sent
             calls = [rank["calls"][f"sync {name}"] for name in ("all-reduce", "all-gather")]
-            assert calls == [4 * (3 if more else 1) * rounds, rounds]  # 4 layers, two moments
+            # 4 layers, two moments; one all-gather in the evaluation
+            assert calls == [4 * (3 if more else 1) * rounds, rounds + 1]
     for row in run.rows("sync"):
         # loss and steps; then the norm, EDiT: norms and limits of 4 layers
         row_bytes = (plan.replicas - 1) * SCALARS.get(method, 3) * plan.master.itemsize
         sent = row["sync_bytes"] - row_bytes
         if method == "robust":
-            sent -= 4 * 3 + 2 * 3 / 4 * 4 * 2**2  # units and Gram matrix, in the world group
+            sent -= 4 + (2 - 1) * 2 * 4 * 2**2  # units, and the Gram matrices of both shards
         if method in CODED:
             steps = row["tau"] if method == "top_k" else 1
             assert sent == steps * expected_bytes(method, plan)
@@ -140,8 +141,23 @@ def test_ranks_of_a_machine_must_fit_into_its_memory_together(corpus_folder, mon
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(UserError, match="a rank needs about 0.4 MB of memory, and 2 here have"):
         plan.check_memory()
-    plan.on_cpu = False
-    plan.check_memory()
+
+
+def test_nccl_takes_two_gigabytes_of_a_gpu(corpus_folder, monkeypatch):
+    there = SimpleNamespace(total_memory=3e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there)
+    options = dict(method="edit", device="cuda", dtype="fp32", dry_run=True, offload=True)
+    alone, two = (planned(corpus_folder, ranks, **options) for ranks in (1, 2))
+    assert "NCCL" not in alone.memory() and two.memory()["NCCL"] == 2e9
+    on_gpu = [count for kind, count in two.memory().items() if "on the host" not in kind]
+    needed = sum(on_gpu) + two.activations()
+    for plan in alone, two:
+        plan.check_memory()
+    there.total_memory = needed - 1
+    alone.check_memory()
+    line = r"a rank needs about 2000.\d MB of memory, and its GPU has 2000.\d MB: lower --batch_size"
+    with pytest.raises(UserError, match=line):
+        two.check_memory()
 
 
 def test_plan_says_what_a_reader_would_miss(corpus_folder, capsys):

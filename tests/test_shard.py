@@ -111,8 +111,9 @@ def test_step_sends_what_shard_py_promises(results):
         # all-gathers and reduce-scatters, 3 scalars
         assert sent == {"shard": 3 / 4 * ((gathered + sum(P)) * 8 + 2 * 3 * 8), "sync": 0}
     for _, _, calls, sent, P, _ in results["grid"] + results["grid, accum"]:
-        assert calls["sync all-reduce"] == LAYERS and calls["world all-reduce"] == 1
-        assert sent["sync"] == 2 * (2 - 1) / 2 * sum(P) / 2 * 8 + 2 * 3 / 4 * 3 * 8
+        assert calls["sync all-reduce"] == LAYERS and calls["sync all-gather"] == 1
+        # all-reduces of the gradient, an all-gather of 3 scalars of both shards
+        assert sent["sync"] == 2 * (2 - 1) / 2 * sum(P) / 2 * 8 + (2 - 1) * 2 * 3 * 8
     assert all(sent["sync"] == 0 for _, _, _, sent, *_ in results["local"])
 
 
