@@ -775,14 +775,14 @@ class Sick:
 
     def __call__(self, method, model, mesh):
         after_step = method.after_step
-        shard, place = divmod(model.layouts[-1].used - 1, model.layouts[-1].shard_size)
-        place -= model.layouts[-1].shard_size  # counted from the end; padding follows it
-        self.part = slice(place, place + 1 or None) if self.one_element else self.part
-        here = mesh.shard_index == shard or not self.one_element
+        last = (model.layouts[-1].used - 1) // model.layouts[-1].shard_size  # shard
+        here = mesh.shard_index == last or not self.one_element
 
         def spoil_and_end_step(*args):
             if here and method.steps in self.steps and mesh.replica in self.replicas:
-                self.spoil(model.master, method.anchor)
+                layers = list(zip(*map(model.used_views, (model.master, method.anchor))))
+                for x, anchor in layers[-1:] if self.one_element else layers:
+                    self.spoil(x, anchor)
             return after_step(*args)
 
         method.after_step = spoil_and_end_step
