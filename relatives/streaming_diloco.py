@@ -66,9 +66,8 @@ class StreamingDiLoCo(Method):
 
     def begin(self):
         self.anchor.copy_(self.model.master)
-        vectors = self.model.master, self.anchor, self.momentum
-        layers = list(zip(*map(self.model.used_views, vectors)))
-        self.layers = [layers[p :: self.config.fragments] for p in range(self.config.fragments)]
+        views = list(zip(*map(self.model.used_views, (self.model.master, self.anchor, self.momentum))))
+        self.layers = [views[p :: self.config.fragments] for p in range(self.config.fragments)]
 
     def before_step(self):
         super().before_step()
