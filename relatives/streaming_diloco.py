@@ -66,8 +66,8 @@ class StreamingDiLoCo(Method):
 
     def begin(self):
         self.anchor.copy_(self.model.master)
-        views = list(zip(*map(self.model.used_views, (self.model.master, self.anchor, self.momentum))))
-        self.layers = [views[p :: self.config.fragments] for p in range(self.config.fragments)]
+        rows = list(zip(*map(self.model.used_views, (self.model.master, self.anchor, self.momentum))))
+        self.layers = [rows[p :: self.config.fragments] for p in range(self.config.fragments)]
 
     def before_step(self):
         super().before_step()
