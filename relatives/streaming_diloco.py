@@ -66,7 +66,7 @@ class StreamingDiLoCo(Method):
 
     def begin(self):
         self.anchor.copy_(self.model.master)
-        rows = list(zip(*map(self.model.used_views, (self.model.master, self.anchor, self.momentum))))
+        rows = [*zip(*map(self.model.used_views, (self.model.master, self.anchor, self.momentum)))]
         self.layers = [rows[p :: self.config.fragments] for p in range(self.config.fragments)]
 
     def before_step(self):
