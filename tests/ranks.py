@@ -1,5 +1,10 @@
 """Run code on several ranks, and whole trainings through train.py's own loop. Ranks are forked from
-a server process that has imported torch once: four start in a fraction of a second."""
+a server process that has imported torch once: four start in a fraction of a second.
+
+What is promised of bits. They are equal where the same sums run in the same order: a run and its
+repetition, a run and its resumption, two methods that are the same, each on one mesh, transport and
+machine. Two transports, meshes, machines, instruction sets or numbers of threads may add in
+different orders. Then results differ by a few units in the last place, see few_ulp()."""
 
 import contextlib
 import functools
@@ -34,6 +39,12 @@ context = multiprocessing.get_context("forkserver")
 # Imported once instead of in every rank: besides train what tests import, and what
 # torch.use_deterministic_algorithms() imports.
 context.set_forkserver_preload(["train", "lab.bench", "pytest", "torch._inductor.config"])
+
+
+def few_ulp(dtype, ulps=16) -> float:
+    """Relative tolerance of results that differ only in the order of sums: 4 ranks round a sum
+    three times, and a dozen steps of AdamW on a tiny model enlarge that some five times."""
+    return ulps * torch.finfo(dtype).eps
 
 
 def _rank_main(rank, world_size, folder, function, args):

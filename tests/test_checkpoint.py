@@ -117,8 +117,7 @@ def test_evaluation_saving_a_simulation_and_a_resume_change_no_bit(
     assert saved_steps(tmp_path / "whole") == ends  # and nowhere else
     assert [row["step"] for row in whole.rows("eval")] == ends
     for row in whole.rows("sync") if slow is UNEVEN else ():
-        # one hop of 2 ms for the row of scalars, two for the all-reduces
-        assert row["stall_ms"] >= row["wait_link_ms"] > 2.0
+        assert row["stall_ms"] >= row["wait_link_ms"]  # test_simulate.py: when a link delivers
     folders = [cut_off(tmp_path / "whole", tmp_path / f"from-{step}", step) for step in steps]
     cases = [(None, folder, options | dict(resume="auto")) for folder in folders]
     for step, again in zip(steps, train_all(ranks, corpus_folder, *cases, transport="gloo")):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shard
-from ranks import train_all
+from ranks import few_ulp, run_training, train_all
 from test_methods import FP32, RTOL
 from train import METHODS
 
@@ -96,7 +96,8 @@ def test_methods_equal_each_other(claim, corpus_folder):
     common, cases = LOCAL | dict(eval_interval=1) | common, []
     for method, own, *tamper in methods:
         cases.append((tamper[0] if tamper else None, None, common | own | dict(method=method)))
-    first, *others = train_all(ranks, corpus_folder, *cases)
+    transport = "gloo" if claim in BITWISE else "auto"  # methods without a barrier need it
+    first, *others = train_all(ranks, corpus_folder, *cases, transport=transport)
     rtol, model = (0.0, dict(rtol=0, atol=0)) if claim in BITWISE else (RTOL, FP32)
     judged = {row["step"]: row["val_loss"] for row in first.rows("eval")}
     for other in others:
@@ -107,3 +108,13 @@ def test_methods_equal_each_other(claim, corpus_folder):
     if "a_edit" in claim:  # the votes travel with the step's metrics
         for ours, theirs in zip(other.ranks, first.ranks):
             assert ours["calls"] == theirs["calls"] and ours["sent"] == theirs["sent"]
+
+
+def test_transports_differ_by_a_few_ulp(corpus_folder):
+    options = LOCAL | dict(method="diloco", eval_interval=1)
+    shm, gloo = (
+        run_training(4, corpus_folder, transport=name, **options) for name in ("shm", "gloo")
+    )
+    judged, found = ([row["val_loss"] for row in run.rows("eval")] for run in (shm, gloo))
+    assert found == pytest.approx(judged, rel=few_ulp(torch.float64), abs=0)
+    assert gloo.losses == pytest.approx(shm.losses, rel=few_ulp(torch.float64), abs=0)

@@ -172,7 +172,7 @@ def die_or_wait(rank):
 @pytest.mark.parametrize("silent", [True, False])
 def test_silent_or_missing_rank_ends_the_others_with_a_line(silent, start):
     """A silent one after --timeout_s (a machine that hangs, not a process that is gone), a missing
-    one after START_S. hello/3 is the key that it has not set."""
+    one after START_S. It has not set its key hello/3 (nor perhaps a slow one its own)."""
     run = start("--timeout_s 2", steps=10**5, special={} if silent else patched(die_or_wait))
     if silent:
         run.wait_for("step 00013/")
@@ -182,8 +182,25 @@ def test_silent_or_missing_rank_ends_the_others_with_a_line(silent, start):
     run.signal(signal.SIGKILL, 3)
     assert run.wait(1) == [1, 1, 1, -9 if silent else 9]
     *lines, last = errors(run)
-    hint = "is silent for 2 s" if silent else "hello/3"
+    hint = "is silent for 2 s" if silent else "hello/"
     assert all(LOST in line and hint in line for line in lines) and last == ""
+
+
+def run_and_note(argv, rank, world_size, port, folder, path):
+    """ranks._command. Rank 0 samples for a while, and all note when they leave."""
+
+    def note(text):
+        with open(path, "a") as file:
+            file.write(text)
+
+    train.print_sample = lambda model: time.sleep(1) or note("sampled ")
+    ranks._command(argv, rank, world_size, port, folder)
+    note("left ")
+
+
+def test_no_rank_leaves_while_rank_0_samples(start, tmp_path):
+    finish(start(steps=4, special=dict.fromkeys(range(4), (run_and_note, tmp_path / "trace"))))
+    assert (tmp_path / "trace").read_text().split() == ["sampled", *["left"] * 4]
 
 
 def break_in(rank, name, count, error):
