@@ -335,16 +335,6 @@ def test_given_flags_count_and_others_come_from_the_checkpoint(saved_run, corpus
     assert [row["tokens"] for row in run.rows("step")] == [336 + 48 * i for i in range(11)]
 
 
-def test_run_that_is_writing_is_not_read(tmp_path):
-    (tmp_path / "checkpoint-00000001").mkdir()
-    os.close(checkpoint.lock(tmp_path))
-    assert checkpoint.choose("auto", str(tmp_path), overwrite=False)
-    writing = checkpoint.lock(tmp_path)
-    with pytest.raises(UserError, match="another run is writing there"):
-        checkpoint.choose("auto", str(tmp_path), overwrite=False)
-    os.close(writing)
-
-
 def refusal(argv, rank, world_size) -> str:
     """The line that Setup refuses these flags with, "" if the run can continue."""
     try:
