@@ -73,7 +73,6 @@ def train(setup, mesh, stop):
         cluster.after_step(method)
         log.step(method, lr, metrics)
         check_finite(model, method)
-        launch.shorten_timeout(mesh)  # of the ranks of this replica
         if method.local_steps == 0:
             at_round_end(setup, model, method, log, stop)
     finish(setup, model, method, log)
@@ -104,6 +103,7 @@ def check_finite(model, method):
 
 def at_round_end(setup, model, method, log, stop):
     """Evaluate, save and stop, each if it is due."""
+    launch.shorten_timeout(model.mesh)  # steps that compile are over
     config, progress = setup.config, method.progress
     # True if the progress has passed a multiple of the interval since `last`. Interval 0: never.
     due = lambda last, interval: interval and progress >= last - last % interval + interval

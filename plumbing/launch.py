@@ -41,7 +41,7 @@ from plumbing.config import STOPS, UserError, explain, parse
 from plumbing.plan import Plan
 
 START_S = 600  # how long ranks wait for the slowest to start
-# How long a replica's ranks wait for each other after the first step, which may compile.
+# How long a replica's ranks wait for each other after the first round, which may compile.
 SHARD_TIMEOUT = timedelta(seconds=100)
 
 
