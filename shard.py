@@ -59,6 +59,10 @@ class Layout:
         self.shard_size = self.size_of_shard(shards)  # P/N
         self.padded = self.shard_size * shards  # P
 
+    def border(self, element: int, shard: int) -> int:
+        """Where an element of the layer is in a shard: 0 if before it, its size if behind it."""
+        return min(max(element - shard * self.shard_size, 0), self.shard_size)
+
     def size_of_shard(self, shards: int) -> int:
         """A multiple of ALIGNED elements, so that copies and NCCL read whole lines of memory."""
         return -(-self.used // (shards * ALIGNED)) * ALIGNED
@@ -113,6 +117,7 @@ class ShardedModel:
         self.average_layer = lambda l: mesh.all_reduce(self.grads[l], mesh.sync)
         self.metrics_lag = 1 if mesh.device.type == "cuda" else 0  # steps, see known_metrics()
         self.metrics = deque(maxlen=1 + self.metrics_lag)
+        self.squares_from = [0] * len(self.layers)  # first element of a layer in exp_avg_sq
 
     def own_shard(self, layout: Layout, tensors: dict) -> torch.Tensor:
         """This rank's shard (P/N,) of a layer with these parameters, in the dtype of `master`."""
@@ -154,6 +159,11 @@ class ShardedModel:
         if not offload or self.mesh.device.type == "cpu":
             return torch.zeros_like(self.master)
         return torch.zeros(self.master.shape, dtype=self.master.dtype, pin_memory=True)
+
+    def sizes_from(self, firsts: list, shards: int, shard: int) -> list:
+        """How many elements of each layer, from number firsts[l] on, are in a shard of `shards`."""
+        ends = [layout.size_of_shard(shards) for layout in self.layouts]
+        return [min(n, max(0, (shard + 1) * n - first)) for n, first in zip(ends, firsts)]
 
     def norm(self, vector: torch.Tensor) -> torch.Tensor:
         """||vector|| over the whole replica, of a vector laid out like `master` or of one layer;
@@ -298,17 +308,25 @@ class AdamW:
     """torch's fused AdamW on the flat vectors of a ShardedModel: matrices decay, norm gains do not.
     (torch.optim's class does the same, but imports the compiler: 0.8 s of each start.)"""
 
-    def __init__(self, model, weight_decay: float, betas: tuple):
+    def __init__(self, model, weight_decay: float, betas: tuple, others=()):
+        """others: layers whose matrices another optimizer steps. They have no exp_avg_sq."""
         self.lr, self.betas, self.device = 0.0, betas, model.mesh.device
         self.steps = 0  # that the moments have seen, for their bias correction
-        model.exp_avg, model.exp_avg_sq = model.new_vector(), model.new_vector()
+        model.exp_avg = model.new_vector()
+        for l in others:
+            model.squares_from[l] = model.layouts[l].decayed
+        index = model.mesh.shard_index
+        sizes = model.sizes_from(model.squares_from, model.mesh.shards, index)
+        model.exp_avg_sq = model.master.new_zeros(sum(sizes))
+        squares = model.exp_avg_sq.split(sizes)
         self.groups = [(weight_decay, []), (0.0, [])]
-        vectors = (model.master, model.grad, model.exp_avg, model.exp_avg_sq)
-        for layout, *views in zip(model.layouts, *map(model.views, vectors)):
-            size = layout.shard_size
-            border = min(max(layout.decayed - model.mesh.shard_index * size, 0), size)
-            for part, (_, group) in zip((slice(border), slice(border, size)), self.groups):
-                if views[0][part].numel():
+        vectors = (model.master, model.grad, model.exp_avg)
+        for layout, v, *views in zip(model.layouts, squares, *map(model.views, vectors)):
+            first = layout.shard_size - len(v)
+            views = [view[first:] for view in views] + [v]
+            border = layout.border(layout.decayed, index) - first
+            for part, (_, group) in zip((slice(border), slice(border, None)), self.groups):
+                if v[part].numel():
                     group.append([view[part] for view in views])
 
     def step(self, grad_scale: torch.Tensor | None = None):

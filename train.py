@@ -21,6 +21,7 @@ from a_edit import AEDiT
 from diloco import DiLoCo
 from edit import EDiT
 from minibatch import MiniBatch
+from muon import Muon
 from plumbing import checkpoint, launch
 from plumbing.config import UserError, run_command
 from plumbing.log import Clock, Log
@@ -39,7 +40,7 @@ def train(setup, mesh, stop):
     model = ShardedModel(plan.model_config, mesh, plan.dtype, config.seed, config.recompute)
     for layer in model.layers if config.compile else ():
         layer.compile()
-    optimizer = AdamW(model, config.weight_decay, (config.beta1, config.beta2))
+    optimizer = make_optimizer(model, config)
     clock = VirtualClock(config, mesh) if config.virtual_clock else Clock(mesh.device)
     cluster = Cluster(config, mesh, clock)  # simulates stragglers and sick replicas, if asked to
     log = Log(setup, mesh, clock)
@@ -76,6 +77,13 @@ def train(setup, mesh, stop):
         if method.local_steps == 0:
             at_round_end(setup, model, method, log, stop)
     finish(setup, model, method, log)
+
+
+def make_optimizer(model, config):
+    betas = (config.beta1, config.beta2)
+    if config.optimizer == "muon":
+        return Muon(model, config.weight_decay, betas, ratio=config.muon_lr / config.lr)
+    return AdamW(model, config.weight_decay, betas)
 
 
 def load_batch(setup, mesh, cluster, step: int, micro_step: int) -> list:

@@ -31,6 +31,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn.functional import pad
 
 from method import Method
 from plumbing.config import UserError
@@ -121,11 +122,17 @@ def vectors(model, method) -> tuple:
     return equal, own
 
 
+def firsts(model, name: str) -> list:
+    """The first element of each layer that a vector has: with Muon exp_avg_sq has no matrices."""
+    return model.squares_from if name == "exp_avg_sq" else [0] * len(model.layers)
+
+
 def checksums(model, equal: dict) -> dict:
     """Of each layer of these vectors, which are on the host, by its name."""
     found = {}
     for name, vector in equal.items():
-        for l, layer in enumerate(model.views(vector)):
+        sizes = model.sizes_from(firsts(model, name), model.mesh.shards, model.mesh.shard_index)
+        for l, layer in enumerate(vector.split(sizes)):
             found[f"{name} of layer {l}"] = zlib.crc32(layer.numpy())
     return found
 
@@ -253,6 +260,7 @@ def check_resume(setup):
     took, take = saved["tokens_per_step"], setup.plan.tokens_per_step
     was = saved["model_config"] | {"model": flags["model"]}
     now = vars(setup.plan.model_config) | {"model": config.model, "block_size": was["block_size"]}
+    optimizer = flags.get("optimizer", "adamw")
     other = " ".join(f"--{name}" for name in sorted(was) if was[name] != now[name])
     reasons = {
         "has another vocabulary: give the --data that it was trained on": "--vocab_size" in other,
@@ -260,6 +268,7 @@ def check_resume(setup):
         "was trained on another corpus: name a corpus with --data": (
             flags["corpus_hash"] != setup.corpus.hash and "data" not in given
         ),
+        f"was trained with --optimizer {optimizer}: keep it": config.optimizer != optimizer,
         f"is past the warm-up of {flags['method']}: keep this method": (
             config.method != flags["method"] and not saved["averages_gradients"]
         ),
@@ -293,7 +302,7 @@ def load(setup, model, optimizer, method, clock):
             for name, vector in found.items():
                 # In the warm-up the method may change. Vectors of another one do not fit.
                 if same_method or name not in method.shared + method.private:
-                    fill(vector, [file[name] for file in saved], model)
+                    fill(vector, [file[name] for file in saved], model, firsts(model, name))
     optimizer.steps = method.steps
     model.invalidate_gathered()
 
@@ -314,13 +323,15 @@ def restore(method, saved: dict, averages_gradients: bool):
             setattr(method, name, value)
 
 
-def fill(vector, saved: list, model):
+def fill(vector, saved: list, model, firsts: list):
     """vector <- this rank's shards, from the flat vectors of all saved shards."""
-    sizes = [layout.size_of_shard(len(saved)) for layout in model.layouts]
-    layers = zip(*[shard.split(sizes) for shard in saved])
-    for layout, size, place, pieces in zip(model.layouts, sizes, model.views(vector), layers):
-        begin = model.mesh.shard_index * len(place)  # of this rank's shard, in the layer
-        for first, piece in zip(range(0, size * len(saved), size), pieces):
-            low, high = max(begin, first), min(begin + len(place), first + size, layout.used)
-            if low < high:  # the rest is padding, 0
-                place[low - begin : high - begin] = piece[low - first : high - first]
+    shards, index = model.mesh.shards, model.mesh.shard_index
+    places = vector.split(model.sizes_from(firsts, shards, index))
+    files = []
+    for i, file in enumerate(saved):
+        files.append(file.split(model.sizes_from(firsts, len(saved), i)))
+    for layout, first, place, *pieces in zip(model.layouts, firsts, places, *files):
+        whole = torch.cat(pieces)[: layout.used - first]
+        whole = pad(whole, (first, layout.padded - layout.used))
+        own = whole.chunk(shards)[index]
+        place.copy_(own[len(own) - len(place) :])

@@ -165,7 +165,12 @@ class Config:
     accum: int = option(1, "micro-steps per step; their gradients are averaged", low=1, below=10**6)
     tokens_per_step: int = option(0, "of all ranks; it sets accum, and batch_size is a limit then")
 
-    lr: float = option(3e-3, "peak inner (AdamW) learning rate", group="inner optimizer")
+    optimizer: str = option(
+        "adamw", "muon: Muon for the blocks' matrices", choices=["adamw", "muon"],
+        group="inner optimizer",
+    )  # fmt: skip
+    lr: float = option(3e-3, "peak learning rate of AdamW")
+    muon_lr: float = option(0.02, "peak learning rate of Muon, which has the schedule of lr")
     min_lr_ratio: float = option(0.1, "final learning rate / peak learning rate")
     lr_warmup_steps: int = option(50, "steps of linear warm-up")
     weight_decay: float = option(0.1, "of matrices")
@@ -182,6 +187,8 @@ class Config:
 
     def check(self, replicas: int):
         """Raise UserError if the flags do not fit together."""
+        if self.optimizer == "muon" and self.lr == 0:
+            raise UserError("--lr 0: muon's rate follows it; give --muon_lr 0 or --optimizer adamw")
 
 
 @dataclass
@@ -194,6 +201,12 @@ class RoundConfig:
         choices=["none", "m", "both"], nargs="?", const="both",
     )  # fmt: skip
     moments_format: str = option("none", "int8: m in int8, v in log8", choices=["none", "int8"])
+
+    def check(self, replicas: int):
+        super().check(replicas)
+        if self.optimizer == "muon" and self.average_moments == "both":
+            reason = "muon has no second moment of matrices; give --average_moments m"
+            raise UserError(f"--average_moments both: {reason}")
 
     def steps_of_round(self, lr: float, k: int) -> float:
         """lr: inner learning rate of the last step; k: steps from the warm-up to this round."""

@@ -25,6 +25,7 @@ from simulate import FRAMING
 # Numbers that a block's backward needs, per token and channel: counted, see tests/test_plan.py.
 KEPT = 24
 NCCL_BYTES = 2e9  # its buffers and kernels take 0.5 to 2 GB
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -73,6 +74,7 @@ class Plan:
         offload = not self.on_cpu and getattr(self.config, "offload", False)
         aliased = N == 1 and self.dtype == self.master  # a layer is a view of the parameters
         layer = max(layout.padded for layout in self.layouts)  # max P
+        block = self.layouts[1].padded * self.dtype.itemsize
         slots = 0.0  # of shm that a rank reads or writes, its own and its neighbours', per element
         if self.config.backend == "shm" and self.on_cpu and machine_id():
             slots += self.dtype.itemsize + (2 - 1 / N) * self.master.itemsize if N > 1 else 0
@@ -80,15 +82,26 @@ class Plan:
         kinds = {
             "parameters": self.shard_bytes,  # 4 sum P/N
             "gradient": self.shard_bytes,
-            "AdamW": 2 * self.shard_bytes,  # two moments
+            OPTIMIZERS[self.config.optimizer]: self.shard_bytes + self.square_bytes(),  # moments
             " and ".join(vectors) + " on the host" * offload: len(vectors) * self.shard_bytes,
             "sync buffers": round(self.config.buffer_vectors * self.shard_bytes),
             "two whole layers": 0 if aliased else 2 * layer * self.dtype.itemsize,
             "a layer's gradient": 0 if N == 1 else layer * self.master.itemsize,
+            "a block's steps": block * (aliased and self.config.optimizer == "muon"),
             "shared memory": round(SLOTS * layer * slots),
             "NCCL": NCCL_BYTES if self.config.backend == "nccl" and self.world_size > 1 else 0,
         }
         return {kind: count for kind, count in kinds.items() if count}
+
+    def square_bytes(self) -> int:
+        """exp_avg_sq, of the last shard: with Muon not of the blocks' matrices."""
+        if self.config.optimizer == "adamw":
+            return self.shard_bytes
+        embedding, *blocks, head = self.layouts
+        elements = embedding.shard_size + head.shard_size
+        for layout in blocks:
+            elements += layout.shard_size - layout.border(layout.decayed, self.shards - 1)
+        return elements * self.master.itemsize
 
     def activations(self) -> int:
         """About how many bytes the activations of one micro-step take at their peak."""

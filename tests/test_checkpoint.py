@@ -39,8 +39,8 @@ CASES = [  # flags; ranks; round ends; where to resume; a simulation that change
     (STREAMING | TIGHT | dict(method="streaming_edit", delay=3, max_steps=27, dtype="bf16"), 2,
      [1, 2, 10, 18, 26, 27], [2, 18, 27], SLOW),
     (LOCAL | dict(method="zero_one_adam"), 4, ENDS, [2, 5, 8], {}),
-    (LOCAL | TIGHT | dict(method="one_bit_edit", shards=2, warmup_format="int8",
-                          refresh="measured", tau_schedule="1:2"),
+    (LOCAL | TIGHT | dict(method="one_bit_edit", shards=2, warmup_format="int8", optimizer="muon",
+                          tau_schedule="1:2"),
      4, [1, 2, 3, 4, 7, 10, 12], [1, 2, 10], SLOW),
     (LOCAL | dict(method="sparse_loco", shards=2), 4, ENDS, [2, 8], {}),
     (LOCAL | dict(method="top_k", shards=2), 4, ENDS, [2, 8], {}),
@@ -198,7 +198,8 @@ def test_other_shards_continue_the_trajectory(tmp_path, corpus_folder):
     """fp64, the same windows in each step: only the order of sums differs."""
     options = CONSTANT_LR | dict(tau=3, max_steps=12, batch_size=4, shards=2)
     options["quantize"] = "none"  # the blocks would differ
-    methods = dict(method="edit"), dict(method="streaming_edit", fragments=3, delay=0)
+    methods = [dict(method="edit"), dict(method="streaming_edit", fragments=3, delay=0)]
+    methods.append(dict(method="edit", optimizer="muon", n_layer=3))
     cases = [options | method for method in methods]
     meshes = (2, dict(shards=1, batch_size=8)), (8, dict(shards=4, batch_size=2))
     for run, whole in train_and_resume(tmp_path, corpus_folder, None, 4, cases, *meshes):
@@ -216,6 +217,8 @@ def test_mesh_of_a_resumed_run_follows_the_ranks(tmp_path, corpus_folder):
         assert launch.Setup(argv, train.METHODS, 0, ranks).config.shards == shards
     argv = ["--resume", str(tmp_path / "run"), "--batch_size", "2"]
     assert launch.Setup([*argv, "--dry_run"], train.METHODS, 0, 1).config.shards == 4
+    with pytest.raises(UserError, match="was trained with --optimizer adamw: keep it"):
+        launch.Setup([*argv, "--optimizer=muon"], train.METHODS, 0, 4)
     for flag in "--model=10m", "--n_embd=12", "--n_hidden=128":
         with pytest.raises(UserError, match=f"another shape: leave out {flag.split('=')[0]}"):
             launch.Setup([*argv, flag], train.METHODS, 0, 4)

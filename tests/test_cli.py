@@ -56,6 +56,10 @@ train --random_tokens 1:2:3             | --random_tokens 1:2:3: must be R:FIRST
 train --random_tokens 0:3:2             | FIRST 3 is after LAST 2
 train --method zero_one_adam --sync_warmup_steps 0 | needs --sync_warmup_steps above 0
 train --method zero_one_adam --average_moments | no --average_moments
+train --method zero_one_adam --optimizer muon | --optimizer muon: zero_one_adam needs AdamW's variance
+train --optimizer muon --average_moments | give --average_moments m
+train --optimizer muon --lr 0           | give --muon_lr 0 or --optimizer adamw
+train --optimizer sgd                   | --optimizer: invalid choice
 train --method top_k --density 0        | --density 0.0: must be above 0
 train --method streaming_diloco --tau_rule qsr | a streaming round has tau steps
 train --method streaming_diloco --tau_schedule 2:8 | a streaming round has tau steps

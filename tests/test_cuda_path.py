@@ -38,7 +38,7 @@ CASES = [
 CASES += [(name, dict(offload=True)) for name in ("diloco", "edit")]
 CASES += [("edit", dict(recompute=True)), ("edit", dict(average_moments="both"))]
 DIVIDED = dict(dtype="fp32", grad_clip=0.2)  # AdamW's kernel divides the gradient
-CASES += [("edit", DIVIDED), ("one_bit_edit", DIVIDED | dict(refresh="measured"))]
+CASES += [("edit", DIVIDED), ("one_bit_edit", DIVIDED | dict(optimizer="muon"))]
 
 
 def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):

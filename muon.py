@@ -1,0 +1,119 @@
+"""Muon on ZeRO-3 shards: matrices get an orthogonalized momentum as their step.
+
+The problem. AdamW scales each element by itself. Muon looks at a whole matrix: it keeps the
+directions of the momentum and makes all their singular values about 1, so that rare directions
+move as far as frequent ones. But with ZeRO-3 a rank has 1/N of a flat vector and no whole matrix.
+
+    for each matrix W (out x in) of a block, with gradient G, clipped as for AdamW:
+        M <- beta1 M + (1 - beta1) G
+        X  = M / (||M|| + 1e-7), transposed if out > in
+        5 times: A = X X^T;  X <- a X + (b A + c A A) X            # Newton-Schulz
+        W <- (1 - lr wd) W - muon_lr(t) sqrt(out / in) X           # X transposed back
+
+The embedding, the head and the gains of norms take AdamW's step (shard.py). muon_lr(t) has the
+schedule of lr. The iteration is a polynomial of the singular values of X. It brings those above
+about 0.01 to 0.9 .. 1.1 without computing them.
+
+N blocks at a time, so that each rank orthogonalizes one whole block, and none twice:
+
+    rank n has shard n of the momenta of blocks l .. l + N - 1          (N, P/N)
+    all-to-all: rank n has block l + n, whole                           (P,)
+    rank n orthogonalizes each matrix of its block                      # idle if there is no block
+    all-to-all: rank n has shard n of the steps of blocks l .. l + N - 1
+
+All blocks have the same layout. Both pieces live in shard.py's gather buffers, which are free
+between two steps.
+
+    symbol     variable              shape        dtype
+    M          model.exp_avg         (sum P/N,)   fp32; AdamW's first moment is the same average
+    X          pieces, whole         (N, P/N)     that of the layers (bf16, fp32)
+               model.exp_avg_sq      less         fp32; only of what AdamW steps
+
+A matrix of m rows and n columns, m <= n, takes 20 m^2 n + 10 m^3 FLOP. Beside it what a rank would
+do and send if each gathered every block and orthogonalized all of it (N = 8, bf16; the forward and
+the backward of 16,384 tokens on a rank take 8.3 and 634 TFLOP):
+
+            here                       every rank all blocks
+    124m    0.25 TFLOP,    50 MB       1.5 TFLOP,    149 MB      a rank and step, [shard] links
+    7b       77 TFLOP, 2,822 MB        616 TFLOP, 11,289 MB
+
+Deviations: (1) qkv and gate_up are one matrix each. (2) The coefficients of the five iterations
+differ, as in MuLoCo. (3) No Nesterov momentum.
+
+Run: torchrun --nproc_per_node 4 train.py --method edit --optimizer muon
+Source: Muon, Jordan et al. 2024, kellerjordan.github.io/posts/muon; MuLoCo, arXiv 2505.23725.
+"""
+
+import torch
+
+from shard import AdamW
+
+COEFFICIENTS = (  # a, b, c of each iteration
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+
+def orthogonalize(M):
+    """A matrix (out, in) with the singular vectors of M and singular values near 1."""
+    out, columns = M.shape
+    X = M.T if out > columns else M  # the smaller side first: A is as small as it can be
+    X = X / (X.norm() + 1e-7)
+    for a, b, c in COEFFICIENTS:
+        A = X @ X.T
+        # X <- a X + (b A + c A A) X
+        B = torch.addmm(A, A, A, beta=b, alpha=c)
+        X = torch.addmm(X, B, X, beta=a)
+    return X.T if out > columns else X
+
+
+class Muon(AdamW):
+    """AdamW whose step of the blocks' matrices is Muon's."""
+
+    def __init__(self, model, weight_decay: float, betas: tuple, ratio: float):
+        """ratio: Muon's learning rate / AdamW's."""
+        self.blocks = range(1, len(model.layers) - 1)
+        super().__init__(model, weight_decay, betas, others=self.blocks)
+        self.model, self.ratio, self.weight_decay = model, ratio, weight_decay
+        self.layout = model.layouts[1]  # of every block
+        self.size = self.layout.border(self.layout.decayed, model.mesh.shard_index)
+        buffers = model.gathered or [model.master.new_empty(self.layout.padded)]
+        self.pieces = buffers[0][: self.layout.padded].view(model.mesh.shards, -1)
+        self.whole = self.pieces  # N = 1: a block is whole already
+        if model.mesh.shards > 1:
+            self.whole = buffers[1][: self.layout.padded].view(model.mesh.shards, -1)
+
+    def step(self, grad_scale: torch.Tensor | None = None):
+        super().step(grad_scale)
+        N = self.model.mesh.shards
+        for first in self.blocks[::N]:
+            self.step_blocks(range(first, min(first + N, self.blocks.stop)), grad_scale)
+
+    def step_blocks(self, blocks, grad_scale):
+        """The step of at most N blocks."""
+        model, mesh = self.model, self.model.mesh
+        momenta, grads = model.views(model.exp_avg), model.grads
+        for piece, l in zip(self.pieces, blocks):
+            M, G = momenta[l][: self.size], grads[l][: self.size]
+            if grad_scale is not None:
+                G.div_(grad_scale)
+            # M <- beta1 M + (1 - beta1) G
+            M.lerp_(G, 1 - self.betas[0])
+            piece[: self.size] = M  # casts to the layers' dtype
+        # [shard] all-to-all, P in the compute dtype, once per N blocks and step
+        mesh.all_to_all(self.whole, self.pieces, mesh.shard).wait()
+        if mesh.shard_index < len(blocks):
+            for X in self.layout.cut(self.whole.view(-1)).values():
+                if X.dim() == 2:
+                    out, columns = X.shape
+                    X.copy_(orthogonalize(X).mul_((out / columns) ** 0.5))
+        # [shard] all-to-all, P in the compute dtype, once per N blocks and step
+        mesh.all_to_all(self.pieces, self.whole, mesh.shard).wait()
+        for piece, l in zip(self.pieces, blocks):
+            W = model.masters[l][: self.size]
+            # W <- (1 - lr wd) W - muon_lr sqrt(out / in) X
+            W.mul_(1 - self.lr * self.weight_decay)
+            W.sub_(piece[: self.size], alpha=self.lr * self.ratio)
