@@ -154,13 +154,15 @@ class EDiT(Method):
             d = torch.sub(a.to(x.device, non_blocking=True), x, out=x)
             squares.append(d.norm() ** 2)
         self.judge(torch.stack(squares))
-        self.handles = []
-        for l, d in enumerate(self.model.masters):
-            # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
-            d.mul_(self.weights[self.mesh.replica, l]).nan_to_num_(0.0, 0.0, 0.0)
-            # [sync] all-reduce, P/N fp32, once per round and layer
-            self.handles.append(self.mesh.all_reduce(d, self.mesh.sync))
+        self.handles = [self.start_mean(l, d) for l, d in enumerate(self.model.masters)]
         self.model.pre_layer_hook = self.complete
+
+    def start_mean(self, l, d):
+        """Start d <- dbar = sum_i w_i d_i in layer l."""
+        # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
+        d.mul_(self.weights[self.mesh.replica, l]).nan_to_num_(0.0, 0.0, 0.0)
+        # [sync] all-reduce, P/N fp32, once per round and layer
+        return self.mesh.all_reduce(d, self.mesh.sync)
 
     def judge(self, squares):
         """Flags and weights (M, L), from the squared norms of this rank's shards (L,)."""

@@ -1,4 +1,4 @@
-"""Vectors in 1, 4 or 8 bits, and their mean over the replicas in quantized pieces.
+"""Vectors in 1, 2, 4 or 8 bits, and their mean over the replicas in quantized pieces.
 
 A vector is cut into blocks of 256 consecutive elements. Each block has one fp32 scale s.
 
@@ -9,9 +9,13 @@ A vector is cut into blocks of 256 consecutive elements. Each block has one fp32
     log8    8     max v         255 for 0, else e in 0..254:    4.4% of v, if v > s / 2^31;
                                 s * 2^(-e/8); v >= 0 only       only 0 becomes 0
     sign    1     mean |v|      sign (0 counts as +): +-s       |v| + s
+    two_bits  2   rms           sign, and |v| > 0.9816 s:       |v| + s
+                                +-1.51 s, else +-0.4528 s
     none    32    none          v, in its own dtype             0
 
-The mean of sign is over the elements that are not 0.
+The mean of sign and the rms of two_bits are over the elements that are not 0. two_bits has the
+levels of Lloyd and Max for normally distributed elements: no others have a smaller mean square
+error, which is 12% of the mean square.
 
     s = 0: all elements are 0. s not finite: all are NaN, so that a divergence shows.
 
@@ -50,6 +54,7 @@ VALUES = {  # code -> value, in scales
     "log8": [*(2.0 ** (-e / 8) for e in range(255)), 0.0],
 }
 SIGNS = [[2.0 * (byte >> i & 1) - 1 for i in range(8)] for byte in range(256)]
+THRESHOLD, SMALL, LARGE = 0.9816, 0.4528, 1.510  # of two_bits
 PACK = 0x0102040810204080  # times 8 bytes of 0 or 1: byte i becomes bit i of the highest byte
 
 
@@ -57,11 +62,14 @@ def encode(x: torch.Tensor, format: str) -> torch.Tensor:
     """Blocks (B, 256) -> codes and scale of each, (B, bytes) uint8."""
     if format == "none":
         return x.view(torch.uint8)
+    count = torch.linalg.vector_norm(x, 0, dim=1, keepdim=True).clamp(min=1)  # not 0
     if format == "sign":
-        total, count = (torch.linalg.vector_norm(x, n, dim=1, keepdim=True) for n in (1, 0))
-        scale = total / count.clamp(min=1)
-        bits = (x >= 0).view(torch.int64)  # 8 elements in each
-        codes = bits.mul(PACK).bitwise_right_shift_(56).to(torch.uint8)
+        scale = torch.linalg.vector_norm(x, 1, dim=1, keepdim=True) / count
+        codes = pack_bits(x >= 0)
+    elif format == "two_bits":
+        scale = torch.linalg.vector_norm(x, 2, dim=1, keepdim=True) / count.sqrt()
+        signs, sizes = pack_bits(x >= 0), pack_bits(x.abs() > THRESHOLD * scale)
+        codes = torch.stack([signs, sizes], dim=2).view(len(x), -1)
     else:
         lowest, highest = torch.aminmax(x, dim=1, keepdim=True)  # NaN if there is one
         largest = torch.maximum(highest, -lowest).abs()
@@ -69,6 +77,11 @@ def encode(x: torch.Tensor, format: str) -> torch.Tensor:
         codes = CODES[format](x, scale.float())
     scale = scale.float().where(scale.isfinite(), torch.nan)
     return torch.cat([codes, scale.view(torch.uint8)], dim=1)
+
+
+def pack_bits(bits):
+    """bool (B, n) -> uint8 (B, n / 8), the first of eight in the lowest bit."""
+    return bits.view(torch.int64).mul(PACK).bitwise_right_shift_(56).to(torch.uint8)
 
 
 def int8_codes(x, scale):
@@ -96,7 +109,7 @@ def relative(x, scale):
     return (x / scale).nan_to_num_(0.0, 0.0, 0.0)
 
 
-FORMATS = ["none", "int8", "e3m0", "sign"]  # of vectors of either sign
+FORMATS = ["none", "int8", "e3m0", "two_bits", "sign"]  # of vectors of either sign
 CODES = {"int8": int8_codes, "log8": log8_codes, "e3m0": e3m0_codes}
 
 
@@ -108,20 +121,24 @@ def decode(coded: torch.Tensor, format: str, dtype=torch.float32) -> torch.Tenso
     if format == "int8":
         return codes.view(torch.int8).to(dtype).mul_(scale)
     words = codes.reshape(-1)
-    if format == "log8":
-        words = words.view(torch.uint16)  # two codes
+    if format in ("log8", "two_bits"):
+        words = words.view(torch.uint16)  # two bytes
     values = decoded_words(format, coded.device, dtype).index_select(0, words.int())
-    if format != "sign":
+    if format in ("e3m0", "log8"):
         values = torch.view_as_real(values)
     return values.view(-1, BLOCK).mul_(scale)
 
 
 @functools.cache  # A table is copied to a GPU once, because the host waits for the copy.
 def decoded_words(format: str, device, dtype) -> torch.Tensor:
-    """A table: word -> its elements, in scales. sign: 8 in a row. Else the pair of an even element,
+    """A table: word -> its elements, in scales. sign, two_bits: 8 in a row. Else the pair of an even element,
     whose code is low, and an odd one, as a complex number: index_select copies it in one piece."""
+    signs = torch.tensor(SIGNS, device=device, dtype=dtype)
     if format == "sign":
-        return torch.tensor(SIGNS, device=device, dtype=dtype)
+        return signs
+    if format == "two_bits":  # low byte: signs; high byte: sizes
+        sizes = torch.where(signs > 0, LARGE, SMALL)
+        return (sizes[:, None] * signs).view(-1, 8)
     values = torch.tensor(VALUES[format], device=device, dtype=dtype)
     return torch.complex(values.repeat(len(values)), values.repeat_interleave(len(values)))
 

@@ -23,7 +23,7 @@ from lab import merge as merge_module
 from lab import planner
 from lab import timeline as timeline_module
 from lab.plot import Panel
-from lab.rows import LATER, METHODS, beside_minibatch, over, over_links, with_standard_error
+from lab.rows import LATER, METHODS, beside_minibatch, over
 from lab.runs import BASE, RESULTS, Experiment, Run, main
 from plumbing.config import run_command
 
@@ -95,7 +95,7 @@ TUNING = {
     "slowmo": outer((1.0, 0.5), (0.7, 0.7)), "co2": outer((0.7, 0.2), (0.5, 0.2)),
     "noloco": outer((0.9, 0.5), (0.9, 0.3)),
     "diloco": NESTEROV, "streaming_diloco": NESTEROV, "edit": NESTEROV, "streaming_edit": NESTEROV,
-    "zero_one_adam": RATES, "one_bit_edit": RATES, "top_k": RATES, "robust": NESTEROV,
+    "zero_one_adam": RATES, "top_k": RATES, "robust": NESTEROV,
     "eager": outer((0.7, 0.0), (0.5, 0.0)),
     "sparse_loco": ["lr 0.003 outer_lr 1.0", "lr 0.0045 outer_lr 1.0", "lr 0.0045 outer_lr 0.7"],
 }  # fmt: skip
@@ -288,12 +288,6 @@ def liar(seed, quick):
     return runs
 
 
-# The first rounds of 0/1 Adam and one-bit EDiT are short: tau -> the rounds before.
-SHORT_FIRST = {4: "2:96", 8: "2:96,4:192"}
-ONE_BIT = ("zero_one_adam", "one_bit_edit")
-BEST = "one_bit_edit"
-IN_8_BITS = {"sync_warmup_steps": 32, "warmup_format": "int8"}
-IN_8_BITS_128 = {"variant": "warm-up 128 in 8 bits", "warmup_format": "int8"}
 FRONTIER_COLUMNS = ("val_loss", "over_minibatch", "sync_bytes", "fewer_bytes")
 
 
@@ -301,7 +295,7 @@ def grid(seed, taus, warmup) -> list:
     """All methods with these rounds. A-EDiT without a slow replica is EDiT."""
     runs = [training("top_k", seed, columns={"tau": 1}, sync_warmup_steps=warmup)]
     for tau, method in itertools.product(taus, METHODS):
-        if method not in ("minibatch", "a_edit", "top_k"):
+        if method not in ("minibatch", "a_edit", "top_k", "one_bit_edit"):
             few = SHORT_ROUND if tau == 4 and method.startswith("streaming") else {}
             runs.append(training(method, seed, tau, sync_warmup_steps=warmup, **few))
     return runs
@@ -317,10 +311,7 @@ def grid(seed, taus, warmup) -> list:
 )
 def frontier(seed, quick):
     """Which method loses least for its bytes, those of the warm-up included?"""
-    runs, own = [training("minibatch", seed)], IN_8_BITS | {"variant": "short rounds first"}
-    for method, (tau, first) in itertools.product(ONE_BIT, SHORT_FIRST.items()):
-        runs.append(training(method, seed, tau, tau_schedule=first, **own))
-    runs += [training(BEST, seed, tau, **IN_8_BITS_128) for tau in (() if quick else (1, 4))]
+    runs = [training("minibatch", seed)]
     if seed > 1 and not quick:  # with seed 1 all others end more than 1% above the frontier
         return [*runs, training("sparse_loco", seed, 4, sync_warmup_steps=32)]
     return runs + grid(seed, (16,) if quick else (4, 8, 16, 64), 32)
@@ -332,119 +323,16 @@ def frontier(seed, quick):
     combine=beside_minibatch,
 )
 def frontier_128(seed, quick):
-    """And after a warm-up of 128 steps in fp32?"""
-    first = seed == 1 or quick  # with seed 1 these two methods are the frontier
-    cases = itertools.product(ONE_BIT, (1,) if first else (1, 4, 8, 16))
-    runs = [training("minibatch", seed), *(training(method, seed, tau) for method, tau in cases)]
+    """And after a warm-up of 128 steps?"""
+    first = seed == 1 or quick  # with seed 1 0/1 Adam is the frontier
+    runs = [training("minibatch", seed)]
+    runs += [training("zero_one_adam", seed, tau) for tau in ((1,) if first else (1, 4, 8, 16))]
     taus = (16,) if quick else (4, 8, 16, 64)
     return runs + (grid(seed, taus, BASE["sync_warmup_steps"]) if first else [])
 
 
-SHORT_BEST = IN_8_BITS | {"tau": 4, "tau_schedule": SHORT_FIRST[4]}
-OF_ADAMW = {  # what was tried: with mini-batch, too
-    "beta1 0.85": {"beta1": 0.85},
-    "learning rate rises for 24 steps": {"lr_warmup_steps": 24},
-    "learning rate rises for 100 steps": {"lr_warmup_steps": 100},
-}
-OF_ONE_BIT_EDIT = {
-    "step_bound 0.5": {"step_bound": 0.5}, "step_bound 2": {"step_bound": 2},
-    "both bounds 2": {"step_bound": 2, "round_bound": 2},
-    "step_bound 4, round_bound 2": {"step_bound": 4, "round_bound": 2},
-    "refresh full": {"refresh": "full"}, "refresh no": {"refresh": "no"},
-    "refresh measured": {"refresh": "measured"},
-    "refresh measured, warm-up of 28 steps, tau 8": dict(
-        refresh="measured", sync_warmup_steps=28, tau=8, tau_schedule=SHORT_FIRST[8]
-    ),
-    "32 bits": {"quantize": "none"}, "4 bits": {"quantize": "e3m0"},
-    "warm-up of 36 steps, tau 8": dict(sync_warmup_steps=36, tau=8, tau_schedule=SHORT_FIRST[8]),
-    "warm-up of 64 steps": {"sync_warmup_steps": 64},
-}  # fmt: skip
-
-
-@Experiment(FRONTIER_COLUMNS, combine=beside_minibatch)
-def frontier_tries(seed, quick):
-    """What was tried to come closer to mini-batch in 448 steps?"""
-    runs = [training("minibatch", seed), training(BEST, seed, **SHORT_BEST)]
-    runs += [training("minibatch", seed, variant=name, **OF_ADAMW[name]) for name in OF_ADAMW]
-    tried = OF_ADAMW | OF_ONE_BIT_EDIT
-    return runs + [training(BEST, seed, variant=name, **SHORT_BEST | tried[name]) for name in tried]
-
-
-@Experiment(FRONTIER_COLUMNS, combine=beside_minibatch)
-def frontier_10m(seed, quick):
-    """Is the order the same in a model with 10 million parameters?"""
-    flags = {"minibatch": {}, "edit": {"sync_warmup_steps": 32}}
-    flags |= dict.fromkeys(ONE_BIT, SHORT_BEST)
-    large = {} if quick else {"model": "10m", "batch_size": 2, "lr": 0.001}  # the preset's rate
-    runs = [training(method, 1, **large | flags[method]) for method in flags]
-    return [*runs, training(BEST, 1, 1, **large | IN_8_BITS_128)]
-
-
 LONG = {"max_steps": 2000, "sync_warmup_steps": 32, "eval_interval": 250, "log_interval": 250}
-LONG |= {"checkpoint_interval": 1000, "lr": 0.003}
-GROWING = IN_8_BITS | {"tau": 32, "tau_schedule": "2:96,4:192,8:384,16:768"}
-LONG_FLAGS = {"minibatch": {}, "edit": {}, "streaming_diloco": {}}
-LONG_FLAGS |= dict.fromkeys(ONE_BIT, GROWING)
-FEW_BYTES = {"sync_warmup_steps": 12, "tau": 64, "tau_schedule": "2:16,4:32,8:64,16:256,32:512"}
-
-
-@Experiment(
-    FRONTIER_COLUMNS,
-    [Panel("sync_bytes", "val_loss", IN_ALL, where={"disturbance": "none"}, log=10, frontier=True)],
-    combine=beside_minibatch,
-)  # fmt: skip
-def frontier_long(seed, quick):
-    """And in 2,000 steps, also with a sick replica?"""
-    long, runs = {} if quick else LONG, []
-
-    def run(method, disturbance="none", **flags):  # sick: for a round of 16 steps
-        flags = long | flags | sick(disturbance, 993, 1008)
-        runs.append(training(method, seed, columns={"disturbance": disturbance}, **flags))
-
-    for method, flags in LONG_FLAGS.items():
-        run(method, **flags)
-    for disturbance in (FAST, RANDOM, LIAR) if seed == 1 and not quick else ():
-        for method in ("edit", *ONE_BIT):
-            run(method, disturbance, **LONG_FLAGS[method])
-    for method in ONE_BIT if seed == 1 else ():
-        run(method, variant="few bytes", **GROWING | FEW_BYTES)
-    return runs
-
-
-@Experiment(
-    ("step_ms", "wall_s", "val_loss"),
-    [
-        Panel("wall_s_curve", "val_loss_curve", "seconds, the warm-up included", log=10,
-              title=f"{mbps} Mbit/s", where={"link_mbps": mbps})
-        for mbps in (100, 10)
-    ],
-    combine=over_links,
-)  # fmt: skip
-def frontier_link(seed, quick):
-    """How long do these runs take over a slow link?"""
-    own, columns = {} if quick else LONG, {"disturbance": "none"}
-    short = {"sync_warmup_steps": 1, "refresh": "no"}  # in so few rounds each would be refreshed
-    return [
-        training(method, seed, columns=columns, timed_by=timing(method, **short), **own | flags)
-        for method, flags in LONG_FLAGS.items()
-    ]
-
-
-SEEDS = [seed for seed in range(1, 18) if seed != TUNING_SEED]  # sixteen
-# A longer warm-up in place of the refreshes
-UNREFRESHED = GROWING | {"sync_warmup_steps": 48, "refresh": "no", "variant": "no refresh"}
-
-
-@Experiment((*FRONTIER_COLUMNS[:2], "standard_error", "fewer_bytes"), combine=with_standard_error)
-def frontier_seeds(seed, quick):
-    """Is one-bit EDiT's loss that of mini-batch, in many seeds?"""
-    own, columns = {} if quick else LONG, {"disturbance": "none"}
-    cases = ("minibatch", {}), (BEST, GROWING), (BEST, UNREFRESHED)
-    return [
-        training(method, each, columns=columns, **own | flags)
-        for each in SEEDS[: 3 if quick else None] for method, flags in cases
-        if each <= 5 or flags != UNREFRESHED
-    ]  # fmt: skip
+LONG |= {"checkpoint_interval": 1000}
 
 
 def merged_and_ensemble(run) -> list:

@@ -8,14 +8,12 @@ A row is a dict with the columns of a run (method, tau, seed ...), its results a
 lines. over() turns the rows of runs into those of an experiment.
 """
 
-import itertools
 import json
 import statistics
 from collections import defaultdict
 from pathlib import Path
 
 from plumbing.config import UserError
-from simulate import FRAMING
 
 GRAY = "#808080"
 METHODS = {  # in the order of all tables and figures: name, color, marker, line
@@ -132,29 +130,13 @@ def with_standard_error(rows):
     return [row | {"standard_error": error[case(row)]} for row in rows]
 
 
-def over_links(rows):
-    """Each row over links of 100 and 10 Mbit/s. Adds the seconds until each evaluation: the steps
-    compute, and what is sent travels. After the warm-up the streaming methods do both at once."""
-    found = []
-    for mbps, row in itertools.product((100, 10), rows):
-        byte_s, step_s = 8e-6 * FRAMING / mbps, 1e-3 * row["step_ms"]
-        warmup_s = byte_s * (row["sync_bytes"] - row["local_bytes"])
-        both = max if row["method"].startswith("streaming") else sum
-        seconds = [
-            warmup_s + both((step_s * step, byte_s * sent - warmup_s))
-            for step, sent in zip(row["step_curve"], row["sync_bytes_curve"])
-        ]
-        found.append(row | {"link_mbps": mbps, "wall_s_curve": seconds, "wall_s": seconds[-1]})
-    return found
-
-
 FORMATS = {  # column -> heading, format, factor
     "val_loss": ("validation loss", "{:.4f}", 1),
     "local_bytes": ("MB sent after the warm-up", "{:,.1f}", 1e-6),
     "sync_bytes": ("MB sent in all", "{:,.1f}", 1e-6),
     "fewer_bytes": ("of mini-batch's bytes", "1/{:,.0f}", 1),
     "over_minibatch": ("over mini-batch", "{:+.1%}", 1), "step_ms": ("ms a step", "{:,.0f}", 1),
-    "wall_s": ("seconds in all", "{:,.0f}", 1), "standard_error": ("standard error", "{:.2%}", 1),
+    "standard_error": ("standard error", "{:.2%}", 1),
     "local_s": ("seconds after the warm-up", "{:,.0f}", 1),
     "tokens_per_s": ("tokens per second", "{:,.0f}", 1),
     "computing": ("computes", "{:.0%}", 1),

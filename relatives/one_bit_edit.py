@@ -1,120 +1,110 @@
-"""One-bit EDiT: 0/1 Adam's rounds in 1 bit, with EDiT's penalty, layer by layer. Ours: no paper.
+"""One-bit EDiT: EDiT whose pseudo-gradients travel in 1 bit an element. Ours: it has no paper.
 
-The problem. 0/1 Adam (zero_one_adam.py) loses little for what it sends, but it blocks, and one sick
-replica ruins it. EDiT (edit.py) has neither problem, but sends 32 bits an element. This method has
-0/1 Adam's rounds and EDiT's penalty and schedule.
+The problem. EDiT (edit.py) sends 32 bits an element once per round. In 1 bit most of a vector is
+lost in each message. Error feedback keeps what was lost and adds it to the next message, so that in
+the long run nothing is lost. With Muon inside (muon.py) this costs almost no loss: its steps have
+the same size in all directions, and one code fits all elements. With AdamW inside it costs more.
 
-    as zero_one_adam.py, but at the round's end, for all layers l:
-        u_i  = (a - x_i) (sqrt(V) + eps)
-        G_i  = ||u_i|| / (the round's sum of lr)        # [shard] one all-reduce, all layers
-        exchange G and limits of all replicas           # [sync] one all-gather, all layers
-        flag i if G_i > limit_i, as in edit.py, and G_i > (1 + 0.05 delta) median_j G_j
-        g_i  = G_i / median_j G_j;  w_i = exp(-g_i) / sum_j exp(-g_j) over the unflagged
-        z_i  = u_i + e_i; 0 if i is flagged, and then v_i <- V
-        e_i <- z_i - C(z_i)
-        start u = C(s), E <- s - u, where s = sum_i w_i C(z_i) + E       # [sync] quantize.py, async
+    as edit.py, but at the round's end, for all layers l:
+        d_i  = anchor - x_i;  norms, flags and weights w_i from d_i, as in edit.py
+        z_i  = d_i + e_i;  0 if i is flagged
+        send C(z_i);  e_i <- z_i - C(z_i)                # [sync] all-to-all, asynchronous
+        the owner of a piece:  s = sum_i w_i C(z_i) + E;  E <- 0 first, if all are flagged
+        send C(s);  E <- s - C(s)                        # [sync] all-gather, asynchronous
     complete(l), in the next forward, when it gets to layer l:
-        wait for u
-        u   <- u * min(1, phi / (||u|| / (sum of lr) + 1e-6))            # [shard] all-gather
-        u   <- 0 if all replicas are flagged
-        u   <- u, at most (sum of lr) (sqrt(V) + eps)   # round_bound
-        a   <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / (sum of lr)
-    after the last layer: V is refreshed as in shared_variance.py
+        wait for dbar = C(s);  clip and outer step, as in edit.py
 
-delta is --anomaly_threshold, phi --pseudo_grad_clip; for other names see the files above.
-In units of the sum of learning rates u_i is a momentum, so G_i does not grow with the length of a
-round or the learning rate. It judges this round alone, without e_i. If it grows in all replicas
-alike, that is no anomaly: hence the median (the lower one of two). In the first rounds there is no
-limit_i, and i is flagged if G_i > 3 median_j G_j: otherwise e_i would carry a sick round into the
-next ones. One replica alone is flagged only if its norm is not finite.
+C rounds blocks of 256 elements, see quantize.py. --quantize none sends d_i as edit.py does, and is
+EDiT. So is one replica alone. A flagged replica forgets its errors: they may be what made it sick.
 
-A flagged replica sends zeros, forgets its errors, and then has the a and m of the others. In a
-refresh V stands in for its v_i, 0 for its g_i. Where all replicas are flagged, the layer goes back
-to its anchor, its momentum is 0, and what E has sent is lost. So is what a bound or the clip cuts.
+In the forward, the first hop of all layers is waited for before layer 0. The second hops travel
+while earlier layers compute.
 
-With all parts off it is 0/1 Adam, bit for bit: --no-anomaly_elimination --no-weighted_averaging
---no-pseudo_grad_clipping --round_bound 0.
+The warm-up averages gradients, in fp32 as in mini-batch or, with --warmup_format int8, in 8 bits.
+Then the same errors are fed back, and dropped at the warm-up's end.
 
-The first hop of all layers is waited for before layer 0; the second hops travel during the forward.
-Nothing is one step late: the sync would replace the parameters from which that step started.
+    symbol     variable            shape        where
+    d_i, dbar  model.masters[l]    (P/N,)       every rank its shard
+    e_i        error               (sum P/N,)   replica i
+    E          mean_error          (sum P/N,)   replica i: of its piece, else 0
 
-Slow-link bytes per rank and round: 0/1 Adam's, but 8 (M-1) (L + 1) for the exchange.
-Run: torchrun --nproc_per_node 4 train.py --method one_bit_edit --tau 8 --tau_schedule 2:96,4:384
+A resumed run on another mesh keeps e_i of the replicas that go on, and of E what lies both in the
+old and in the new piece of a replica.
+
+Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N, and 8 (M-1) (L + 1) for the exchange. A
+step of the warm-up sends 2 (M-1)/M * 4 P/N, with int8 1.016 P/N.
+Run: torchrun --nproc_per_node 4 train.py --method one_bit_edit --optimizer muon
+Source: 1-bit Adam, arXiv 2102.02888, for errors that are fed back at both hops.
 """
 
 import functools
 from dataclasses import dataclass
+from types import SimpleNamespace
 
-import torch
-
-from edit import SIGMA_FLOOR, EDiT, Penalty, clip_factor
+import edit
+from edit import EDiT
 from plumbing.config import option
-from quantize import MeanInFlight
-from relatives import zero_one_adam
-from relatives.zero_one_adam import ZeroOneAdam
+from quantize import FORMATS, MeanInFlight, QuantizedConfig
 
 
 @dataclass
-class Config(Penalty, zero_one_adam.Config):
-    pseudo_grad_clip: float = option(1.0, "phi, largest norm of a layer's u / sum of lr", above=0)
-    round_bound: float = option(1.0, "largest move of an element in a round, in sums of its lr")
+class Config(edit.Config, QuantizedConfig):
+    quantize: str = option("sign", "what is sent", choices=FORMATS)
+    warmup_format: str = option(
+        "none", "of mean gradients in the warm-up, errors fed back", choices=["none", "int8"]
+    )
 
 
-class OneBitEDiT(EDiT, ZeroOneAdam):
+class OneBitEDiT(EDiT):
     Config = Config
-    shared = ZeroOneAdam.shared
+    private = ("error", "mean_error")
+
+    def __init__(self, model, mesh, config, record):
+        super().__init__(model, mesh, config, record)
+        # Without padding: in 1 bit a 0 would become another number.
+        self.errors = model.used_views(self.error)
+        self.mean_errors = model.used_views(self.mean_error)
+        self.started = []  # means whose second hop has not started
+        if config.warmup_format != "none":
+            model.average_layer = self.average_gradient
+
+    def average_gradient(self, l):
+        """In the warm-up: start to replace layer l's gradient by its sum over the replicas."""
+        gradient = self.model.used_views(self.model.grad)[l].mul_(self.mesh.replicas)
+        return self.start_coded_mean(l, gradient, self.config.warmup_format)
 
     def begin(self):
-        ZeroOneAdam.begin(self)
-        self.statistics = self.model.master.new_zeros(3, len(self.model.layers))
+        super().begin()
+        self.error.zero_()
+        self.mean_error.zero_()
 
-    def sync(self):
-        """The end of the round: norms, weights, and the start of every layer's mean."""
-        model, i, config = self.model, self.mesh.replica, self.config
-        u = self.momentum_sum()
-        self.judge(torch.stack([(u_l / self.unit).norm() ** 2 for u_l in model.views(u)]))
-        self.means = []
-        vectors = u, self.error, self.mean_error, model.grad, self.variance, model.exp_avg_sq
-        for l, (u, e, E, g, v, V) in enumerate(zip(*map(model.used_views, vectors))):
-            g.masked_fill_(self.flagged[i, l], 0)
-            v.copy_(torch.where(self.flagged[i, l], V, v))
-            z = e.add_(u).masked_fill_(self.flagged[i, l], 0)
-            weights = functools.partial(self.relative_weights, l)
-            self.means.append(MeanInFlight([z], config.quantize, self.mesh, weights, [E]))
-        model.pre_layer_hook = self.complete
-
-    @property
-    def unit(self) -> float:
-        return self.lr_sum or 1.0
-
-    def exchange(self, **values):
-        super().exchange(**values)
-        self.median = self.exchanged.norms.nanmedian(dim=0).values  # (L,)
-        # A rise in all replicas is no anomaly. A replica without a past has the others' norms.
-        limits, threshold = self.exchanged.limits, self.config.anomaly_threshold
-        first = 3.0 if self.config.anomaly_elimination else torch.inf
-        known = torch.maximum(limits, self.median * (1 + threshold * SIGMA_FLOOR))
-        self.exchanged.limits = known.where(limits.isfinite(), first * self.median)
-
-    def compute_weights(self, G):
-        return super().compute_weights(G / self.median.clamp(min=torch.finfo(G.dtype).tiny))
+    def start_mean(self, l, d):
+        if self.config.quantize == "none":
+            return super().start_mean(l, d)
+        d = d[: len(self.errors[l])]
+        flagged = self.flagged[:, l]
+        # e_i <- 0 and d_i <- 0 if i is flagged
+        self.errors[l].masked_fill_(flagged[self.mesh.replica], 0)
+        d.masked_fill_(flagged[self.mesh.replica], 0)
+        # E <- 0 if all are flagged
+        self.mean_errors[l].masked_fill_(flagged.all(), 0)
+        weights = functools.partial(self.relative_weights, l)
+        return self.start_coded_mean(l, d, self.config.quantize, weights)
 
     def relative_weights(self, l):
         """M w_i of layer l, (M, 1): 1 where all weights are equal."""
-        weights = self.weights[:, l, None]
-        return weights / torch.full_like(weights, 1 / self.mesh.replicas)  # * M would round
+        return self.weights[:, l, None] * self.mesh.replicas
 
-    def complete(self, l: int):
-        with self.record.stall():
-            for mean in self.means if l == 0 else ():
-                mean.halfway()
-            u, clip = self.means[l].wait()[0], torch.ones_like(self.any_kept[l])
-            u.masked_fill_(self.model.used_views(self.model.exp_avg_sq)[l] == 0, 0)
-            if self.config.pseudo_grad_clipping:
-                clip = clip_factor(self.model.norm(u) / self.unit, self.config.pseudo_grad_clip)
-            self.clips.append(clip)
-            self.outer_step(l, u.mul_(clip * self.any_kept[l]))
-            if l == len(self.means) - 1:
-                self.refresh_if_due()
-        if l == len(self.means) - 1:
-            self.end_sync()
+    def start_coded_mean(self, l, v, format, weights=None):
+        """Start v <- C(s). v: a vector of layer l."""
+        # z_i = v_i + e_i;  e_i <- z_i - C(z_i);  E <- s - C(s)
+        z = self.errors[l].add_(v)
+        mean = MeanInFlight([z], format, self.mesh, weights, errors=[self.mean_errors[l]])
+        self.started.append(mean)
+
+        def wait():
+            while self.started:  # all second hops, before one of them is waited for
+                self.started.pop(0).halfway()
+            v.copy_(mean.wait()[0])
+
+        return SimpleNamespace(wait=wait)

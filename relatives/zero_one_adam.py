@@ -12,20 +12,31 @@ differ by their momentum only, and its sum can travel in 1 bit, with error feedb
         z_i  = (a - x_i) (sqrt(V) + eps) + e_i     # = sum of lr m_i (bounded) + e_i
         e_i <- z_i - C(z_i)                        # C: 1 bit an element, see quantize.py
         u    = C(s), E <- s - u, where s = 1/M sum_i C(z_i) + E     # [sync] quantize.py, two hops
-        u   <- u, at most (the round's sum of lr) (sqrt(V) + eps)             # round_bound; off
         a   <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / (the round's sum of lr)
-        after rounds 1, 2, 4, 8, ...: refresh V from all v_i              # shared_variance.py
+        after rounds 1, 2, 4, 8, ..., unless --no-refresh:
+            v_i <- w = 1/M sum_i v_i                                # [sync] quantize.py, log8
+            V   <- w sum(V) / sum(w) in each layer                  # [shard] all-gather of sums
 
-m_i and V are exp_avg and exp_avg_sq, a is anchor: equal everywhere after a sync. e_i, E and
---warmup_format: error_feedback.py. Where V is 0 (embedding rows of tokens that have not occurred)
-nothing moves. An old V may be much too small: the bound keeps steps as short as Adam's, and without
-it long runs diverge. --tau 1 is 1-bit Adam; --refresh no freezes V.
+    paper      variable            shape        where
+    m_i        model.exp_avg       (sum P/N,)   equal everywhere after a sync
+    V          model.exp_avg_sq    (sum P/N,)   equal everywhere
+    v_i, w     variance            (sum P/N,)   replica i
+    a          anchor              (sum P/N,)   equal everywhere
+    e_i        error               (sum P/N,)   replica i
+    E          mean_error          (sum P/N,)   replica i: of its piece, else 0
 
-Deviations: (1) the bound; (2) those of shared_variance.py; (3) a scale for each block of 256; (4)
-weight decay is in z_i.
+Error feedback keeps what a sender has not sent, and what the owner of a piece has not sent of its
+mean, for the next message. Where V is 0 (embedding rows of tokens that have not occurred) nothing
+moves. --tau 1 is 1-bit Adam; --no-refresh freezes V. A resumed run on another mesh keeps e_i of the
+replicas that go on, and of E what lies both in the old and in the new piece of a replica.
+
+Deviations: (1) An old V may be much too small: the bound keeps steps as short as Adam's, and
+without it long runs diverge. (2) The paper refreshes V from mean gradients in full precision, in
+steps whose distance doubles. Here it is from the v_i, in 8 bits, after rounds whose number doubles.
+The replicas' own gradients are noisier than their mean, so V takes the shape of w and keeps its
+size. (3) A scale for each block of 256. (4) Weight decay is in z_i.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N (with a refresh 1.156), and 12 (M-1).
---refresh measured: see shared_variance.py.
 Run: torchrun --nproc_per_node 4 train.py --method zero_one_adam --tau 4
 Source: 0/1 Adam, arXiv 2202.06009; 1-bit Adam, arXiv 2102.02888; DeepSpeed's code of both.
 """
@@ -34,65 +45,91 @@ from dataclasses import dataclass
 
 import torch
 
-from plumbing.config import option
-from quantize import FORMATS, MeanInFlight
-from relatives.shared_variance import SharedVariance, SharedVarianceConfig
+from method import Method
+from plumbing.config import UserError, option
+from quantize import FORMATS, MeanInFlight, QuantizedConfig
 
 
 @dataclass
-class Config(SharedVarianceConfig):  # paper: tau grows from 1 to 16
+class Config(QuantizedConfig):  # paper: tau grows from 1 to 16
     quantize: str = option("sign", "what is sent", choices=FORMATS)
+    error_feedback: bool = option(True, "add what was not sent to the next round")
+    refresh: bool = option(True, "take a new shape of V after rounds 1, 2, 4, 8, ...")
     step_bound: float = option(1.0, "largest step of an element, in learning rates; 0: none")
-    round_bound: float = option(0.0, "largest move of an element in a round, in sums of lr; 0: any")
+    buffer_vectors = 2
+
+    def check(self, replicas):
+        super().check(replicas)
+        if self.sync_warmup_steps < 1 or self.average_moments != "none":
+            reason = "needs --sync_warmup_steps above 0, for V, and no --average_moments"
+            raise UserError(f"--method {self.method}: {reason}")
+        if self.optimizer != "adamw":
+            raise UserError(f"--optimizer {self.optimizer}: {self.method} needs AdamW's variance")
 
 
-class ZeroOneAdam(SharedVariance):
+class ZeroOneAdam(Method):
     Config = Config
     shared = ("anchor",)
+    private = ("variance", "error", "mean_error")
     eps = 1e-8  # AdamW's
 
     def begin(self):
-        super().begin()
         self.anchor.copy_(self.model.master)
+        self.variance.copy_(self.model.exp_avg_sq.div_(1 - self.config.beta2**self.steps))
 
     def inner_step(self, optimizer, grad_scale):
         if self.averages_gradients:
             return super().inner_step(optimizer, grad_scale)
-        model, (beta1, beta2) = self.model, optimizer.betas
-        m, V, bound = model.exp_avg, model.exp_avg_sq, self.config.step_bound or torch.inf
-        g = model.grad if grad_scale is None else model.grad.div_(grad_scale)
+        beta1, beta2 = optimizer.betas
+        m, V = self.model.exp_avg, self.model.exp_avg_sq
+        g = self.model.grad if grad_scale is None else self.model.grad.div_(grad_scale)
         m.lerp_(g, 1 - beta1)
         self.variance.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         optimizer.decay()
+        bound = self.config.step_bound or torch.inf
         step = (m / V.sqrt().add_(self.eps)).clamp_(-bound, bound).masked_fill_(V == 0, 0)
-        model.master.sub_(step, alpha=optimizer.lr)
+        self.model.master.sub_(step, alpha=optimizer.lr)
 
     def after_step(self, lr, metrics):
         self.lr_sum = lr + (self.lr_sum if self.local_steps > 0 else 0.0)  # of the round
         return super().after_step(lr, metrics)
 
     def sync(self):
-        self.exchange(norms=self.model.norm(self.anchor - self.model.master))  # for the record
-        z, E = map(self.model.used_views, (self.error.add_(self.momentum_sum()), self.mean_error))
-        for l, u in enumerate(MeanInFlight(z, self.config.quantize, self.mesh, errors=E).wait()):
+        V, views = self.model.exp_avg_sq, self.model.used_views
+        d = self.anchor - self.model.master
+        self.exchange(norms=self.model.norm(d))  # for the record
+        # z_i = (a - x_i) (sqrt(V) + eps) + e_i
+        z = self.error.add_(d.mul_(V.sqrt().add_(self.eps)).masked_fill_(V == 0, 0))
+        errors = views(self.mean_error)
+        mean = MeanInFlight(views(z), self.config.quantize, self.mesh, errors=errors)
+        for l, u in enumerate(mean.wait()):
             self.outer_step(l, u)
-        self.refresh_if_due()
-
-    def momentum_sum(self):
-        """(a - x_i) (sqrt(V) + eps): the round's sum of lr m_i, 0 where V is 0."""
-        V, d = self.model.exp_avg_sq, self.anchor - self.model.master
-        return d.mul_(V.sqrt().add_(self.eps)).masked_fill_(V == 0, 0)
+        if self.config.refresh and is_power_of_two(self.rounds):
+            self.refresh_variance()
 
     def outer_step(self, l, u):
         """Layer l's anchor and momentum from u, the mean of what all have sent."""
         vectors = self.model.master, self.anchor, self.model.exp_avg, self.model.exp_avg_sq
         x, a, m, V = (self.model.used_views(vector)[l] for vector in vectors)
-        frozen, size = V == 0, V.sqrt().add_(self.eps)
-        self.forget_errors(l, frozen)
+        frozen = V == 0
         u.masked_fill_(frozen, 0)
-        if self.config.round_bound:
-            limit = size * (self.config.round_bound * self.lr_sum)
-            u.clamp_(-limit, limit)
+        for error in self.error, self.mean_error:
+            forgotten = frozen | (not self.config.error_feedback)
+            self.model.used_views(error)[l].masked_fill_(forgotten, 0)
         # a <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / sum of lr
-        x.copy_(a.addcdiv_(u, size, value=-1))
+        x.copy_(a.addcdiv_(u, V.sqrt().add_(self.eps), value=-1))
         m.copy_(u.div_(self.lr_sum or 1.0))
+
+    def refresh_variance(self):
+        V, w = self.model.views(self.model.exp_avg_sq), self.model.views(self.variance)
+        self.average(self.variance, "log8")
+        sums = torch.stack([layer.sum() for layer in [*V, *w]])
+        # [shard] all-gather, 2 scalars per layer, once per refresh (bit-equal in all replicas)
+        old, new = self.mesh.gather_rows(sums, self.mesh.shard).sum(dim=0).chunk(2)
+        size = torch.where(new > 0, old / new, 1.0)
+        for V_l, w_l, size_l in zip(V, w, size):
+            torch.mul(w_l, size_l, out=V_l)
+
+
+def is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0

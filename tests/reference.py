@@ -11,6 +11,11 @@ import data
 from model import Llama, ModelConfig
 
 
+MATRICES = ("qkv", "out", "gate_up", "down")
+MULOCO = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037))
+MULOCO += ((2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))
+
+
 def cosine(step, lr, min_lr_ratio, warmup, max_steps):
     if step < warmup:
         return lr * (step + 1) / warmup
@@ -76,7 +81,27 @@ class Replica:
         m_hat = self.m / (1 - f.beta1**self.t)
         v_hat = self.v / (1 - f.beta2**self.t)
         decay = f.weight_decay * self.decayed
+        before = self.x.clone()
         self.x[:] = self.x - lr * decay * self.x - lr * m_hat / (v_hat.sqrt() + 1e-8)
+        if f.optimizer == "muon":
+            self.muon(before, lr, f)
+
+    def muon(self, before, lr, f):
+        """The step of the blocks' matrices, in place of AdamW's. Newton-Schulz is a polynomial of
+        the singular values: here it is computed from them."""
+        blocks = range(1, len(self.layers) - 1)
+        matrices = {f"layers.{l}.{name}.weight" for l in blocks for name in MATRICES}
+        ends = np.cumsum([p.numel() for p in self.parameters.values()])
+        for (name, p), end in zip(self.parameters.items(), ends):
+            if name in matrices:
+                part = slice(end - p.numel(), end)
+                left, s, right = torch.linalg.svd(self.m[part].view(p.shape), full_matrices=False)
+                s = s / (s.norm() + 1e-7)
+                for a, b, c in MULOCO:
+                    s = a * s + b * s**3 + c * s**5
+                X = (left * s) @ right * math.sqrt(p.shape[0] / p.shape[1])
+                decayed = (1 - lr * f.weight_decay) * before[part]
+                self.x[part] = decayed - f.muon_lr * lr / f.lr * X.flatten()
 
 
 class Method:
@@ -221,15 +246,7 @@ class EDiT(Method):
         weighting, steps = getattr(self.f, "step_weighting", "none"), self.steps
         if weighting == "norm_per_step":
             judged = [norm / count * mean(steps) for norm, count in zip(G, steps)]
-        known, others = sorted(norm for norm in G if not math.isnan(norm)), (0.0, math.inf)
-        if self.f.method == "one_bit_edit" and known:
-            median = known[(len(known) - 1) // 2]  # the lower one
-            others = (1 + self.f.anomaly_threshold * 0.05) * median, 3 * median
-        flagged = [
-            int(is_anomaly(norm, own, self.f, *others)) for norm, own in zip(judged, self.samples[l])
-        ]
-        if others[0] > 0:
-            judged = [norm / median for norm in judged]
+        flagged = [int(is_anomaly(norm, own, self.f)) for norm, own in zip(judged, self.samples[l])]
         least = min((norm for norm, out in zip(judged, flagged) if not out), default=0.0)
         score = [math.exp(least - norm) if self.f.weighted_averaging else 1.0 for norm in judged]
         if weighting == "times_steps":
@@ -266,18 +283,16 @@ class EDiT(Method):
         }
 
 
-def is_anomaly(G, samples, f, at_least=0.0, first=math.inf):
-    """samples: the norms of one layer of one replica so far. G joins them if it is no anomaly:
-    the limit is `at_least` or higher, and `first` before there is one."""
-    warmup, mu = max(f.anomaly_warmup_rounds, 2), 0.0
-    limit = first if f.anomaly_elimination else math.inf
+def is_anomaly(G, samples, f):
+    """samples: the norms of one layer of one replica so far. G joins them if it is no anomaly."""
+    warmup, limit = max(f.anomaly_warmup_rounds, 2), math.inf
     if f.anomaly_elimination and len(samples) >= warmup:
         mu, variance = np.mean(samples[:warmup]), np.var(samples[:warmup], ddof=1)
         for sample in samples[warmup:]:
             mu = mu + f.anomaly_ema * (sample - mu)
             variance = (1 - f.anomaly_ema) * variance + f.anomaly_ema * (sample - mu) ** 2
         limit = mu + f.anomaly_threshold * max(math.sqrt(variance), 0.05 * mu)
-    if math.isfinite(G) and G <= max(limit, at_least):
+    if math.isfinite(G) and G <= limit:
         samples.append(G)
         return False
     return True
@@ -493,11 +508,10 @@ class ZeroOneAdam(Method):
         self.V = first.v / (1 - f.beta2**first.t)
         self.v = [self.V.clone() for _ in self.replicas]
         self.e, self.E = [torch.zeros_like(self.a) for _ in self.replicas], torch.zeros_like(self.a)
-        self.lr_sum, self.rounds, self.k, self.g = 0.0, 0, 0, [None for _ in self.replicas]
+        self.lr_sum, self.rounds = 0.0, 0
 
     def inner_step(self, i, g, lr):
         replica, f = self.replicas[i], self.f
-        self.g[i], self.k = g, self.k + (i == 0)
         replica.m = f.beta1 * replica.m + (1 - f.beta1) * g
         self.v[i] = f.beta2 * self.v[i] + (1 - f.beta2) * g**2
         step = replica.m / (self.V.sqrt() + 1e-8)
@@ -510,70 +524,46 @@ class ZeroOneAdam(Method):
         size, self.rounds = self.V.sqrt() + 1e-8, self.rounds + 1
         healthy = lambda vectors: [torch.where(self.V > 0, v, 0.0) for v in vectors]
         d = self.d()
-        z, w = self.to_send(healthy([di * size for di in d]))
-        u, self.e, self.E = mean_with_errors(z, self.E, self.layers, self.N, self.f.quantize, w)
+        z = [u + e for u, e in zip(healthy([di * size for di in d]), self.e)]
+        u, self.e, self.E = mean_with_errors(z, self.E, self.layers, self.N, self.f.quantize)
         u, self.E, *self.e = healthy([u, self.E, *self.e])
         if not self.f.error_feedback:
             self.e, self.E = [0.0 * e for e in self.e], 0.0 * self.E
-        u = self.limited(u)
-        if self.f.round_bound:
-            largest = self.f.round_bound * self.lr_sum * size
-            u = torch.minimum(torch.maximum(u, -largest), largest)
         self.a = self.a - u / size
         self.set_all(self.a)
         for replica in self.replicas:
             replica.m = u / self.lr_sum
         self.lr_sum = 0.0
-        if self.f.refresh != "no" and math.log2(self.rounds) % 1 == 0:
-            self.refresh()
-        return self.row() if isinstance(self, EDiT) else {"pseudo_grad_norm": norms(d)}
-
-    def to_send(self, u):
-        """What the replicas send, and their weights in each layer."""
-        return [ui + e for ui, e in zip(u, self.e)], None
-
-    def limited(self, u):
-        return u
-
-    def refresh(self):
-        for layer in self.layers:
-            w = quantized_mean([v[layer] for v in self.v], self.N, "log8")
-            for v in self.v:
-                v[layer] = w
-            scale = self.V[layer].sum() / w.sum() if self.f.refresh == "shape" else 1.0
-            if self.f.refresh == "measured":
-                g = [gi[layer] for gi in self.g]
-                mean = quantized_mean(g, self.N, "int8")
-                squares = sum(gi.norm() ** 2 for gi in g) / self.M
-                scale = (mean.norm() ** 2 / squares).clamp(1 / self.M) if squares > 0 else 1.0
-                if self.rounds == 1:  # w is b V + (1 - b) times mean squares of local gradients
-                    b = self.f.beta2**self.k
-                    new = b * self.V[layer] + scale * (w - b * self.V[layer])
-                    for v in self.v:
-                        v[layer] = new / scale
-                    w = new / scale
-            self.V[layer] = w * scale
+        if self.f.refresh and math.log2(self.rounds) % 1 == 0:
+            for layer in self.layers:
+                w = quantized_mean([v[layer] for v in self.v], self.N, "log8")
+                for v in self.v:
+                    v[layer] = w
+                self.V[layer] = w * self.V[layer].sum() / w.sum()
+        return {"pseudo_grad_norm": norms(d)}
 
 
-class OneBitEDiT(ZeroOneAdam, EDiT):
-    def to_send(self, u):
-        z, w = super().to_send(u)[0], []
+class OneBitEDiT(EDiT):
+    def begin(self):
+        super().begin()
+        self.e, self.E = [torch.zeros_like(self.a) for _ in self.replicas], torch.zeros_like(self.a)
+
+    def sync(self, lr):
+        d = self.d()
+        z, w = [di + e for di, e in zip(d, self.e)], []
         for l, layer in enumerate(self.layers):
-            report = self.judge(l, [ui[layer] / self.lr_sum for ui in u])
+            report = self.judge(l, [di[layer] for di in d])
             w.append(report["w"])
             for i in range(self.M):
                 if report["flagged"][i]:
                     z[i][layer] = 0.0
-                    self.v[i][layer], self.g[i][layer] = self.V[layer], 0.0
-        return z, w
-
-    def limited(self, u):
-        u, phi = u.clone(), self.f.pseudo_grad_clip if self.f.pseudo_grad_clipping else math.inf
-        for layer, report in zip(self.layers, self.reports):
-            norm = u[layer].norm().item() / self.lr_sum
-            report["clip"] = min(1.0, phi / (norm + 1e-6))
-            u[layer] *= report["clip"] if any(report["w"]) else 0.0
-        return u
+            if all(report["flagged"]):
+                self.E[layer] = 0.0
+        dbar, self.e, self.E = mean_with_errors(z, self.E, self.layers, self.N, self.f.quantize, w)
+        for l, layer in enumerate(self.layers):
+            self.penalized_step(l, dbar[layer], self.reports[l])
+        self.set_all(self.a)
+        return self.row()
 
 
 def mean_with_errors(z, E, layers, N, form, weights=None):
@@ -616,6 +606,7 @@ def quantized_mean(d, N, form, w=None):
 def rounded(v, form):
     """v as the receiver decodes it: blocks of 256 elements, each with a scale in fp32."""
     rules = {"e3m0": rounded_e3m0, "int8": rounded_int8, "log8": rounded_log8, "sign": rounded_sign}
+    rules["two_bits"] = rounded_two_bits
     return torch.cat([rules[form](block) for block in v.split(256)])
 
 
@@ -643,6 +634,14 @@ def rounded_sign(block):
     """+-s, where s is the mean of |v| over the elements that are not 0. The sign of 0 is +."""
     s = block.abs().sum() / max(1, block.count_nonzero())
     return torch.where(block >= 0, 1.0, -1.0) * s.float().double()
+
+
+def rounded_two_bits(block):
+    """The sign and one of two sizes; s is the rms of the elements that are not 0."""
+    s = block.norm() / math.sqrt(max(1, block.count_nonzero()))
+    is_large = (block.abs() > 0.9816 * s).double()
+    size = 1.510 * is_large + 0.4528 * (1 - is_large)
+    return torch.where(block >= 0, 1.0, -1.0) * size * s.float().double()
 
 
 RULES = {

@@ -98,7 +98,7 @@ def test_stopped_or_failed_run_ends_the_experiment_with_one_line(tmp_path):
 
 def test_runs_that_do_not_depend_on_the_seed_are_made_once():
     of = lambda name, *seeds: runs.EXPERIMENTS[name].all_runs(seeds, False)
-    assert of("tune", 1, 2, 3) == of("tune", 1) and len(of("tune", 1)) == 45
+    assert of("tune", 1, 2, 3) == of("tune", 1) and len(of("tune", 1)) == 42
     seeds = [run.columns["seed"] for run in runs.different(of("link", 1, 2))]
     assert [seeds.count(seed) for seed in (1, 2, None)] == [9, 9, 18]
     assert seeds[:18] == [None] * 18  # a row needs the run that times it
@@ -229,18 +229,6 @@ def test_standard_error_is_that_of_the_differences_seed_by_seed():
     found = [dict(method=m, seed=seed, val_loss=loss, sync_bytes=1) for (m, seed), loss in losses.items()]
     found = rows.with_standard_error(found)
     assert [row["standard_error"] for row in found] == pytest.approx([0, 0.05, 0, 0.05])
-
-
-def test_seconds_over_a_link_add_computing_and_traffic_but_for_streaming():
-    row = dict(step_ms=500, sync_bytes=3e6, local_bytes=2e6, step_curve=[2, 8], sync_bytes_curve=[1e6, 3e6])
-    for method, at_10 in ("edit", [1 + 0.8, 4 + 2.4]), ("streaming_edit", [0.8 + 1, 0.8 + 4]):
-        fast, slow = rows.over_links([row | dict(method=method)])
-        framing = rows.FRAMING
-        expected = [s + (framing - 1) * (t if method == "edit" else 0.8) for s, t in zip(at_10, (0.8, 2.4))]
-        assert slow["wall_s_curve"] == pytest.approx(expected) and slow["wall_s"] == pytest.approx(expected[-1])
-        assert (fast["link_mbps"], slow["link_mbps"]) == (100, 10) and fast["wall_s"] < slow["wall_s"]
-    busy = rows.over_links([row | dict(method="streaming_edit", step_ms=1)])[1]  # the link is full
-    assert busy["wall_s"] == pytest.approx(2.4 * framing)
 
 
 def test_picture_is_svg(monkeypatch):

@@ -15,7 +15,8 @@ BALL = dict(outer_lr=0.8, outer_momentum=0.6)
 CONSTANT = BALL | dict(min_lr_ratio=1.0)  # the inner rate, from the third step on
 FRAGMENTS = dict(tau=8, fragments=2, delay=3, alpha=0.5, max_steps=20)
 WHOLE = dict(fragments=1, delay=0, quantize="none")
-SHORT_ROUNDS = dict(tau_schedule="1:3,2:4", warmup_format="int8", max_steps=18)
+ROUNDS = dict(max_steps=18, anomaly_warmup_rounds=2, anomaly_threshold=2.0)
+MUON = dict(optimizer="muon")
 SGD = dict(sync_warmup_steps=0, tau=1, max_steps=6, grad_clip=0)
 
 
@@ -74,11 +75,14 @@ BITWISE = {
     "a_edit with equal clocks is edit": (4, dict(shards=2, max_steps=21, accum=2), [
         ("edit", dict(tau=4)), ("a_edit", dict(tau_time_s=4.0, virtual_clock=True)),
     ]),
-    "one_bit_edit without its parts is zero_one_adam": (4, SHORT_ROUNDS, [
-        ("zero_one_adam", {}), ("one_bit_edit", OFF | dict(round_bound=0.0)),
+    "one_bit_edit in 32 bits is edit": (4, ROUNDS | dict(shards=2), [
+        ("edit", {}), ("one_bit_edit", dict(quantize="none")),
     ]),
-    "also with three replicas": (3, SHORT_ROUNDS, [
-        ("zero_one_adam", {}), ("one_bit_edit", OFF | dict(round_bound=0.0)),
+    "also with three replicas": (3, ROUNDS | MUON, [
+        ("edit", {}), ("one_bit_edit", dict(quantize="none")),
+    ]),
+    "one_bit_edit with one replica is edit": (2, ROUNDS | dict(shards=2), [
+        ("edit", {}), ("one_bit_edit", {}), ("one_bit_edit", dict(quantize="two_bits")),
     ]),
     "streaming_edit without its penalty is streaming_diloco": (3, FRAGMENTS, [
         ("streaming_diloco", {}), ("streaming_edit", OFF),

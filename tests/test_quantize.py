@@ -79,7 +79,24 @@ def test_sign_codes_by_hand():
     assert (Q(torch.zeros(1, 256), "sign") == 0).all()
     for wrong in torch.nan, torch.inf:
         v[0, 7] = wrong
-        assert all(Q(v.abs(), form).isnan().all() for form in ("sign", "log8"))
+        assert all(Q(v.abs(), form).isnan().all() for form in ("sign", "two_bits", "log8"))
+
+
+def test_two_bits_codes_by_hand():
+    v = torch.zeros(1, 256)
+    v[0, :9] = torch.tensor([-3.0, 1.0, 0.0, 2.0, -6.0, 0.0, 0.0, 0.0, 5.0])
+    code, rms = encode(v, "two_bits"), (75 / 5) ** 0.5  # of the five that are not 0
+    assert code.shape == (1, 68)
+    assert code[0, :4].tolist() == [0b11101110, 0b00010000, 0b11111111, 0b00000001]
+    decoded = decode(code, "two_bits")[0, :9]
+    sizes = torch.tensor([-0.4528, 0.4528, 0.4528, 0.4528, -1.51, 0.4528, 0.4528, 0.4528, 1.51])
+    torch.testing.assert_close(decoded, sizes * rms)
+    normal = drawn(40, 256)
+    q = Q(normal, "two_bits")
+    for block, decoded in zip(normal, q):
+        torch.testing.assert_close(decoded, rounded(block, "two_bits"), rtol=1e-6, atol=0)
+    assert ((q - normal).norm() / normal.norm()).item() ** 2 == pytest.approx(0.1175, rel=0.02)
+    assert (Q(torch.zeros(1, 256), "two_bits") == 0).all()
 
 
 def test_log8_codes_by_hand_and_nothing_becomes_zero():
