@@ -40,7 +40,7 @@ CASES = [  # flags; ranks; round ends; where to resume; a simulation that change
      [1, 2, 10, 18, 26, 27], [2, 18, 27], SLOW),
     (LOCAL | dict(method="zero_one_adam"), 4, ENDS, [2, 5, 8], {}),
     (LOCAL | TIGHT | dict(method="one_bit_edit", shards=2, warmup_format="int8", optimizer="muon",
-                          tau_schedule="1:2"),
+                          tau_schedule="1:2", anomaly_warmup_rounds=4),
      4, [1, 2, 3, 4, 7, 10, 12], [1, 2, 10], SLOW),
     (LOCAL | dict(method="sparse_loco", shards=2), 4, ENDS, [2, 8], {}),
     (LOCAL | dict(method="top_k", shards=2), 4, ENDS, [2, 8], {}),
