@@ -46,7 +46,7 @@ class Method:
     def sync(self):
         """Make model.master the parameters that the next round starts from, now or (EDiT) layer by
         layer in the next forward. They must be equal in all replicas, but see
-        evaluation_model()."""
+        evaluation_model(). The storage of model.grad is free from here to the next step."""
         raise NotImplementedError
 
     def after_backward(self):

@@ -170,10 +170,10 @@ class MeanInFlight:
         self.format, self.dtype = format if self.M > 1 else "none", vectors[0].dtype
         self.sizes = [vector.numel() for vector in vectors]
         self.blocks = [max(1, -(-size // BLOCK)) for size in self.sizes]  # a shard may be padding
-        blocks = self._to_blocks(vectors)
-        codes, self.first_hop = encode(blocks, self.format), None
+        codes, self.first_hop = self._encode(vectors), None
         if errors:
-            self._to_vectors(blocks - decode(codes, self.format, self.dtype), vectors)
+            for vector, sent in zip(vectors, self._decode(codes)):
+                vector.sub_(sent)
         if self.M <= 2:
             return self._gather(codes)
         self.received = torch.empty_like(codes)
@@ -185,8 +185,9 @@ class MeanInFlight:
         if self.first_hop:
             self.first_hop.wait()
             self.first_hop = None
-            mean = self._mean(self.mesh.replica)
-            first = self.mesh.replica * len(mean)  # number of the first block of the piece
+            received = self.received.chunk(self.M)
+            first = self.mesh.replica * len(received[0])  # number of the first block of the piece
+            mean = self._mean(received, first, self._weights())
             own = slice(first, first + len(mean))
             if self.errors:
                 mean += self._to_blocks(self.errors)[own]
@@ -204,14 +205,33 @@ class MeanInFlight:
         """The mean of each vector."""
         self.halfway()
         self.handle.wait()
-        mean = self._mean(0) if self.M <= 2 else decode(self.received, self.format, self.dtype)
-        return self._cut(mean)
+        if self.M > 2:
+            return [*self._decode(self.received)]
+        received = [copy.split(self.blocks) for copy in self.received.chunk(self.M)]
+        firsts, weights = [0, *accumulate(self.blocks)], self._weights()
+        means = [self._mean(*each, weights) for each in zip(zip(*received), firsts)]
+        return [mean.view(-1)[:size] for mean, size in zip(means, self.sizes)]
+
+    def _encode(self, vectors) -> torch.Tensor:
+        """One vector at a time. Zeros at the end of each vector and, for two hops, of all."""
+        codes = []
+        for vector, n in zip(vectors, self.blocks):
+            blocks = pad(vector, (0, n * BLOCK - len(vector))).view(n, BLOCK)
+            codes.append(encode(blocks, self.format))
+        whole_pieces = -sum(self.blocks) % self.M if self.M > 2 else 0
+        return pad(torch.cat(codes), (0, 0, 0, whole_pieces))
+
+    def _decode(self, codes):
+        """Yields one vector at a time."""
+        for own, size in zip(codes[: sum(self.blocks)].split(self.blocks), self.sizes):
+            yield decode(own, self.format, self.dtype).view(-1)[:size]
 
     def _to_blocks(self, vectors) -> torch.Tensor:
-        """(blocks, 256), with zeros at the end of each vector and, for two hops, of all."""
-        padded = [pad(v, (0, n * BLOCK - len(v))) for v, n in zip(vectors, self.blocks)]
-        whole_pieces = -sum(self.blocks) % self.M if self.M > 2 else 0
-        return pad(torch.cat(padded), (0, whole_pieces * BLOCK)).view(-1, BLOCK)
+        """(blocks, 256), with zeros as in _encode()."""
+        blocks = vectors[0].new_zeros(len(self.received), BLOCK)
+        for place, vector in zip(self._cut(blocks), vectors):
+            place.copy_(vector)
+        return blocks
 
     def _cut(self, blocks) -> list:
         vectors = blocks[: sum(self.blocks)].split(self.blocks)
@@ -228,14 +248,22 @@ class MeanInFlight:
         # [sync] all-gather, codes of each piece's mean (M = 2: of the vectors), asynchronous
         self.handle = self.mesh.all_gather(self.received.view(-1), self.mesh.sync)
 
-    def _mean(self, piece: int) -> torch.Tensor:
-        """The mean of one piece over all replicas, from their codes, in rank order."""
-        copies = [decode(own, self.format, self.dtype) for own in self.received.chunk(self.M)]
-        if self.weights:
-            columns = zip(self.weights().split(1, dim=1), self.blocks)
-            weights = torch.cat([w.expand(-1, n) for w, n in columns], dim=1)  # (M, blocks)
-            weights = pad(weights, (0, -weights.shape[1] % self.M))
-            own = slice(piece * len(copies[0]), (piece + 1) * len(copies[0]))
-            # Weight 0 leaves x out, also if it is not finite.
-            copies = [(w * x).where(w > 0, 0) for x, w in zip(copies, weights[:, own, None])]
-        return sum(copies[1:], copies[0]).div_(self.M)
+    def _weights(self):
+        """None, or (M, blocks)."""
+        if not self.weights:
+            return None
+        columns = zip(self.weights().split(1, dim=1), self.blocks)
+        weights = torch.cat([w.expand(-1, n) for w, n in columns], dim=1)
+        return pad(weights, (0, -weights.shape[1] % self.M))
+
+    def _mean(self, copies, first: int, weights) -> torch.Tensor:
+        """The mean of some blocks, number `first` and on, from the codes of all replicas, in rank
+        order."""
+        total = None
+        for replica, codes in enumerate(copies):
+            x = decode(codes, self.format, self.dtype)
+            if weights is not None:
+                w = weights[replica, first : first + len(x), None]
+                x = (w * x).where(w > 0, 0)  # weight 0 leaves x out, also if it is not finite
+            total = x if total is None else total.add_(x)
+        return total.div_(self.M)

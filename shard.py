@@ -173,6 +173,13 @@ class ShardedModel:
         # [shard] all-gather, 1 scalar per rank, when a method calls it
         return self.mesh.gather_rows(square, self.mesh.shard).sum().sqrt()
 
+    def swap(self, vector: torch.Tensor):
+        """Exchange the contents of `master` and of a vector laid out like it."""
+        for x, other in zip(self.masters, self.views(vector)):
+            kept = x.clone()  # one layer at a time: no second copy of the model
+            x.copy_(other)
+            other.copy_(kept)
+
     # ---- gathering ----
 
     def invalidate_gathered(self):
@@ -230,6 +237,7 @@ class ShardedModel:
             if reducing:  # the reduce-scatter of layer l+1, which used the buffer during layer l
                 averaging.append(self._finish_reduce(*reducing, average_replicas))
             reducing = (l, self._start_reduce(l, gradients, first))
+            del gradients  # before autograd makes those of the next layer
         averaging.append(self._finish_reduce(*reducing, average_replicas))
         for handle in averaging:
             handle.wait()

@@ -161,7 +161,7 @@ def learning_rate(progress: float, config) -> float:
 def evaluate(setup, model, method, clock, parameters=None) -> float:
     """Mean loss over the validation windows, nats per token; the ranks share the work. parameters:
     evaluate these; by default those of method.evaluation_model()."""
-    config, mesh, x, own = setup.config, model.mesh, model.master, None
+    config, mesh = setup.config, model.mesh
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, rows
     batches = data.validation_batches(
         setup.corpus, config.eval_batches, mesh.rank, mesh.world_size,
@@ -170,17 +170,16 @@ def evaluate(setup, model, method, clock, parameters=None) -> float:
     method.drain()
     with clock, mesh.uncounted():  # the clock stops, and no bytes count
         if parameters is None:
-            parameters = x if method.averages_gradients else method.evaluation_model()
-        if parameters is not x:
-            own = x.clone()
-            x.copy_(parameters)
+            parameters = model.master if method.averages_gradients else method.evaluation_model()
+        if parameters is not model.master:
+            model.swap(parameters)
         for inputs, targets, rows in batches:
             loss = model.forward(inputs.to(mesh.device), targets.to(mesh.device), train=False)
             total += torch.tensor([loss.item() * rows, rows], dtype=torch.float64)
         # [sync] sum over all ranks, 2 scalars, once per evaluation
         total = mesh.sum_over_ranks(total.to(mesh.device))
-        if own is not None:
-            x.copy_(own)
+        if parameters is not model.master:
+            model.swap(parameters)
         model.invalidate_gathered()
     return (total[0] / total[1]).item()
 

@@ -185,6 +185,11 @@ class Config:
         """What a rank sends to other replicas per round, in vectors like model.master."""
         return 2 * (replicas - 1) / replicas
 
+    def gathered_vectors(self, replicas: int) -> float:
+        """What a rank writes and reads in a slot of shm, in vectors like model.master, if a method
+        gathers more than a layer at a time."""
+        return 0.0
+
     def check(self, replicas: int):
         """Raise UserError if the flags do not fit together."""
         if self.optimizer == "muon" and self.lr == 0:

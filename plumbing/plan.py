@@ -75,10 +75,14 @@ class Plan:
         aliased = N == 1 and self.dtype == self.master  # a layer is a view of the parameters
         layer = max(layout.padded for layout in self.layouts)  # max P
         block = self.layouts[1].padded * self.dtype.itemsize
-        slots = 0.0  # of shm that a rank reads or writes, its own and its neighbours', per element
+        # Slots of shm that a rank reads or writes, its own and its neighbours'
+        slots = 0.0  # for each layer in turn, bytes per element
+        gathered = 0.0  # for more than a layer, in vectors
         if self.config.backend == "shm" and self.on_cpu and machine_id():
             slots += self.dtype.itemsize + (2 - 1 / N) * self.master.itemsize if N > 1 else 0
-            slots += self.master.itemsize * M / N if M > 1 and self.method.barrier else 0
+            if M > 1 and self.method.barrier:
+                slots += self.master.itemsize * M / N
+                gathered = self.config.gathered_vectors(M)
         kinds = {
             "parameters": self.shard_bytes,  # 4 sum P/N
             "gradient": self.shard_bytes,
@@ -88,7 +92,7 @@ class Plan:
             "two whole layers": 0 if aliased else 2 * layer * self.dtype.itemsize,
             "a layer's gradient": 0 if N == 1 else layer * self.master.itemsize,
             "a block's steps": block * (aliased and self.config.optimizer == "muon"),
-            "shared memory": round(SLOTS * layer * slots),
+            "shared memory": round(SLOTS * (layer * slots + gathered * self.shard_bytes)),
             "NCCL": NCCL_BYTES if self.config.backend == "nccl" and self.world_size > 1 else 0,
         }
         return {kind: count for kind, count in kinds.items() if count}
@@ -115,7 +119,9 @@ class Plan:
         logits = tokens * self.vocab_size
         # Embedding and head sum their gradients in fp32 (model.widen), one of them at a time.
         wide = 0 if self.dtype == self.master else 2 * self.vocab_size * config.n_embd
-        return numbers * self.dtype.itemsize + (2 * logits + wide) * self.master.itemsize
+        head = (2 * logits + wide) * self.master.itemsize
+        gradient = max(layout.used for layout in self.layouts) * self.dtype.itemsize  # of a layer
+        return numbers * self.dtype.itemsize + max(head, gradient)
 
     def check_memory(self):
         """Raise UserError if this machine, or the rank's GPU, has too little memory."""

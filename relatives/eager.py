@@ -64,8 +64,8 @@ class Eager(Method):
         # d_i = a_i - x_i, in the storage of x_i
         d = torch.sub(self.anchor, x, out=x)
         self.exchange(norms=self.model.norm(d))  # for the record
-        # u = d_i / M + (dbar - d_i' / M)
-        u = d / M
+        # u = d_i / M + (dbar - d_i' / M), in the storage of the gradient
+        u = torch.div(d, M, out=self.model.grad)
         if self.sent:
             self.handle.wait()
             u.add_(self.mean).sub_(self.own, alpha=1 / M)
@@ -78,7 +78,7 @@ class Eager(Method):
         x.copy_(self.anchor)
 
     def evaluation_model(self):
-        mean = self.anchor.clone()
+        mean = self.model.grad.copy_(self.anchor)
         self.average(mean)
         return mean
 
@@ -94,6 +94,6 @@ class Eager(Method):
             self.average(self.anchor)
             self.average(self.momentum)
             if self.mesh.replicas > 1:
-                self.outer_step(self.mean * (1 - 1 / self.mesh.replicas))
+                self.outer_step(self.mean.mul_(1 - 1 / self.mesh.replicas))
             self.sent = False
             self.model.master.copy_(self.anchor)

@@ -37,6 +37,7 @@ Source: NoLoCo, arXiv 2506.10911, and its authors' code; Gossip-PGA, arXiv 2105.
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from method import Method
 from plumbing.config import LocalConfig, UserError, option
@@ -48,7 +49,7 @@ class Config(LocalConfig):  # paper: tau 50; it converges if mu < pull < sqrt(2 
     outer_momentum: float = option(0.5, "momentum over rounds", below=1)
     pull: float = option(0.9, "strength of the pull towards the partner's anchor")
     global_every: int = option(0, "H: in every H-th round average all anchors; 0: never")
-    buffer_vectors = 1  # the partner's z
+    buffer_vectors = 1  # a_i - mean, at an evaluation
 
     def sent_vectors(self, replicas):  # in the mean of replicas and rounds
         pair, everywhere = replicas // 2 * 2 / replicas, super().sent_vectors(replicas)
@@ -80,11 +81,14 @@ class NoLoCo(Method):
 
     def sync(self):
         a, x, u, config = self.anchor, self.model.master, self.momentum, self.config
-        self.exchange(norms=self.model.norm(a - x))  # ||d_i||, for the record
+        mean = self.model.grad  # its storage is free between two steps
+        d = torch.sub(a, x, out=mean)
+        self.exchange(norms=self.model.norm(d))  # for the record
         # z_i = lr x_i + (pull - lr) a_i, in the storage of x_i
         z = x.mul_(config.outer_lr).add_(a, alpha=config.pull - config.outer_lr)
         i, M = self.mesh.replica, self.mesh.replicas
-        mean, j = z.clone(), partner(i, M, config.seed, self.rounds)
+        j = partner(i, M, config.seed, self.rounds)
+        mean.copy_(z)
         globally = config.global_every and self.rounds % config.global_every == 0
         if j != i and not globally:
             # [sync] send-receive with the partner, sum P/N fp32, once per round
@@ -101,7 +105,7 @@ class NoLoCo(Method):
     def evaluation_model(self):
         """The mean of all a_i. Also measures spread = sqrt(mean_i ||a_i - mean||^2)."""
         M = self.mesh.replicas
-        mean = self.anchor / M
+        mean = torch.div(self.anchor, M, out=self.model.grad)
         # [sync] all-reduce, sum P/N fp32, once per evaluation and at the end of training
         self.mesh.all_reduce(mean, self.mesh.sync).wait()
         square = self.model.norm(self.anchor - mean).square() / M

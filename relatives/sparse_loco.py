@@ -50,11 +50,15 @@ class Config(LocalConfig):  # paper: tau 15 to 100, density 1/64
     density: float = option(0.125, "share of the elements that is sent", above=0, below=1.000001)
     error_decay: float = option(0.95, "beta, of what was not sent", below=1)
     two_bits: bool = option(True, "send 2 bits a value, else whole values")
-    buffer_vectors = 1
+    # Positions and codes are int64 on their way to bytes and back: 54 bytes an element.
+    buffer_vectors = property(lambda self: 54 / 4 * self.density)
 
     def sent_vectors(self, replicas):
         each = 1.75 * self.density + 4 / CHUNK if self.two_bits else 5.5 * self.density
         return (replicas - 1) * each / 4
+
+    def gathered_vectors(self, replicas):
+        return self.sent_vectors(replicas + 1)  # those of all replicas
 
 
 def encode(values):

@@ -47,7 +47,7 @@ import torch
 
 from method import Method
 from plumbing.config import UserError, option
-from quantize import FORMATS, MeanInFlight, QuantizedConfig
+from quantize import FORMATS, MeanInFlight, QuantizedConfig, bytes_per_element
 
 
 @dataclass
@@ -56,7 +56,11 @@ class Config(QuantizedConfig):  # paper: tau grows from 1 to 16
     error_feedback: bool = option(True, "add what was not sent to the next round")
     refresh: bool = option(True, "take a new shape of V after rounds 1, 2, 4, 8, ...")
     step_bound: float = option(1.0, "largest step of an element, in learning rates; 0: none")
-    buffer_vectors = 2
+    buffer_vectors = 1.5  # a mean, and the codes of a refresh: own, received, sent again
+
+    def gathered_vectors(self, replicas):
+        widest = max(map(bytes_per_element, ["log8", self.quantize])) / 4
+        return widest * (1 + 2 * (replicas - 1) / replicas)
 
     def check(self, replicas):
         super().check(replicas)
@@ -87,7 +91,9 @@ class ZeroOneAdam(Method):
         self.variance.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         optimizer.decay()
         bound = self.config.step_bound or torch.inf
-        step = (m / V.sqrt().add_(self.eps)).clamp_(-bound, bound).masked_fill_(V == 0, 0)
+        # In the storage of the gradient, which is free from here to the next step.
+        size = torch.sqrt(V, out=g).add_(self.eps)
+        step = torch.div(m, size, out=g).clamp_(-bound, bound).masked_fill_(V == 0, 0)
         self.model.master.sub_(step, alpha=optimizer.lr)
 
     def after_step(self, lr, metrics):
@@ -96,7 +102,7 @@ class ZeroOneAdam(Method):
 
     def sync(self):
         V, views = self.model.exp_avg_sq, self.model.used_views
-        d = self.anchor - self.model.master
+        d = torch.sub(self.anchor, self.model.master, out=self.model.grad)
         self.exchange(norms=self.model.norm(d))  # for the record
         # z_i = (a - x_i) (sqrt(V) + eps) + e_i
         z = self.error.add_(d.mul_(V.sqrt().add_(self.eps)).masked_fill_(V == 0, 0))

@@ -1,5 +1,9 @@
 """The plan of a run equals what the run takes: memory, traffic, parameters. The profile."""
 
+import contextlib
+import ctypes
+import gc
+import io
 import itertools
 import json
 import os
@@ -11,11 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import train
+from mesh import Mesh
 from plumbing import launch
 from plumbing.config import UserError
-from ranks import flags, run_training
+from ranks import CPU, flags, run_ranks, run_training
 
 # test_relatives.py has the traffic of methods without a barrier.
 CASES = [(name, 2, "fp32", {}) for name, method in train.METHODS.items() if method.barrier]
@@ -133,6 +139,57 @@ def test_planned_memory_is_within_a_tenth_of_the_peak(more, corpus_folder):
     # Rank 0 also gathers the model at the end, to write it.
     measured = held - plan.memory()["shared memory"] + run.ranks[1]["watched"]
     assert measured == pytest.approx(held + plan.activations(), rel=0.1)
+
+
+def resident_peaks(corpus_folder, *cases):
+    """(resident bytes at the peak, planned bytes) of each run, without what the process takes
+    before the model is made."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once
+    train.print_sample = lambda path: None
+    results, status, rank = [], Path("/proc/self/status"), dist.get_rank()
+    field = lambda name: 1024 * int(re.search(rf"{name}:\s*(\d+)", status.read_text())[1])
+    for options in (cases[0] | dict(n_embd=16), *cases):  # the first one loads torch's kernels
+        with tempfile.TemporaryDirectory() as folder:
+            folders = [folder]
+            dist.broadcast_object_list(folders)
+            argv = [*flags(**options), "--data", str(corpus_folder), "--out_dir", folders[0]]
+            setup = launch.Setup(argv, train.METHODS, rank, dist.get_world_size())
+            barrier = setup.plan.method.barrier
+            backend = lambda ranks, crosses: "shm" if barrier or not crosses else "gloo"
+            mesh = Mesh(setup.config.shards, CPU, 60, backend)
+            gc.collect()
+            before = field("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is
+            with contextlib.redirect_stdout(io.StringIO()):
+                train.train(setup, mesh, launch.StopRequest(False))
+            planned_bytes = sum(setup.plan.memory().values()) + setup.plan.activations()
+            results.append((field("VmHWM") - before, planned_bytes))
+            dist.barrier()
+    return results[1:]
+
+
+QUICK = ["edit", "one_bit_edit", "eager", "robust"]
+PEAKS = [(2, 1, 2, QUICK)]
+SLOW_PEAKS = [(4, 1, 4, list(train.METHODS)), (4, 2, 4, list(train.METHODS))]
+PEAKS += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_PEAKS]
+
+
+@pytest.mark.parametrize("ranks, shards, tau, methods", PEAKS)
+def test_resident_memory_of_a_process_is_within_a_twentieth_of_the_plan(
+    corpus_folder, ranks, shards, tau, methods
+):
+    options = dict(n_layer=8, n_embd=256, n_head=4, block_size=16, batch_size=1, dtype="fp32")
+    options |= dict(max_steps=1 + 3 * tau, sync_warmup_steps=1, tau=tau)
+    options |= dict(eval_interval=1 + tau, eval_batches=1)
+    options |= dict(shards=shards, backend="shm")
+    cases = [options | dict(method=name) for name in methods]
+    for case in cases:
+        if case["method"] == "a_edit":
+            case |= dict(virtual_clock=True, tau_time_s=4)
+    by_rank = run_ranks(ranks, resident_peaks, corpus_folder, *cases, timeout_s=600)
+    # Replica 0 also gathers the model at the end, to write it.
+    ratios = {name: peak / plan for name, (peak, plan) in zip(methods, by_rank[-1])}
+    assert ratios == pytest.approx(dict.fromkeys(methods, 1), abs=0.05)
 
 
 def test_ranks_of_a_machine_must_fit_into_its_memory_together(corpus_folder, monkeypatch):
