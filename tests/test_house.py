@@ -51,12 +51,12 @@ def test_limits_of_lines_are_kept():
         "train.py": (count([ROOT / "train.py"]), 200),
         "plumbing": (count(inside("plumbing")), 1680),
         "lab": (count(inside("lab")), 1705),
-        "product": (count(PRODUCT), 7740),
+        "product": (count(PRODUCT), 7790),
         "tests": (count(TESTS), 6850),
         "README.md": (count([ROOT / "README.md"]), 165),
     }
     for path in inside("relatives"):
-        limits[path.name] = count([path]), 140
+        limits[path.name] = count([path]), 150
     for path, tree in TREES.items():
         limits[f"a line of {path.name}"] = max(map(len, path.read_text().splitlines())), 100
         for node in ast.walk(tree):
