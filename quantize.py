@@ -132,8 +132,8 @@ def decode(coded: torch.Tensor, format: str, dtype=torch.float32) -> torch.Tenso
 @functools.cache  # A table is copied to a GPU once, because the host waits for the copy.
 def decoded_words(format: str, device, dtype) -> torch.Tensor:
     """A table: word -> its elements, in scales. sign, two_bits: 8 in a row. Else the pair of an
-    even element, whose code is low, and an odd one, as a complex number: index_select copies it in one
-    piece."""
+    even element, whose code is low, and an odd one, as a complex number: index_select copies it in
+    one piece."""
     signs = torch.tensor(SIGNS, device=device, dtype=dtype)
     if format == "sign":
         return signs
