@@ -193,6 +193,7 @@ class EDiT(Method):
     def end_sync(self):
         """All layers are complete: describe the sync for the record."""
         self.model.pre_layer_hook = None
+        self.handles = []  # frees what was received
         self.record.describe(
             pseudo_grad_norm=self.exchanged.norms.norm(dim=1), weight=self.weights.mean(dim=1),
             dropped=self.flagged.sum(dim=1), clip=torch.stack(self.clips).mean(),

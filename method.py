@@ -35,8 +35,10 @@ class Method:
         self.averages_gradients = True  # until the warm-up ends
         self.lr = 0.0  # inner learning rate of the last step
         self.exchanged = None  # see exchange()
-        for name in self.shared + self.private:
+        for name in self.shared:
             setattr(self, name, model.new_vector(getattr(config, "offload", False)))
+        for name in self.private:
+            setattr(self, name, model.new_vector())
 
     # ---- what a method writes ----
 

@@ -111,7 +111,7 @@ def check_finite(model, method):
 
 def at_round_end(setup, model, method, log, stop):
     """Evaluate, save and stop, each if it is due."""
-    launch.shorten_timeout(model.mesh)  # steps that compile are over
+    launch.shorten_timeout(model.mesh)  # the first steps, which may compile, are over
     config, progress = setup.config, method.progress
     # True if the progress has passed a multiple of the interval since `last`. Interval 0: never.
     due = lambda last, interval: interval and progress >= last - last % interval + interval

@@ -23,7 +23,7 @@ from lab import merge as merge_module
 from lab import planner
 from lab import timeline as timeline_module
 from lab.plot import Panel
-from lab.rows import LATER, METHODS, beside_minibatch, over
+from lab.rows import LATER, METHODS, beside_minibatch, over, with_standard_error
 from lab.runs import BASE, RESULTS, Experiment, Run, main
 from plumbing.config import run_command
 
@@ -333,6 +333,21 @@ def frontier_128(seed, quick):
 
 LONG = {"max_steps": 2000, "sync_warmup_steps": 32, "eval_interval": 250, "log_interval": 250}
 LONG |= {"checkpoint_interval": 1000}
+MUON = {"optimizer": "muon", "lr": 0.0045, "muon_lr": 0.02}
+PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
+
+
+@Experiment((*FRONTIER_COLUMNS[:2], "standard_error", "fewer_bytes"), combine=with_standard_error)
+def muon(seed, quick):
+    """Muon inside, one bit between: what does a run of 2,000 steps lose and send?"""
+    own = {} if quick else LONG
+    inside = own | MUON | {"variant": "Muon"}
+    in_1_bit = inside | PLAIN | {"warmup_format": "int8"}
+    return [
+        training("minibatch", seed, **own | {"lr": 0.003}),
+        training("minibatch", seed, **inside),
+        training("one_bit_edit", seed, **in_1_bit),
+    ]
 
 
 def merged_and_ensemble(run) -> list:

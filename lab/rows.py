@@ -9,9 +9,12 @@ lines. over() turns the rows of runs into those of an experiment.
 """
 
 import json
+import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
+
+import numpy as np
 
 from plumbing.config import UserError
 
@@ -77,17 +80,22 @@ def check_types(row: dict, types, *names):
 
 
 def after_warmup(record: dict, warmup: int) -> dict:
-    """Lists like the record's, less what the first `warmup` steps have sent and taken. The last row
-    within the warm-up says how much that is, in proportion if it is of an earlier step than the
-    last one. Raises UserError if there is no such row."""
+    """Lists like the record's, less what the first `warmup` steps have sent and taken. Tokens and
+    seconds are interpolated between rows. A step of the warm-up sends as many bytes as those before
+    the last row within it. Raises UserError if there is no such row."""
     evaluations = [dict(zip(COUNTS, row)) for row in zip(*(record[name] for name in COUNTS))]
     rows = sorted(record["steps"] + evaluations, key=lambda row: row["step"])
     within = [row for row in rows if 0 < row["step"] <= warmup]
-    began = dict.fromkeys(COUNTS, 0)
     if within:
-        last = within[-1]
-        began = {name: last[name] * (warmup / last["step"]) for name in COUNTS}
-    elif warmup:
+        steps = [0, *(row["step"] for row in rows)]
+        began = {
+            name: np.interp(warmup, steps, [0, *(row[name] for row in rows)]) for name in COUNTS
+        }
+        # Later steps send less.
+        began["sync_bytes"] = within[-1]["sync_bytes"] * (warmup / within[-1]["step"])
+    elif not warmup:
+        began = dict.fromkeys(COUNTS, 0)
+    else:
         problem = f"no row of its record is within the warm-up of {warmup} steps"
         raise UserError(f"{record['folder']}: {problem}; name a run that began at step 1")
     return {name: [max(0, x - began[name]) for x in record[name]] for name in COUNTS}
@@ -126,8 +134,14 @@ def with_standard_error(rows):
     case = lambda row: (row["method"], row.get("variant"))
     for row in rows:
         distances[case(row)].append(row["over_minibatch"])
-    error = {c: statistics.stdev(found) / len(found) ** 0.5 for c, found in distances.items()}
-    return [row | {"standard_error": error[case(row)]} for row in rows]
+    return [row | {"standard_error": standard_error(distances[case(row)])} for row in rows]
+
+
+def standard_error(values: list) -> float:
+    """Of their mean; NaN for one value."""
+    if len(values) < 2:
+        return math.nan
+    return statistics.stdev(values) / len(values) ** 0.5
 
 
 FORMATS = {  # column -> heading, format, factor

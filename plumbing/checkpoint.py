@@ -145,7 +145,8 @@ def check_equal(mesh, found: list):
         for name, checksum in own.items():
             if checksum != found[shard_index][name]:
                 line = f"{name}: replica {replica} is not equal to replica 0, so a memory or a "
-                line += "link is faulty; --resume auto continues from the last checkpoint"
+                line += "link is faulty, or their hardware differs; --resume auto continues from "
+                line += "the last checkpoint"
                 raise ReplicasDiffer("" if mesh.rank else line)
 
 
@@ -326,6 +327,9 @@ def restore(method, saved: dict, averages_gradients: bool):
 def fill(vector, saved: list, model, firsts: list):
     """vector <- this rank's shards, from the flat vectors of all saved shards."""
     shards, index = model.mesh.shards, model.mesh.shard_index
+    if len(saved) == shards:
+        vector.copy_(saved[index])
+        return
     places = vector.split(model.sizes_from(firsts, shards, index))
     files = []
     for i, file in enumerate(saved):

@@ -70,7 +70,7 @@ class Plan:
 
     def memory(self) -> dict:
         """Bytes that one rank holds for good, by kind."""
-        vectors, M, N = self.method.shared + self.method.private, self.replicas, self.shards
+        shared, private, M, N = self.method.shared, self.method.private, self.replicas, self.shards
         offload = not self.on_cpu and getattr(self.config, "offload", False)
         aliased = N == 1 and self.dtype == self.master  # a layer is a view of the parameters
         layer = max(layout.padded for layout in self.layouts)  # max P
@@ -87,11 +87,12 @@ class Plan:
             "parameters": self.shard_bytes,  # 4 sum P/N
             "gradient": self.shard_bytes,
             OPTIMIZERS[self.config.optimizer]: self.shard_bytes + self.square_bytes(),  # moments
-            " and ".join(vectors) + " on the host" * offload: len(vectors) * self.shard_bytes,
+            " and ".join(shared) + " on the host" * offload: len(shared) * self.shard_bytes,
+            " and ".join(private): len(private) * self.shard_bytes,
             "sync buffers": round(self.config.buffer_vectors * self.shard_bytes),
             "two whole layers": 0 if aliased else 2 * layer * self.dtype.itemsize,
             "a layer's gradient": 0 if N == 1 else layer * self.master.itemsize,
-            "a block's steps": block * (aliased and self.config.optimizer == "muon"),
+            "Muon's buffer, a block": block * (aliased and self.config.optimizer == "muon"),
             "shared memory": round(SLOTS * (layer * slots + gathered * self.shard_bytes)),
             "NCCL": NCCL_BYTES if self.config.backend == "nccl" and self.world_size > 1 else 0,
         }
@@ -124,16 +125,18 @@ class Plan:
         return numbers * self.dtype.itemsize + max(head, gradient)
 
     def check_memory(self):
-        """Raise UserError if this machine, or the rank's GPU, has too little memory."""
+        """Raise UserError if this machine, or a GPU, has too little memory. On a GPU activations
+        do not count: how many there are depends on its kernels."""
         elsewhere = [kind for kind in self.memory() if "shared" in kind or "on the host" in kind]
         needed = sum((self.memory() | dict.fromkeys(elsewhere, 0)).values())
-        if self.on_cpu or not self.config.compile:  # compiled layers keep less
+        if self.on_cpu:
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             needed += self.activations()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self.on_cpu else 1
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        found = f"{ranks} here have {size(there)} together"
-        if not self.on_cpu:
-            there = torch.cuda.get_device_properties(0).total_memory
+            there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            found = f"{ranks} here have {size(there)} together"
+        else:
+            ranks = 1
+            there = torch.cuda.get_device_properties(0).total_memory  # all are alike
             found = f"its GPU has {size(there)}"
         if ranks * needed > there:
             hint = "lower --batch_size or the model's size, or use more --shards"

@@ -7,15 +7,18 @@ the same size in all directions, and one code fits all elements. With AdamW insi
 
     as edit.py, but at the round's end, for all layers l:
         d_i  = anchor - x_i;  norms, flags and weights w_i from d_i, as in edit.py
-        z_i  = d_i + e_i;  0 if i is flagged
+        e_i <- 0 if i is flagged, and then w_i = 0;  E <- 0 if all are flagged
+        z_i  = w_i d_i + e_i
         send C(z_i);  e_i <- z_i - C(z_i)                # [sync] all-to-all, asynchronous
-        the owner of a piece:  s = sum_i w_i C(z_i) + E;  E <- 0 first, if all are flagged
+        the owner of a piece:  s = sum_i C(z_i) + E
         send C(s);  E <- s - C(s)                        # [sync] all-gather, asynchronous
     complete(l), in the next forward, when it gets to layer l:
         wait for dbar = C(s);  clip and outer step, as in edit.py
 
-C rounds blocks of 256 elements, see quantize.py. --quantize none sends d_i as edit.py does, and is
-EDiT. So is one replica alone. A flagged replica forgets its errors: they may be what made it sick.
+C rounds blocks of 256 elements, see quantize.py. --quantize none sends w_i d_i as edit.py does, and
+is EDiT. So is one replica alone. A flagged replica forgets its errors. The weights come before C: a
+replica with a large norm and a small weight would otherwise send in the next rounds, with a normal
+weight, what is left of it.
 
 In the forward, the first hop of all layers is waited for before layer 0. The second hops travel
 while earlier layers compute.
@@ -26,7 +29,7 @@ Then the same errors are fed back, and dropped at the warm-up's end.
     symbol     variable            shape        where
     d_i, dbar  model.masters[l]    (P/N,)       every rank its shard
     e_i        error               (sum P/N,)   replica i
-    E          mean_error          (sum P/N,)   replica i: of its piece, else 0
+    E          mean_error          (sum P/N,)   replica i: of its piece, else 0 (0 if M <= 2)
 
 A resumed run on another mesh keeps e_i of the replicas that go on, and of E what lies both in the
 old and in the new piece of a replica.
@@ -37,14 +40,15 @@ Run: torchrun --nproc_per_node 4 train.py --method one_bit_edit --optimizer muon
 Source: 1-bit Adam, arXiv 2102.02888, for errors that are fed back at both hops.
 """
 
-import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
+
+import torch
 
 import edit
 from edit import EDiT
 from plumbing.config import option
-from quantize import FORMATS, MeanInFlight, QuantizedConfig
+from quantize import FORMATS, MeanInFlight, QuantizedConfig, bytes_per_element
 
 
 @dataclass
@@ -53,6 +57,12 @@ class Config(edit.Config, QuantizedConfig):
     warmup_format: str = option(
         "none", "of mean gradients in the warm-up, errors fed back", choices=["none", "int8"]
     )
+
+    @property
+    def buffer_vectors(self):
+        """The codes of all layers, sent and received."""
+        formats = {self.quantize, self.warmup_format} - {"none"}
+        return 2 * max(map(bytes_per_element, formats), default=0) / 4
 
 
 class OneBitEDiT(EDiT):
@@ -70,8 +80,7 @@ class OneBitEDiT(EDiT):
 
     def average_gradient(self, l):
         """In the warm-up: start to replace layer l's gradient by its sum over the replicas."""
-        gradient = self.model.used_views(self.model.grad)[l].mul_(self.mesh.replicas)
-        return self.start_coded_mean(l, gradient, self.config.warmup_format)
+        return self.start_coded_sum(l, self.model.grads[l], self.config.warmup_format)
 
     def begin(self):
         super().begin()
@@ -81,30 +90,24 @@ class OneBitEDiT(EDiT):
     def start_mean(self, l, d):
         if self.config.quantize == "none":
             return super().start_mean(l, d)
-        d = d[: len(self.errors[l])]
         flagged = self.flagged[:, l]
-        # e_i <- 0 and d_i <- 0 if i is flagged
         self.errors[l].masked_fill_(flagged[self.mesh.replica], 0)
-        d.masked_fill_(flagged[self.mesh.replica], 0)
-        # E <- 0 if all are flagged
         self.mean_errors[l].masked_fill_(flagged.all(), 0)
-        weights = functools.partial(self.relative_weights, l)
-        return self.start_coded_mean(l, d, self.config.quantize, weights)
+        # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
+        d.mul_(self.weights[self.mesh.replica, l]).nan_to_num_(0.0, 0.0, 0.0)
+        return self.start_coded_sum(l, d, self.config.quantize)
 
-    def relative_weights(self, l):
-        """M w_i of layer l, (M, 1): 1 where all weights are equal."""
-        return self.weights[:, l, None] * self.mesh.replicas
-
-    def start_coded_mean(self, l, v, format, weights=None):
-        """Start v <- C(s). v: a vector of layer l."""
-        # z_i = v_i + e_i;  e_i <- z_i - C(z_i);  E <- s - C(s)
+    def start_coded_sum(self, l, v, format):
+        """Start to replace v, of layer l, by its sum over the replicas, errors fed back."""
+        v = v[: len(self.errors[l])]
+        # z_i = v_i + e_i;  e_i <- z_i - C(z_i);  E <- s - C(s), both in units of a mean
         z = self.errors[l].add_(v)
-        mean = MeanInFlight([z], format, self.mesh, weights, errors=[self.mean_errors[l]])
+        mean = MeanInFlight([z], format, self.mesh, errors=[self.mean_errors[l]])
         self.started.append(mean)
 
         def wait():
             while self.started:  # all second hops, before one of them is waited for
                 self.started.pop(0).halfway()
-            v.copy_(mean.wait()[0])
+            torch.mul(mean.wait()[0], self.mesh.replicas, out=v)
 
         return SimpleNamespace(wait=wait)

@@ -44,8 +44,8 @@ from relatives.sparse import chunks, gather_entries, largest
 class Config(LocalConfig):  # paper: 0.001
     density: float = option(0.0156, "share of the elements that is sent", above=0, below=1.000001)
     momentum_correction: float = option(0.9, "m; 0: AdamW's own momentum instead", below=1)
-    # Positions are int64 on their way to bytes and back: 54 bytes an element.
-    buffer_vectors = property(lambda self: 54 / 4 * self.density)
+    # Positions are int64 on their way to bytes and back: 44 bytes an element.
+    buffer_vectors = property(lambda self: 44 / 4 * self.density)
 
     def sent_vectors(self, replicas):
         return self.tau * (replicas - 1) * self.density * 5.5 / 4

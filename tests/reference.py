@@ -550,36 +550,33 @@ class OneBitEDiT(EDiT):
 
     def sync(self, lr):
         d = self.d()
-        z, w = [di + e for di, e in zip(d, self.e)], []
+        z = [e.clone() for e in self.e]
         for l, layer in enumerate(self.layers):
             report = self.judge(l, [di[layer] for di in d])
-            w.append(report["w"])
-            for i in range(self.M):
-                if report["flagged"][i]:
-                    z[i][layer] = 0.0
+            for i, weight in enumerate(report["w"]):
+                z[i][layer] = 0.0 if report["flagged"][i] else z[i][layer] + weight * d[i][layer]
             if all(report["flagged"]):
                 self.E[layer] = 0.0
-        dbar, self.e, self.E = mean_with_errors(z, self.E, self.layers, self.N, self.f.quantize, w)
+        mean, self.e, self.E = mean_with_errors(z, self.E, self.layers, self.N, self.f.quantize)
         for l, layer in enumerate(self.layers):
-            self.penalized_step(l, dbar[layer], self.reports[l])
+            self.penalized_step(l, self.M * mean[layer], self.reports[l])
         self.set_all(self.a)
         return self.row()
 
 
-def mean_with_errors(z, E, layers, N, form, weights=None):
-    """(what all add up, the senders' errors, the owners' errors). weights: a list per layer."""
+def mean_with_errors(z, E, layers, N, form):
+    """(what all add up, the senders' errors, the owners' errors)."""
     M = len(z)
-    weights = weights or [[1 / M] * M] * len(layers)
     exact, u, new_E = M == 1 or form == "none", torch.zeros_like(E), E.clone()
     errors = [torch.zeros_like(zi) for zi in z]
-    for layer, w in zip(layers, weights):
+    for layer in layers:
         pieces = lambda v: shards(v[layer], N)
         put = lambda v, parts: v[layer].copy_(torch.cat(parts))
         rounding = lambda parts: list(parts) if exact else [rounded(part, form) for part in parts]
         sent = [rounding(pieces(zi)) for zi in z]
         for zi, error, own in zip(z, errors, sent):
             put(error, [part - coded for part, coded in zip(pieces(zi), own)])
-        s = [weighted(parts, w) for parts in zip(*sent)]
+        s = [mean(parts) for parts in zip(*sent)]
         if M > 2:  # the owner of a piece keeps an error, too
             s = [part + error for part, error in zip(s, pieces(E))]
             coded = rounding(s)

@@ -39,6 +39,7 @@ CASES += [(name, dict(offload=True)) for name in ("diloco", "edit")]
 CASES += [("edit", dict(recompute=True)), ("edit", dict(average_moments="both"))]
 DIVIDED = dict(dtype="fp32", grad_clip=0.2)  # AdamW's kernel divides the gradient
 CASES += [("edit", DIVIDED), ("one_bit_edit", DIVIDED | dict(optimizer="muon"))]
+CASES += [("one_bit_edit", dict(offload=True))]
 
 
 def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):

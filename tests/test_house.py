@@ -47,12 +47,12 @@ def count(paths) -> int:
 def test_limits_of_lines_are_kept():
     inside = lambda folder: [path for path in PRODUCT if path.parent == ROOT / folder]
     limits = {
-        "the reading path": (count(ROOT / f"{name}.py" for name in READING_PATH), 1540),
+        "the reading path": (count(ROOT / f"{name}.py" for name in READING_PATH), 1550),
         "train.py": (count([ROOT / "train.py"]), 200),
         "plumbing": (count(inside("plumbing")), 1680),
         "lab": (count(inside("lab")), 1705),
-        "product": (count(PRODUCT), 7790),
-        "tests": (count(TESTS), 6850),
+        "product": (count(PRODUCT), 7830),
+        "tests": (count(TESTS), 6900),
         "README.md": (count([ROOT / "README.md"]), 165),
     }
     for path in inside("relatives"):

@@ -172,7 +172,8 @@ def test_line_of_the_frontier_joins_the_points_that_no_other_beats(monkeypatch):
 
 def test_short_runs_give_the_times_and_full_runs_the_losses(monkeypatch):
     curves = dict(step=[100, 420], tokens=[204800, 860160], train_s=[1, 9], sync_bytes=[7, 9])
-    steps = [dict(step=1, step_ms=ms, sync_bytes=1) for ms in (9000, 900, 100, 200, 900)]
+    first = dict(step=1, tokens=2048, train_s=0.5, sync_bytes=1)
+    steps = [first | dict(step_ms=ms) for ms in (9000, 900, 100, 200, 900)]
     monkeypatch.setattr(runs, "read_run", lambda folder: curves | dict(val_loss=[3, 2], steps=steps))
     short = runs.Run({}, dict(method="edit"), ((4, None),))
     full = lambda **more: runs.Run({}, dict(method="edit", sync_warmup_steps=100), ((4, None),), **more)
@@ -201,7 +202,7 @@ def test_counts_after_a_warmup_go_by_the_last_row_within_it(monkeypatch):
         0: ((62, 80, 4.5), (14, 20, 1.0)),
         1: ((62 - 7, 80 - 10, 4.5 - 0.75), (14 - 7, 20 - 10, 1.0 - 0.75)),
         4: ((62 - 30, 80 - 40, 4.5 - 2.5), (0, 0, 0)),  # an evaluation at its end
-        5: ((62 - 30 * 5 / 4, 80 - 50, 4.5 - 2.5 * 5 / 4), (0, 0, 0)),
+        5: ((62 - 30 * 5 / 4, 80 - 50, 4.5 - 3.0), (0, 0, 0)),  # between the rows of 4 and 6
         6: ((62 - 42, 80 - 60, 4.5 - 3.5), (0, 0, 0)),  # a step row at its end
     }
     for warmup, (last, first) in expected.items():

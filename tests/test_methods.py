@@ -108,6 +108,9 @@ TABLE = {  # case: (flags, meshes)
     "one_bit_edit, equal weights": (
         ONE_BIT_EDIT | dict(weighted_averaging=False, quantize="two_bits"), [THREE, FOUR]
     ),
+    "one_bit_edit, a large norm that is not flagged": (
+        ONE_BIT_EDIT | dict(anomaly_elimination=False, sick=Sick(100.0, [1], 7)), [THREE, (2, 1)]
+    ),
     "one_bit_edit, 4 bits": (ONE_BIT_EDIT | dict(quantize="e3m0"), [FOUR]),
     "one_bit_edit, 8 bits": (ONE_BIT_EDIT | dict(quantize="int8"), [FOUR]),
     "top_k": (LOCAL | dict(method="top_k", density=0.05), ALL),
