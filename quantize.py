@@ -32,8 +32,8 @@ errors and, for M > 2, that of encoding the mean. With error feedback nothing is
 keeps what it has not sent, e = v - C(v), and adds it to its next vector. The owner of a piece does
 the same with its mean.
 
-Bytes per rank: 2 (M-1)/M * bytes_per_element() per element (sign: 0.141, e3m0: 0.516, int8 and
-log8: 1.016, none: 4).
+Bytes per rank: 2 (M-1)/M * bytes_per_element() per element (sign: 0.141, two_bits: 0.266, e3m0:
+0.516, int8 and log8: 1.016, none: 4).
 Source: Streaming DiLoCo, arXiv 2501.18512 (its scaling could not be read; this one is ours); 1-bit
 Adam, arXiv 2102.02888, for sign and the errors of both hops.
 """

@@ -60,7 +60,7 @@ class Layout:
         self.padded = self.shard_size * shards  # P
 
     def border(self, element: int, shard: int) -> int:
-        """Where an element of the layer is in a shard: 0 if before it, its size if behind it."""
+        """Where an element of the layer is in a shard: 0 .. P/N, 0 if it is before the shard."""
         return min(max(element - shard * self.shard_size, 0), self.shard_size)
 
     def size_of_shard(self, shards: int) -> int:
