@@ -12,7 +12,7 @@ from ranks import ROOT
 
 pytestmark = pytest.mark.slow
 TEXT = (ROOT / "EXERCISES.md").read_text()
-TASKS = {int(task[:2].rstrip(".")): task for task in re.split(r"\n\*\*(?=\d)", TEXT)[1:]}
+TASKS = {int(task.split(".")[0]): task for task in re.split(r"\n\*\*(?=\d)", TEXT)[1:]}
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "PYTHONPATH": ""}
 
 
@@ -56,6 +56,8 @@ def test_answers_are_true(copy):
     waits = [rows(folder, name, "sync")[1]["wait_link_ms"] for name in ("ex8", "ex8b")]
     assert 450 < waits[0] < 560 and waits[1] < 100
     assert "2 replicas x 1 shards -> 1 x 1" in printed[9]
+    plain, outer, neutral = (rows(folder, f"ex11{x}", "end")[0]["val_loss"] for x in ("", "b", "c"))
+    assert neutral == pytest.approx(plain, rel=1e-3) and outer > 1.01 * plain
 
 
 def test_a_wrong_clip_turns_red(copy):
