@@ -9,7 +9,7 @@ exists. The ranks exchange the result through the store of torchrun: either all 
     replicas differ         all ranks end before a checkpoint, likewise             1
     divergence              the ranks that find it end, the others lose them        2 (others 1)
     a rank is lost          gloo, shm: the others end at once or after --timeout_s  1
-                            (a silent rank of the same replica: after a sixth of that)
+                            (a silent rank of the same replica: after 100 s or a sixth of that)
     SIGTERM, Ctrl-C         at once; with --save_on_exit at the next round end,     128 + signal
                             after a checkpoint
 
@@ -41,9 +41,9 @@ from plumbing.config import STOPS, UserError, explain, parse
 from plumbing.plan import Plan
 
 START_S = 600  # how long ranks wait for the slowest to start
-# After the first round, which may compile, a replica's ranks wait this share of --timeout_s for
-# each other: 100 s. With NCCL a sync before it on the stream counts, too: a slow link needs more.
-SHARD_SHARE = 1 / 6
+# How long a replica's ranks wait for each other after the first round, which may compile, or a sixth
+# of --timeout_s. With NCCL a sync before it on the stream counts, too: a slow link needs more.
+SHARD_TIMEOUT = timedelta(seconds=100)
 
 
 # ---- checking ----
@@ -272,7 +272,8 @@ def shorten_timeout(mesh):
     """Ranks of a replica are in step, so a silent one is soon known to be lost. Replicas may wait
     for each other for --timeout_s."""
     if mesh.shard.size > 1:
-        mesh.shard.process_group.set_timeout(mesh.timeout * SHARD_SHARE)
+        longest = max(SHARD_TIMEOUT, mesh.timeout / 6)
+        mesh.shard.process_group.set_timeout(min(mesh.timeout, longest))
 
 
 @contextmanager
