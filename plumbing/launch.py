@@ -41,8 +41,8 @@ from plumbing.config import STOPS, UserError, explain, parse
 from plumbing.plan import Plan
 
 START_S = 600  # how long ranks wait for the slowest to start
-# How long a replica's ranks wait for each other after the first round, which may compile, or a sixth
-# of --timeout_s. With NCCL a sync before it on the stream counts, too: a slow link needs more.
+# How long a replica's ranks wait for each other after the first round, which may compile, or a
+# sixth of --timeout_s. With NCCL a sync before it on the stream counts: a slow link needs more.
 SHARD_TIMEOUT = timedelta(seconds=100)
 
 
