@@ -35,8 +35,9 @@ from dataclasses import dataclass
 
 import torch
 
+from config import option
 from edit import EDiT, PenaltyConfig
-from plumbing.config import RoundConfig, option
+from method import RoundConfig
 
 
 @dataclass
@@ -47,6 +48,9 @@ class Config(PenaltyConfig, RoundConfig):
         "how weights allow for a replica's steps in the round (none: as in the paper)",
         choices=["none", "times_steps", "norm_per_step"],
     )
+
+    def describe_round(self, tokens_per_step: int) -> str:
+        return f"{self.tau_time_s:g} s of training"
 
 
 def weight_by_steps(weights, steps):
@@ -67,15 +71,22 @@ class AEDiT(EDiT):
     Config = Config
     scalars = (*EDiT.scalars, "progress_at_sync", "rate")
 
+    round_began = None  # seconds of training
+
     def begin(self):
         super().begin()
-        self.progress_at_sync, self.rate = self.steps, 1.0
-        self.round_began = self.record.clock.train_s()
+        self.progress_at_sync = self.steps
+        self.rate = 1.0
+
+    def before_step(self):
+        super().before_step()
+        if self.round_began is None and not self.averages_gradients:  # a start's first round
+            self.round_began = self.clock.train_s()
 
     def vote(self) -> float:
         if self.averages_gradients or self.mesh.shard_index != 0:
             return 0.0
-        time_is_up = self.record.clock.train_s() - self.round_began >= self.config.tau_time_s
+        time_is_up = self.clock.train_s() - self.round_began >= self.config.tau_time_s
         after_this_step = self.progress_at_sync + (self.local_steps + 1) * self.rate
         return float(time_is_up or after_this_step >= self.config.max_steps)
 
@@ -100,7 +111,7 @@ class AEDiT(EDiT):
         super().end_sync()
         if self.mesh.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # so far the host has only queued the work
-        self.round_began = self.record.clock.train_s()
+        self.round_began = self.clock.train_s()
 
     @property
     def progress(self) -> float:

@@ -44,8 +44,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from plumbing.config import STOPS, Parser, UserError, check_limits, run_command
-from tokenizer import UNKNOWN, encode, make_tokenizer, read_tokenizer
+from config import STOPS, Parser, UserError, check_limits, run_command
+from plumbing.tokenizer import UNKNOWN, encode, make_tokenizer, read_tokenizer
 
 VALIDATION_FRACTION = 0.05
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size

@@ -33,8 +33,8 @@ from dataclasses import dataclass
 import torch
 from torch.optim.sgd import sgd
 
-from method import Method
-from plumbing.config import LocalConfig, option
+from config import option
+from method import LocalConfig, Method
 
 
 @dataclass

@@ -40,7 +40,7 @@ suddenly and permanently stays flagged (the log shows it; raise anomaly_threshol
 first anomaly_warmup_rounds samples the statistics are the plain mean and standard deviation: an
 exponential average started at zero is biased. (5) sigma is at least SIGMA_FLOOR * mean, so nearly
 equal norms do not flag noise. (6) A non-finite inner gradient is set to 0 (shard.py). (7) Training
-stops with an error after three rounds in a row that were rolled back in all layers (log.py).
+stops with an error after three rounds in a row that were rolled back in all layers (train.py).
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for the exchange. Exposed
 time per round, on NCCL and gloo: max(first layer's all-reduce, all layers' all-reduce - forward).
@@ -52,9 +52,9 @@ from dataclasses import dataclass
 
 import torch
 
+from config import option
 from diloco import nesterov
-from method import Method
-from plumbing.config import LocalConfig, option
+from method import LocalConfig, Method
 
 SIGMA_FLOOR = 0.05  # of the mean: no norm within threshold * 5% of the mean is an anomaly
 
@@ -141,8 +141,12 @@ class EDiT(Method):
     scalars = ("statistics",)
     repairs_replicas = True  # a flagged replica restarts from the anchor
 
+    def __init__(self, model, mesh, config, record, clock):
+        super().__init__(model, mesh, config, record, clock)
+        self.anchors = model.views(self.anchor)
+        self.momenta = model.views(self.momentum)
+
     def begin(self):
-        self.anchors, self.momenta = self.model.views(self.anchor), self.model.views(self.momentum)
         self.anchor.copy_(self.model.master, non_blocking=True)  # --offload: on the host
         self.statistics = self.model.master.new_zeros(3, len(self.anchors))
 

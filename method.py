@@ -9,15 +9,102 @@
 A method is a subclass in a file of its own. It names the vectors and scalars that it keeps between
 syncs, and writes begin() and sync(). A run is evaluated, saved and stopped at round ends only; in
 the warm-up every step is a round end. In most methods all replicas are equal there.
+
+Who calls what, in train.py, for each step:
+
+    before_step()          the first time after the warm-up: begin()
+    after_backward()
+    vote()
+    inner_step()
+    after_step()           true at the end of a round; then
+    end_round()            averages moments, if asked to; sync()
+    evaluation_model()     and drain(), at a round end, if an evaluation is due
+    finish()               once, after the last step
 """
 
+import functools
+import math
+import re
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 
-from mesh import Handle
-from plumbing.config import LocalConfig
-from quantize import MeanInFlight
+from config import UserError, option
+
+MOMENTS = {"none": [], "m": ["exp_avg"], "both": ["exp_avg", "exp_avg_sq"]}
+
+
+@dataclass
+class RoundConfig:
+    """Flags of every method with rounds, whatever ends them."""
+
+    sync_warmup_steps: int = option(200, "first steps with averaged gradients", group="rounds")
+    average_moments: str = option(
+        "none",
+        "of AdamW, at each sync; all replicas wait. Without a value: both",
+        choices=list(MOMENTS),
+        nargs="?",
+        const="both",
+    )
+
+    def check(self, replicas: int):
+        super().check(replicas)
+        if self.optimizer == "muon" and self.average_moments == "both":
+            reason = "muon has no second moment of matrices; give --average_moments m"
+            raise UserError(f"--average_moments both: {reason}")
+
+    def averaged_moments(self) -> list:
+        return MOMENTS[self.average_moments]
+
+    def steps_of_round(self, lr: float, k: int) -> float:
+        """lr: inner learning rate of the last step; k: steps from the warm-up to this round."""
+        return math.inf  # votes end it
+
+
+@dataclass
+class LocalConfig(RoundConfig):
+    """Flags of every method whose rounds have a number of steps."""
+
+    tau: int = option(16, "inner steps per round", low=1)
+    tau_rule: str = option("fixed", "qsr: max(tau, (qsr_c / lr)^2) steps", choices=["fixed", "qsr"])
+    qsr_c: float = option(0.0175, "c of the quadratic synchronization rule, arXiv 2310.14423")
+    tau_schedule: str = option("", "TAU:STEPS,..., for STEPS steps rounds of TAU, ..., then --tau")
+
+    def check(self, replicas: int):
+        super().check(replicas)
+        scheduled_rounds(self.tau_schedule)
+
+    def steps_of_round(self, lr: float, k: int) -> float:
+        tau = self.tau
+        end = 0
+        for scheduled_tau, steps in scheduled_rounds(self.tau_schedule):
+            end += steps
+            if k < end:
+                tau = scheduled_tau
+                break
+        if self.tau_rule == "fixed":
+            return tau
+        if lr == 0:
+            return math.inf
+        return max(tau, int((self.qsr_c / lr) ** 2))
+
+    def describe_round(self, tokens_per_step: int) -> str:
+        tokens = self.tau * tokens_per_step
+        text = f"{self.tau} steps x {tokens_per_step:,} tokens = {tokens:,} tokens"
+        if self.tau_schedule:
+            text += f", at first --tau_schedule {self.tau_schedule}"
+        return text
+
+
+@functools.cache  # every step asks for it
+def scheduled_rounds(schedule: str) -> list:
+    """--tau_schedule as pairs (TAU, STEPS). Raises UserError."""
+    pair = r"([1-9]\d{0,8}):([1-9]\d{0,8})"
+    if not re.fullmatch(f"({pair}(,{pair})*)?", schedule):
+        example = "write 2:96,4:384 for rounds of 2 steps for 96 steps, then of 4 for 384"
+        raise UserError(f"--tau_schedule {schedule}: {example}")
+    return [(int(tau), int(steps)) for tau, steps in re.findall(pair, schedule)]
 
 
 class Method:
@@ -26,29 +113,37 @@ class Method:
     private = ()  # names of vectors that differ between replicas
     scalars = ()  # names of a replica's numbers and small tensors, from begin() on
     barrier = True  # False: no collective at a round end waits for all replicas
+    equal_replicas = True  # after a sync
+    syncs_at_round_end = True  # False: within the round, too
     repairs_replicas = False  # does a sync replace parameters that are not finite?
 
-    def __init__(self, model, mesh, config, record):
-        """config: all flags of the run; record: plumbing.log.RoundRecord."""
-        self.model, self.mesh, self.config, self.record = model, mesh, config, record
-        self.steps = self.local_steps = self.rounds = 0  # local_steps: steps of this round
+    def __init__(self, model, mesh, config, record, clock):
+        """config: all flags of the run; record: plumbing.log.RoundRecord; clock.train_s(): seconds
+        of training."""
+        self.model, self.mesh, self.config = model, mesh, config
+        self.record, self.clock = record, clock
+        self.steps = 0  # of the run
+        self.local_steps = 0  # of this round
+        self.rounds = 0
         self.averages_gradients = True  # until the warm-up ends
         self.lr = 0.0  # inner learning rate of the last step
         self.exchanged = None  # see exchange()
         for name in self.shared:
-            setattr(self, name, model.new_vector(getattr(config, "offload", False)))
+            setattr(self, name, model.new_vector(config.offload))
         for name in self.private:
             setattr(self, name, model.new_vector())
 
     # ---- what a method writes ----
 
     def begin(self):
-        """The warm-up is over, or a run resumes after it. Makes the scalars."""
+        """The warm-up is over: fill the vectors and make the scalars. A run that resumes after the
+        warm-up takes both from its checkpoint instead."""
 
     def sync(self):
         """Make model.master the parameters that the next round starts from, now or (EDiT) layer by
-        layer in the next forward. They must be equal in all replicas, but see
-        evaluation_model(). The storage of model.grad is free from here to the next step."""
+        layer in the next forward. They must be equal in all replicas, or equal_replicas is False
+        and evaluation_model() returns others. The storage of model.grad is free from here to the
+        next step."""
         raise NotImplementedError
 
     def after_backward(self):
@@ -75,8 +170,7 @@ class Method:
         self.drain()
 
     def evaluation_model(self) -> torch.Tensor:
-        """The parameters to evaluate, laid out like model.master. A method whose replicas differ
-        after a sync must write this."""
+        """The parameters to evaluate, laid out like model.master."""
         return self.model.master
 
     # ---- what a method uses ----
@@ -87,30 +181,27 @@ class Method:
         of n elements. A value must be equal in the shard group. Without a barrier the rows arrive
         later and are for the record only."""
         loss = self.record.loss_sum / self.local_steps
-        own = {"losses": loss, "steps": torch.full_like(loss, self.local_steps)} | values
+        own = {"losses": loss, "steps": torch.full_like(loss, self.local_steps), **values}
         row = torch.cat([value.to(self.model.master.dtype).view(-1) for value in own.values()])
         if self.barrier:
             # [sync] all-gather, 2 scalars and the values per replica, once per round
-            rows, self.record.gather = self.mesh.gather_rows(row, self.mesh.sync), Handle()
+            rows = self.mesh.gather_rows(row, self.mesh.sync)
         else:  # On a GPU the host waits for its own row, that is for the end of the round.
             # [sync] all-gather of rows as above, once per round, on the host, not counted
             rows, self.record.gather = self.mesh.gather_in_background(row.cpu())
-            rows = rows[:: self.mesh.shards]
+            rows = rows[:: self.mesh.shards]  # one rank of each replica
         columns = rows.split([value.numel() for value in own.values()], dim=1)
-        self.exchanged = SimpleNamespace(**{k: v.squeeze(1) for k, v in zip(own, columns)})
+        self.exchanged = SimpleNamespace()
+        for name, column in zip(own, columns):
+            setattr(self.exchanged, name, column.squeeze(1))
 
-    def average(self, vector: torch.Tensor, format="none"):
-        """vector, laid out like model.master, becomes its mean over the replicas; blocks. format:
-        how it travels, see quantize.py."""
-        if format == "none":
-            views = self.model.views(vector.div_(self.mesh.replicas))
-            # [sync] all-reduce, P/N fp32, once per call and layer
-            for handle in [self.mesh.all_reduce(view, self.mesh.sync) for view in views]:
-                handle.wait()
-        else:
-            views = self.model.used_views(vector)
-            for view, mean in zip(views, MeanInFlight(views, format, self.mesh).wait()):
-                view.copy_(mean)
+    def average(self, vector: torch.Tensor):
+        """vector, laid out like model.master, becomes its mean over the replicas; blocks."""
+        vector.div_(self.mesh.replicas)
+        # [sync] all-reduce, P/N fp32, once per call and layer
+        handles = [self.mesh.all_reduce(v, self.mesh.sync) for v in self.model.views(vector)]
+        for handle in handles:
+            handle.wait()
 
     # ---- what train.py calls ----
 
@@ -128,7 +219,8 @@ class Method:
     def after_step(self, lr: float, metrics) -> bool:
         """Is the round over? lr: the schedule's learning rate of this inner step; metrics:
         shard.Metrics."""
-        self.steps, self.lr = self.steps + 1, lr
+        self.steps += 1
+        self.lr = lr
         if self.averages_gradients:
             return False
         self.local_steps += 1
@@ -140,11 +232,11 @@ class Method:
         return voted or full or self.progress >= self.config.max_steps
 
     def end_round(self):
-        self.rounds, self.exchanged = self.rounds + 1, None
+        self.rounds += 1
+        self.exchanged = None
         with self.record.stall():
-            # AdamW's moments (--average_moments). Those of a diverged replica are finite, too.
-            for name, format in self.config.averaged_moments():
-                self.average(getattr(self.model, name), format)
+            for name in self.config.averaged_moments():  # of a diverged replica: finite, too
+                self.average(getattr(self.model, name))
             self.sync()
             if self.exchanged is None:
                 self.exchange()

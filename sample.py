@@ -1,57 +1,17 @@
 """Text from a trained model: python sample.py --model out/edit/model.pt --prompt "def "
 
-`model.pt` is a dictionary of plain values and tensors, loaded without executing anything in it:
-`model` (state dict of model.Llama, fp32), `model_config` (fields of ModelConfig), `tokenizer` (its
-name), `config` (the run's flags). train.py writes it with save_model().
+Also from a folder in Hugging Face's Llama format.
 """
-
-import dataclasses
-import os
-from pathlib import Path
 
 import torch
 
-from export import open_model
+from config import Parser, UserError, check_limits, run_command
 from model import Llama
-from plumbing.config import Parser, UserError, check_limits, run_command
-from tokenizer import make_tokenizer
+from plumbing.load_model import open_model
+from plumbing.tokenizer import make_tokenizer
 
 
-def whole_model(model) -> dict:
-    """The parameters of a shard.ShardedModel in fp32 on the CPU of rank 0, gathered layer by layer
-    ({} on other ranks). The ranks of replica 0 call it; the names are those of model.Llama."""
-    mesh, state = model.mesh, {}
-    for l, (layout, master) in enumerate(zip(model.layouts, model.masters)):
-        whole = master.new_empty(layout.padded)
-        whole.chunk(mesh.shards)[mesh.shard_index].copy_(master)
-        # [shard] all-gather, P fp32, once per call and layer
-        mesh.all_gather(whole, mesh.shard).wait()
-        for name, value in layout.cut(whole).items() if mesh.rank == 0 else ():
-            state[f"layers.{l}.{name}"] = value.to("cpu", torch.float32, copy=True)
-    return state
-
-
-def save_model(path, model, tokenizer: str, flags: dict):
-    """Write a model.pt, whole or not at all. The ranks of replica 0 call it. Raises UserError on
-    rank 0 if it cannot be written."""
-    weights = whole_model(model)
-    if model.mesh.rank != 0:
-        return
-    saved = {"model": weights, "model_config": dataclasses.asdict(model.config)}
-    saved |= {"tokenizer": tokenizer, "config": flags}
-    unfinished = f"{path}.tmp"
-    try:
-        with open(unfinished, "wb") as file:
-            torch.save(saved, file)
-        os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:  # torch.save raises its own error after an OSError
-        cause = error if isinstance(error, OSError) else error.__context__ or error
-        reason = getattr(cause, "strerror", None) or cause
-        Path(unfinished).unlink(missing_ok=True)  # a full disk needs the room
-        raise UserError(f"{path} could not be written: {reason}") from None
-
-
-def load_model(path: str):
+def load(path: str):
     """(Llama, tokenizer) from a model.pt or a folder of export.py. Raises UserError."""
     source = open_model(path)
     encoding, model = make_tokenizer(source.tokenizer), Llama(source.config)
@@ -99,7 +59,7 @@ def continue_text(model, encoding, prompt: str, **options) -> str:
 def print_sample(path):
     """A short text from a model that train.py has just written."""
     try:
-        model, encoding = load_model(path)
+        model, encoding = load(path)
         prompt = "def " if encoding.name == "byte" else "The "
         text = continue_text(model, encoding, prompt, count=100)
     except (UserError, ModuleNotFoundError) as error:  # offline, diverged: the run itself is fine
@@ -120,7 +80,7 @@ def main():
     args = parser.parse_args()
     for name in ("tokens", "temperature", "top_k", "seed"):
         check_limits(f"--{name}", getattr(args, name), {})
-    model, encoding = load_model(args.model)
+    model, encoding = load(args.model)
     options = {name: getattr(args, name) for name in ("temperature", "top_k", "seed")}
     print(continue_text(model, encoding, args.prompt, count=args.tokens, **options))
 

@@ -18,17 +18,18 @@ import torch
 
 import data
 from a_edit import AEDiT
+from config import UserError, run_command
 from diloco import DiLoCo
 from edit import EDiT
+from export import save_model
 from minibatch import MiniBatch
 from muon import Muon
 from plumbing import checkpoint, launch
-from plumbing.config import UserError, run_command
-from plumbing.log import Clock, Log
+from plumbing.log import Clock, Log, RoundRecord
+from plumbing.simulate import Cluster, VirtualClock
 from relatives import RELATIVES
-from sample import print_sample, save_model
+from sample import print_sample
 from shard import AdamW, ShardedModel
-from simulate import Cluster, VirtualClock
 
 HINT = "lower --lr, or raise --lr_warmup_steps"
 METHODS = {"minibatch": MiniBatch, "diloco": DiLoCo, "edit": EDiT, "a_edit": AEDiT} | RELATIVES
@@ -44,9 +45,10 @@ def train(setup, mesh, stop):
     clock = VirtualClock(config, mesh) if config.virtual_clock else Clock(mesh.device)
     cluster = Cluster(config, mesh, clock)  # simulates stragglers and sick replicas, if asked to
     log = Log(setup, mesh, clock)
-    method = METHODS[config.method](model, mesh, config, log.record)
+    method = METHODS[config.method](model, mesh, config, RoundRecord(mesh), clock)
     checkpoint.load(setup, model, optimizer, method, clock)  # with --resume or --init_from
     log.start(method)
+    last = method.progress  # at the last round end
 
     while method.progress < config.max_steps:
         method.before_step()
@@ -72,10 +74,12 @@ def train(setup, mesh, stop):
             cluster.before_sync(method)
             method.end_round()  # a sync starts here
         cluster.after_step(method)
+        write_syncs(method, log)
         log.step(method, lr, metrics)
         check_finite(model, method)
         if method.local_steps == 0:
-            at_round_end(setup, model, method, log, stop)
+            at_round_end(setup, model, method, log, stop, last)
+            last = method.progress
     finish(setup, model, method, log)
 
 
@@ -109,27 +113,44 @@ def check_finite(model, method):
         )
 
 
-def at_round_end(setup, model, method, log, stop):
-    """Evaluate, save and stop, each if it is due."""
+def write_syncs(method, log):
+    """The rows of the syncs that have completed since the last call. Stops if EDiT has left out all
+    replicas three times in a row."""
+    while row := method.record.take():
+        log.sync(row)
+        if method.record.lost_rounds == 3:
+            hint = "lower --lr, or raise --anomaly_threshold"
+            raise UserError(f"all replicas were left out of the last 3 syncs: {hint}")
+
+
+def due(progress: float, last: float, interval: int) -> bool:
+    """Has the progress passed a multiple of the interval since `last`? Interval 0: never."""
+    return interval > 0 and progress // interval > last // interval
+
+
+def at_round_end(setup, model, method, log, stop, last: float):
+    """Evaluate, save and stop, each if it is due. last: the progress at the round end before."""
     launch.shorten_timeout(model.mesh)  # the first steps, which may compile, are over
-    config, progress = setup.config, method.progress
-    # True if the progress has passed a multiple of the interval since `last`. Interval 0: never.
-    due = lambda last, interval: interval and progress >= last - last % interval + interval
-    over, stopping = progress >= config.max_steps, stop.agreed(method)
-    if due(log.evaluated_at, config.eval_interval) and not over:
-        log.eval(method, evaluate(setup, model, method, log.clock))
-    if stopping or over or due(log.saved_at, config.checkpoint_interval):
+    config = setup.config
+    progress = method.progress
+    over = progress >= config.max_steps
+    stopping = stop.agreed(method)
+    if due(progress, last, config.eval_interval) and not over:
+        val_loss = evaluate(setup, model, method)
+        write_syncs(method, log)
+        log.eval(method, val_loss)
+    if stopping or over or due(progress, last, config.checkpoint_interval):
         began = time.perf_counter()
         method.drain()
-        with log.clock:  # saving is no training
-            state = log.state(method)
+        with method.clock:  # saving is no training
+            write_syncs(method, log)
             try:
-                path = checkpoint.save(setup, model, method, state)
+                path = checkpoint.save(setup, model, method, log.state(method))
             except UserError as error:
                 if not over:
                     raise
                 return print(f"saved   none: {error}")  # a full disk may have room for model.pt
-        log.saved(method, path, time.perf_counter() - began)
+        log.saved(path, time.perf_counter() - began)
         if stopping:
             raise launch.Stopped(stopping, method.steps, path)
 
@@ -137,7 +158,8 @@ def at_round_end(setup, model, method, log, stop):
 def finish(setup, model, method, log):
     """The last evaluation, model.pt, a sample."""
     method.finish()
-    val_loss = evaluate(setup, model, method, log.clock, parameters=model.master)
+    val_loss = evaluate(setup, model, method, parameters=model.master)
+    write_syncs(method, log)
     log.eval(method, val_loss)
     if not math.isfinite(val_loss):
         raise UserError(f"diverged: the validation loss at the end is {val_loss}; {HINT}")
@@ -158,7 +180,7 @@ def learning_rate(progress: float, config) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
-def evaluate(setup, model, method, clock, parameters=None) -> float:
+def evaluate(setup, model, method, parameters=None) -> float:
     """Mean loss over the validation windows, nats per token; the ranks share the work. parameters:
     evaluate these; by default those of method.evaluation_model()."""
     config, mesh = setup.config, model.mesh
@@ -168,7 +190,7 @@ def evaluate(setup, model, method, clock, parameters=None) -> float:
         setup.plan.batch_size, config.block_size,
     )  # fmt: skip
     method.drain()
-    with clock, mesh.uncounted():  # the clock stops, and no bytes count
+    with method.clock, mesh.uncounted():  # the clock stops, and no bytes count
         if parameters is None:
             parameters = model.master if method.averages_gradients else method.evaluation_model()
         if parameters is not model.master:

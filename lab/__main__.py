@@ -19,13 +19,13 @@ import json
 import math
 from functools import partial
 
+from config import run_command
 from lab import merge as merge_module
 from lab import planner
 from lab import timeline as timeline_module
 from lab.plot import Panel
 from lab.rows import LATER, METHODS, beside_minibatch, over, with_standard_error
 from lab.runs import BASE, RESULTS, Experiment, Run, main
-from plumbing.config import run_command
 
 TUNING_SEED = 7
 

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from config import UserError, option, parse, run_command
 from mesh import Mesh
 from model import Llama
 from plumbing import launch
-from plumbing.config import UserError, option, parse, run_command
 from plumbing.plan import Plan
 from shard import AdamW, ShardedModel
 from train import METHODS

@@ -17,10 +17,10 @@ import torch
 
 import data
 import train
+from config import run_command
 from model import Llama
-from plumbing.config import run_command
+from plumbing.load_model import open_model
 from relatives.post_local_sgd import PostLocalSGD
-from sample import open_model
 
 
 class Apart(PostLocalSGD):

@@ -16,9 +16,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from config import NOT_RESUMED, Parser, UserError, run_command
 from lab import timeline
 from lab.rows import GRAY, METHODS, after_warmup, in_order, read_run
-from plumbing.config import NOT_RESUMED, Parser, UserError, run_command
 
 # These may differ between the runs of a line.
 SAME_LINE = NOT_RESUMED | {"seed", "mesh", "micro_steps", "micro_batch", "n_params"}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing.config import UserError
+from config import UserError
 
 GRAY = "#808080"
 METHODS = {  # in the order of all tables and figures: name, color, marker, line

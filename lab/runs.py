@@ -21,10 +21,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from config import STOPS, Parser, UserError, check_limits
 from lab.plot import draw
 from lab.rows import CASE, CURVES, after_warmup, read_run, table
 from plumbing.checkpoint import list_checkpoints
-from plumbing.config import STOPS, Parser, UserError, check_limits
 
 HERE = Path(__file__).parent.parent
 RUNS, RESULTS = HERE / "out" / "lab", HERE / "lab" / "results"

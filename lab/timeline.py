@@ -13,8 +13,8 @@ import zlib
 from collections import defaultdict
 from pathlib import Path
 
+from config import UserError
 from lab.rows import GRAY, METHODS, read_run
-from plumbing.config import UserError
 
 COMPUTES = ("#0072b2", "#5aa9d6")  # two shades, in turns, so that steps can be told apart
 WAITS = {"wait for link": ("#e69f00", "waits for the link"),

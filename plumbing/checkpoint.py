@@ -33,8 +33,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 
-from method import Method
-from plumbing.config import UserError
+from config import UserError
 
 NAME = re.compile(r"checkpoint-\d{8,}")
 # Maps a file: tensors are read when they are used.
@@ -117,8 +116,7 @@ def vectors(model, method) -> tuple:
     warm_up = method.averages_gradients  # replicas differ in errors of quantized gradients only
     for name in "exp_avg", "exp_avg_sq":
         (equal if warm_up else own)[name] = getattr(model, name)
-    synced = type(method).evaluation_model is Method.evaluation_model
-    (equal if warm_up or synced else own)["parameters"] = model.master
+    (equal if warm_up or method.equal_replicas else own)["parameters"] = model.master
     return equal, own
 
 
@@ -151,10 +149,16 @@ def check_equal(mesh, found: list):
 
 
 def save(setup, model, method, state: dict) -> Path:
-    """Write a checkpoint into the run's folder and remove the oldest. state: the record's. All
-    ranks call it at a round end. Raises ReplicasDiffer, or UserError if a rank cannot write its
+    """Write a checkpoint into the run's folder and remove the oldest. state: the log's. All ranks
+    call it at a round end. Raises ReplicasDiffer, or UserError if a rank cannot write its
     part, on all of them; earlier checkpoints stay."""
     mesh, flags = model.mesh, setup.describe(model.mesh)
+    state = state | {
+        "progress": method.progress,
+        "train_s": method.clock.train_s(),
+        "sent": dict(mesh.sent),
+        "tokens_per_step": setup.plan.tokens_per_step,
+    }
     if mesh.device.type == "cuda":  # --offload: copies to vectors on the host may be in flight
         torch.cuda.synchronize()
     scalars = () if method.averages_gradients else method.scalars
@@ -309,19 +313,18 @@ def load(setup, model, optimizer, method, clock):
 
 
 def restore(method, saved: dict, averages_gradients: bool):
-    """Counters and scalars. begin() changes vectors, too: load them after it."""
-    method.steps, method.rounds = saved["steps"], saved["rounds"]
-    if not averages_gradients:
-        method.averages_gradients = False
-        method.record.start_round()
-        method.begin()
-        if method.mesh.device.type == "cuda":  # begin() may still copy to vectors on the host
-            torch.cuda.synchronize()
-        for name in method.scalars:
-            value = saved[name]
-            if torch.is_tensor(value):
-                value = value.to(method.mesh.device, copy=True)
-            setattr(method, name, value)
+    """Counters and scalars, in place of begin()."""
+    method.steps = saved["steps"]
+    method.rounds = saved["rounds"]
+    method.averages_gradients = averages_gradients
+    if averages_gradients:
+        return
+    method.record.start_round()
+    for name in method.scalars:
+        value = saved[name]
+        if torch.is_tensor(value):
+            value = value.to(method.mesh.device, copy=True)
+        setattr(method, name, value)
 
 
 def fill(vector, saved: list, model, firsts: list):

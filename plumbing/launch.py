@@ -33,11 +33,10 @@ import torch
 import torch.distributed as dist
 
 import data
-import simulate
-from export import open_model
+from config import STOPS, UserError, explain, parse
 from mesh import Mesh, translate_comm_errors
-from plumbing import checkpoint, shm
-from plumbing.config import STOPS, UserError, explain, parse
+from plumbing import checkpoint, shm, simulate
+from plumbing.load_model import open_model
 from plumbing.plan import Plan
 
 START_S = 600  # how long ranks wait for the slowest to start

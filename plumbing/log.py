@@ -19,7 +19,7 @@ step.loss is the mean over all ranks if gradients were averaged, else over repli
 has no communication between replicas. A sync row has lists with one entry per replica: `loss` (mean
 over the round), `steps` (of the round), `pseudo_grad_norm`, `weight`, `dropped` (layers it was left
 out of). Of stall_ms, wait_others_ms is the host's waiting for other replicas and wait_link_ms for a
-simulated link (simulate.py); the rest is arithmetic.
+simulated link (plumbing/simulate.py); the rest is arithmetic.
 """
 
 import json
@@ -33,8 +33,8 @@ from pathlib import Path
 
 import torch
 
+from config import NOT_RESUMED
 from mesh import Handle
-from plumbing.config import NOT_RESUMED, UserError
 from plumbing.plan import size
 
 
@@ -67,15 +67,17 @@ class Clock:
 class RoundRecord:
     """What the rows `sync` need to know: method.py and the methods write it, Log reads it."""
 
-    def __init__(self, mesh, clock):
-        self.mesh, self.clock, self.gather = mesh, clock, Handle()
+    def __init__(self, mesh):
+        self.mesh = mesh
         self.spread = None  # distance between replicas at the last evaluation, if they differ
-        self.rows = deque()  # that the log has not taken yet, each with its exchange
+        self.rows = deque()  # that nobody has taken yet, each with its exchange
+        self.lost_rounds = 0  # in a row, in which EDiT left out all replicas in all layers
         self.start_round()
 
     def start_round(self):
         """From here on losses, stalls, waits and bytes count for the next row."""
         self.loss_sum, self.fields, self.stalls = 0.0, {}, []
+        self.gather = Handle()  # of the round's exchange, if it is still in flight
         self.waited_before, self.sent_before = dict(self.mesh.waited_s), self.mesh.sent["sync"]
 
     @contextmanager
@@ -106,13 +108,15 @@ class RoundRecord:
         self.start_round()
 
     def take(self) -> dict | None:
-        """The next row whose exchange has arrived, or None. Reads the device."""
+        """The next row whose exchange has arrived, or None. Reads the device. Counts the rounds
+        that were lost."""
         if not self.rows or not self.rows[0][1].is_completed():
             return None
         row, gather = self.rows.popleft()
         gather.wait()  # raises an error if another rank was lost
         row = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in row.items()}
         row |= {"tau": int(row["tau"]), "steps": [int(steps) for steps in row["steps"]]}
+        self.lost_rounds = 0 if any(row["weight"]) else self.lost_rounds + 1
         return row | {"stall_ms": sum(passed_ms(*marks) for marks in row["stall_ms"])}
 
     def wait(self):
@@ -156,11 +160,9 @@ class Log:
     def __init__(self, setup, mesh, clock):
         self.setup, self.config, self.mesh, self.clock = setup, setup.config, mesh, clock
         self.path, self.file = Path(self.config.out_dir, "metrics.jsonl"), None
-        self.record, self.tracer = RoundRecord(mesh, clock), None
-        self.lost_rounds = 0  # in a row, in which EDiT left out all replicas in all layers
+        self.tracer = None
         self.first = self.last = setup.saved or Counter()  # of zeros; last: step row
-        self.tokens, self.saved_at = self.first["tokens"], self.first["progress"]
-        self.evaluated_at = self.first["evaluated_at"]  # progress
+        self.tokens = self.first["tokens"]
 
     def start(self, method):
         """Open the file. The record of the run that this one continues may be its beginning."""
@@ -208,8 +210,7 @@ class Log:
             error.filename = self.path
             raise
 
-    def saved(self, method, path, seconds: float):
-        self.saved_at = method.progress
+    def saved(self, path, seconds: float):
         count = sum(file.stat().st_size for file in path.iterdir()) if self.file else 0
         print(f"saved   {path}: {size(count)} in {seconds:.2f} s", flush=True)
 
@@ -221,17 +222,12 @@ class Log:
         return {"step": method.steps, "tokens": self.tokens, "train_s": self.clock.train_s()}
 
     def state(self, method) -> dict:
-        """What a checkpoint must know to continue this record."""
-        self.write_syncs()
-        return self.now(method) | {
-            "progress": method.progress, "evaluated_at": self.evaluated_at,
-            "tokens_per_step": self.setup.plan.tokens_per_step, "sent": dict(self.mesh.sent),
-            "metrics_bytes": self.path.stat().st_size if self.file else 0,
-        }  # fmt: skip
+        """What a checkpoint must know to continue this file."""
+        length = self.path.stat().st_size if self.file else 0
+        return self.now(method) | {"metrics_bytes": length}
 
     def step(self, method, lr: float, metrics):
         """metrics: shard.Metrics. Reading them waits for the step."""
-        self.write_syncs()
         if self.tracer:
             self.tracer.step()
         step, max_steps = method.steps, self.config.max_steps
@@ -253,24 +249,18 @@ class Log:
         minutes, seconds = divmod(round(left / speed) if speed else 0, 60)
         self.write("step", row, max_steps=max_steps, minutes=minutes, seconds=seconds)
 
-    def write_syncs(self):
-        """The rows of the syncs that have been completed since the last call."""
+    def sync(self, row: dict):
+        """row: of RoundRecord.take()."""
         each = lambda counts: "/".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
         bounds = lambda x, digits: f"[{min(x):.{digits}f} .. {max(x):.{digits}f}]"
-        while row := self.record.take():
-            norms, weights = row["pseudo_grad_norm"], row["weight"]
-            spread = f"{sum(norms) / len(norms):.3f} {bounds(norms, 3)}" if norms else "-"
-            printed = {"taus": each(row["steps"]), "norms": spread, "weights": bounds(weights, 2)}
-            printed |= {"left_out": each(row["dropped"]), "sent": size(row["sync_bytes"])}
-            self.write("sync", row, **printed)
-            self.lost_rounds = 0 if any(weights) else self.lost_rounds + 1
-            if self.lost_rounds == 3:
-                hint = "lower --lr, or raise --anomaly_threshold"
-                raise UserError(f"all replicas were left out of the last 3 syncs: {hint}")
+        norms, weights = row["pseudo_grad_norm"], row["weight"]
+        about = f"{sum(norms) / len(norms):.3f} {bounds(norms, 3)}" if norms else "-"
+        printed = {"taus": each(row["steps"]), "norms": about, "weights": bounds(weights, 2)}
+        printed |= {"left_out": each(row["dropped"]), "sent": size(row["sync_bytes"])}
+        self.write("sync", row, **printed)
 
     def eval(self, method, val_loss: float):
-        self.evaluated_at, spread = method.progress, self.record.spread
-        self.write_syncs()
+        spread = method.record.spread
         bits = val_loss / math.log(2) / self.setup.corpus.bytes_per_token
         row = self.now(method) | {"val_loss": val_loss, "bits_per_byte": bits}
         row["sync_bytes"] = round(self.mesh.sent["sync"])

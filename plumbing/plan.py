@@ -15,12 +15,11 @@ import numpy as np
 import torch
 
 import model
+from config import UserError
 from model import ModelConfig
-from plumbing.config import UserError
 from plumbing.shm import SLOTS, machine_id
-from quantize import bytes_per_element
+from plumbing.simulate import FRAMING
 from shard import Layout
-from simulate import FRAMING
 
 # Numbers that a block's backward needs, per token and channel: counted, see tests/test_plan.py.
 KEPT = 24
@@ -71,7 +70,7 @@ class Plan:
     def memory(self) -> dict:
         """Bytes that one rank holds for good, by kind."""
         shared, private, M, N = self.method.shared, self.method.private, self.replicas, self.shards
-        offload = not self.on_cpu and getattr(self.config, "offload", False)
+        offload = not self.on_cpu and self.config.offload
         aliased = N == 1 and self.dtype == self.master  # a layer is a view of the parameters
         layer = max(layout.padded for layout in self.layouts)  # max P
         block = self.layouts[1].padded * self.dtype.itemsize
@@ -145,9 +144,7 @@ class Plan:
     def sync_bytes(self) -> float:
         """What one rank sends over the slow links at a sync, without the row of scalars."""
         vectors = self.config.sent_vectors(self.replicas)
-        if hasattr(self.config, "averaged_moments"):  # mini-batch has none
-            widths = [bytes_per_element(form) / 4 for _, form in self.config.averaged_moments()]
-            vectors += sum(widths) * 2 * (self.replicas - 1) / self.replicas
+        vectors += len(self.config.averaged_moments()) * 2 * (self.replicas - 1) / self.replicas
         return vectors * self.shard_bytes
 
     def show(self, corpus):
@@ -177,13 +174,8 @@ class Plan:
             first = f"steps 1 to {min(warmup, config.max_steps)} average gradients"
             lines.append(f"warm-up {first} (--sync_warmup_steps {warmup}), then {then}")
         if M > 1:
-            length, tokens, sync_bytes = "every step", self.tokens_per_step, self.sync_bytes()
-            if hasattr(config, "tau_time_s"):
-                length = f"{config.tau_time_s:g} s of training"
-            elif hasattr(config, "tau"):
-                length = f"{config.tau} steps x {tokens:,} tokens = {config.tau * tokens:,} tokens"
-                if config.tau_schedule:
-                    length += f", at first --tau_schedule {config.tau_schedule}"
+            length = config.describe_round(self.tokens_per_step)
+            sync_bytes = self.sync_bytes()
             lines.append(f"round   {length}: {size(sync_bytes)} per rank over the slow links")
         if M > 1 and config.link_mbps:
             sync_s = N * sync_bytes * 8 * FRAMING / (config.link_mbps * 1e6)

@@ -42,9 +42,9 @@ from dataclasses import dataclass
 
 import torch
 
+from config import option
 from mesh import Handle
-from method import Method
-from plumbing.config import LocalConfig, option
+from method import LocalConfig, Method
 
 
 @dataclass
@@ -60,9 +60,13 @@ class CO2(Method):
     scalars = ("sent", "r", "C")
     barrier = False
 
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.handle = Handle()  # of f
+
     def begin(self):
         self.anchor.copy_(self.model.master)
-        self.handle, self.sent = Handle(), False  # of f
+        self.sent = False
         self.r, self.C = self.model.master.new_zeros(2)
 
     def sync(self):

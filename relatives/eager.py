@@ -33,10 +33,10 @@ from dataclasses import dataclass
 
 import torch
 
+from config import option
 from diloco import nesterov
 from mesh import Handle
-from method import Method
-from plumbing.config import LocalConfig, option
+from method import LocalConfig, Method
 
 
 @dataclass
@@ -51,10 +51,15 @@ class Eager(Method):
     private = ("anchor", "momentum", "own")
     scalars = ("sent",)
     barrier = False
+    equal_replicas = False
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.handle = Handle()  # of dbar
 
     def begin(self):
         self.anchor.copy_(self.model.master)
-        self.handle, self.sent = Handle(), False  # of dbar
+        self.sent = False
 
     def outer_step(self, u):
         nesterov(self.anchor, self.momentum, u, self.config.outer_lr, self.config.outer_momentum)

@@ -39,8 +39,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from method import Method
-from plumbing.config import LocalConfig, UserError, option
+from config import UserError, option
+from method import LocalConfig, Method
 
 
 @dataclass
@@ -75,6 +75,7 @@ class NoLoCo(Method):
     Config = Config
     private = ("anchor", "momentum")
     barrier = False
+    equal_replicas = False
 
     def begin(self):
         self.anchor.copy_(self.model.master)

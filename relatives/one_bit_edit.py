@@ -46,9 +46,9 @@ from types import SimpleNamespace
 import torch
 
 import edit
+from config import option
 from edit import EDiT
-from plumbing.config import option
-from quantize import FORMATS, MeanInFlight, QuantizedConfig, bytes_per_element
+from relatives.quantize import FORMATS, MeanInFlight, QuantizedConfig, bytes_per_element
 
 
 @dataclass
@@ -69,8 +69,8 @@ class OneBitEDiT(EDiT):
     Config = Config
     private = ("error", "mean_error")
 
-    def __init__(self, model, mesh, config, record):
-        super().__init__(model, mesh, config, record)
+    def __init__(self, model, mesh, config, record, clock):
+        super().__init__(model, mesh, config, record, clock)
         # Without padding: in 1 bit a 0 would become another number.
         self.errors = model.used_views(self.error)
         self.mean_errors = model.used_views(self.mean_error)

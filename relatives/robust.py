@@ -34,8 +34,8 @@ from dataclasses import dataclass
 import torch
 
 import diloco
+from config import UserError, option
 from diloco import DiLoCo
-from plumbing.config import UserError, option
 
 STEPS, TINY = 5, 1e-30
 COLUMNS = 2**16  # elements that are sorted at a time

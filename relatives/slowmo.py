@@ -36,8 +36,8 @@ from dataclasses import dataclass
 
 import torch
 
-from method import Method
-from plumbing.config import LocalConfig, option
+from config import option
+from method import LocalConfig, Method
 
 
 @dataclass

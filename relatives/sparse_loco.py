@@ -39,8 +39,8 @@ from dataclasses import dataclass
 
 import torch
 
-from method import Method
-from plumbing.config import LocalConfig, option
+from config import option
+from method import LocalConfig, Method
 from relatives.sparse import CHUNK, chunks, gather_entries, largest, pack, unpack
 
 

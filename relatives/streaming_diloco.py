@@ -25,10 +25,10 @@ Source: Streaming DiLoCo, arXiv 2501.18512 (read: tables and captions).
 
 from dataclasses import dataclass
 
+from config import UserError, option
 from diloco import nesterov
 from method import Method
-from plumbing.config import UserError, option
-from quantize import MeanInFlight, QuantizedConfig
+from relatives.quantize import MeanInFlight, QuantizedConfig
 
 
 @dataclass
@@ -62,12 +62,20 @@ class StreamingDiLoCo(Method):
     shared = ("anchor", "momentum")
     scalars = ("landed",)
     barrier = False
-    mean = landed = None  # of the fragment in flight; the fragment that landed in this step
+    equal_replicas = False
+    syncs_at_round_end = False
+    mean = None  # of the fragment in flight
+    landed = None  # the fragment that landed in this step
+
+    def __init__(self, model, mesh, config, record, clock):
+        super().__init__(model, mesh, config, record, clock)
+        vectors = model.master, self.anchor, self.momentum
+        rows = list(zip(*map(model.used_views, vectors)))  # a layer's x, anchor and momentum
+        F = config.fragments
+        self.layers = [rows[p::F] for p in range(F)]  # of each fragment
 
     def begin(self):
         self.anchor.copy_(self.model.master)
-        rows = [*zip(*map(self.model.used_views, (self.model.master, self.anchor, self.momentum)))]
-        self.layers = [rows[p :: self.config.fragments] for p in range(self.config.fragments)]
 
     def before_step(self):
         super().before_step()

@@ -39,10 +39,16 @@ from dataclasses import dataclass
 
 import torch
 
+from config import UserError
 from diloco import nesterov
-from edit import PenaltyConfig, anomaly_limits, clip_factor, is_anomaly
-from edit import replica_weights, update_statistics
-from plumbing.config import UserError
+from edit import (
+    PenaltyConfig,
+    anomaly_limits,
+    clip_factor,
+    is_anomaly,
+    replica_weights,
+    update_statistics,
+)
 from relatives import streaming_diloco
 from relatives.streaming_diloco import StreamingDiLoCo
 
@@ -60,10 +66,13 @@ class StreamingEDiT(StreamingDiLoCo):
     scalars = (*StreamingDiLoCo.scalars, "statistics")
     repairs_replicas = True  # fragment by fragment, from the anchor
 
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.landings = []  # (norms, flagged, weights, clips) of each landing in this round
+
     def begin(self):
         super().begin()
         self.statistics = self.model.master.new_zeros(3, len(self.model.layers))
-        self.landings = []  # (norms, flagged, weights, clips) of each landing in this round
 
     def judge(self, d):
         squares = torch.stack([d_l.norm() ** 2 for d_l in d])

@@ -35,8 +35,8 @@ from dataclasses import dataclass
 
 import torch
 
-from method import Method
-from plumbing.config import LocalConfig, option
+from config import option
+from method import LocalConfig, Method
 from relatives.sparse import chunks, gather_entries, largest
 
 

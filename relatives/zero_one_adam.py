@@ -45,9 +45,9 @@ from dataclasses import dataclass
 
 import torch
 
+from config import UserError, option
 from method import Method
-from plumbing.config import UserError, option
-from quantize import FORMATS, MeanInFlight, QuantizedConfig, bytes_per_element
+from relatives.quantize import FORMATS, MeanInFlight, QuantizedConfig, bytes_per_element
 
 
 @dataclass
@@ -128,7 +128,9 @@ class ZeroOneAdam(Method):
 
     def refresh_variance(self):
         V, w = self.model.views(self.model.exp_avg_sq), self.model.views(self.variance)
-        self.average(self.variance, "log8")
+        views = self.model.used_views(self.variance)
+        for v, mean in zip(views, MeanInFlight(views, "log8", self.mesh).wait()):
+            v.copy_(mean)
         sums = torch.stack([layer.sum() for layer in [*V, *w]])
         # [shard] all-gather, 2 scalars per layer, once per refresh (bit-equal in all replicas)
         old, new = self.mesh.gather_rows(sums, self.mesh.shard).sum(dim=0).chunk(2)

@@ -24,13 +24,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import simulate
 import train
+from config import parse, run_command
 from mesh import Mesh
-from method import Method
 from model import ModelConfig
-from plumbing import launch
-from plumbing.config import parse, run_command
+from plumbing import launch, simulate
 from plumbing.log import Clock, RoundRecord
 from shard import AdamW, ShardedModel
 
@@ -192,8 +190,8 @@ def method_alone(mesh=None, steps=0, **options):
     shape = ModelConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, 20)
     model = ShardedModel(shape, mesh, torch.float64)
     AdamW(model, 0.0, (0.9, 0.95))  # it makes the moments
-    record = RoundRecord(mesh, Clock(mesh.device))
-    method = train.METHODS[config.method](model, mesh, config, record)
+    record = RoundRecord(mesh)
+    method = train.METHODS[config.method](model, mesh, config, record, Clock(mesh.device))
     method.steps = steps
     method.before_step()
     method.local_steps, record.loss_sum = 2, model.master.new_zeros(())
@@ -204,11 +202,10 @@ def watch_syncs(method):
     """Record a checksum of this rank's parameters and of the vectors that replicas share, whenever
     a sync has completed or a fragment has landed."""
     seen, shared = [], [name for name in method.shared if name != "mean"]  # CO2's is in flight
-    equal = type(method).evaluation_model is Method.evaluation_model
 
     def and_look(function, *args):
         function(*args)
-        vectors = [getattr(method, name) for name in shared] + [method.model.master] * equal
+        vectors = [getattr(method, name) for name in shared] + [method.model.master] * method.equal_replicas
         seen.append([zlib.crc32(vector.numpy()) for vector in vectors])
 
     for owner, name in (method.record, "done"), (method, "land"):

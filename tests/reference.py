@@ -10,7 +10,6 @@ import torch
 import data
 from model import Llama, ModelConfig
 
-
 MATRICES = ("qkv", "out", "gate_up", "down")
 MULOCO = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037))
 MULOCO += ((2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))
@@ -743,11 +742,10 @@ class Simulation:
         row |= {"weight": [1 / M] * M, "dropped": [0] * M, "clip": 1.0}
         syncs.append(row | (self.method.sync(lr) or {}))
         f = self.f  # before the sync in the product; the two do not meet
-        formats = {"m": "int8", "v": "log8"} if f.moments_format == "int8" else {}
         for name in {"none": "", "m": "m", "both": "mv"}[f.average_moments]:
             for layer in self.method.layers:
                 own = [getattr(replica, name)[layer] for replica in self.replicas]
-                average = quantized_mean(own, self.N, formats.get(name, "none"))
+                average = mean(own)
                 [moment.copy_(average) for moment in own]
 
     def evaluate(self, local):

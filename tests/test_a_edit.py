@@ -1,7 +1,7 @@
 """A-EDiT: replicas of any speed, their votes, the end. The weighting by steps: test_methods.py."""
 
+import copy
 from collections import deque
-from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +23,8 @@ class SpeedClock:
         seconds = 1000.0 if mesh.shard_index > 0 else self.seconds[mesh.replica]
         if self.late:
             model.metrics_lag, model.metrics = 1, deque(maxlen=2)
-        method.record.clock = SimpleNamespace(train_s=lambda: now[0])
+        method.clock = copy.copy(method.clock)
+        method.clock.train_s = lambda: now[0]
 
         def pass_time_and_vote():
             now[0] += seconds

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from config import UserError
 from lab import bench
 from mesh import Mesh
-from plumbing.config import UserError
 from plumbing.plan import Plan
 from ranks import Launch, run_bench
 

@@ -4,14 +4,15 @@ import json
 import os
 import shutil
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
+from config import UserError
 from plumbing import checkpoint, launch, log
-from plumbing.config import UserError
 from ranks import run_training, train_all
 
 ROUNDS = dict(tau=4, sync_warmup_steps=3, max_steps=17, eval_interval=5, dtype="fp32")
@@ -104,6 +105,29 @@ SELECTED = [
     )
     for case in CASES
 ]  # fmt: skip
+
+
+def without_log(method, model, mesh):
+    """From here on all calls of the log do nothing."""
+    for name in "start", "step", "sync", "eval", "saved", "end":
+        setattr(log.Log, name, lambda *arguments: None)
+    log.Log.state = lambda *arguments: {}
+    Path(method.config.out_dir, "metrics.jsonl").touch()
+
+
+@pytest.mark.parametrize("options", [
+    LOCAL | TIGHT | dict(method="edit"), LOCAL | VIRTUAL | dict(method="a_edit"),
+], ids=["edit", "a_edit"])  # fmt: skip
+def test_run_without_the_log_trains_evaluates_and_saves_the_same(options, corpus_folder, tmp_path):
+    options = options | dict(checkpoint_interval=4, eval_interval=5, keep=9)
+    cases = (None, tmp_path / "logged", options), (without_log, tmp_path / "silent", options)
+    logged, silent = train_all(2, corpus_folder, *cases)
+    assert silent.rows("step") == [] and len(logged.rows("step")) >= 12
+    for ours, theirs in zip(silent.ranks, logged.ranks):
+        assert_same_state(ours, theirs)
+        assert ours["calls"] == theirs["calls"]  # those of evaluations, too
+    assert saved_steps(tmp_path / "silent") == saved_steps(tmp_path / "logged")
+    assert len(saved_steps(tmp_path / "logged")) >= 3
 
 
 @pytest.mark.parametrize("options, ranks, ends, steps, slow", SELECTED)

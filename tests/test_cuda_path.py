@@ -10,15 +10,15 @@ from collections import deque
 
 import pytest
 import torch
+from gpu import CPU, CUDA, Gpu, ImaginedMesh
 
 import train
 from a_edit import AEDiT
-from gpu import CPU, CUDA, Gpu, ImaginedMesh
 from model import ModelConfig
 from plumbing import checkpoint, launch
 from plumbing.log import Log
 from ranks import flags
-from quantize import VALUES, decode, encode
+from relatives.quantize import VALUES, decode, encode
 from shard import AdamW, ShardedModel
 
 pytestmark = pytest.mark.skipif(bool(torch.version.cuda), reason="torch would ask for a real GPU")

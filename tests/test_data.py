@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import data
-import tokenizer
-from plumbing.config import UserError
+from config import UserError
+from plumbing import tokenizer
 from ranks import ROOT
 
 

@@ -11,13 +11,12 @@ import torch
 
 import data
 import export
-import tokenizer
 import train
+from config import UserError
 from model import Llama
-from plumbing import launch
-from plumbing.config import UserError
+from plumbing import launch, load_model, tokenizer
 from ranks import ROOT, Launch, run_training
-from sample import continue_text, load_model
+from sample import continue_text, load
 
 pytestmark = pytest.mark.ecosystem
 SHAPE = dict(n_layer=2, n_head=4, n_embd=32, block_size=64, dtype="fp32")
@@ -45,7 +44,7 @@ def model_pt(tmp_path, corpus_folder):
 
 
 def exported(model_pt, out):
-    export.write_folder(export.open_model(str(model_pt)), str(out))
+    export.write_folder(load_model.open_model(str(model_pt)), str(out))
     return out
 
 
@@ -60,7 +59,7 @@ def their_llama(transformers, folder, **more):
 
 
 def test_exported_model_is_the_same_for_transformers(transformers, model_pt, tmp_path):
-    ours, encoding = load_model(model_pt)
+    ours, encoding = load(model_pt)
     folder = exported(model_pt, tmp_path / "out")
     theirs, loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(loaded.values()), loaded  # no missing, unexpected or other key
@@ -98,7 +97,7 @@ def test_run_starts_from_their_model(transformers, corpus_folder, tmp_path, more
     assert ("tied output matrix" in line) == tied
     tokens = torch.randint(300, (2, 64))
     for path in tmp_path / "hf", tmp_path / "run" / "model.pt":
-        source = export.open_model(str(path))
+        source = load_model.open_model(str(path))
         ours = Llama(source.config)
         ours.load_state_dict(source.tensors)
         with torch.no_grad():
@@ -106,8 +105,8 @@ def test_run_starts_from_their_model(transformers, corpus_folder, tmp_path, more
 
 
 def test_round_trip_is_exact(transformers, model_pt, tmp_path):
-    first = export.open_model(str(model_pt))
-    second = export.open_model(str(exported(model_pt, tmp_path / "out")))
+    first = load_model.open_model(str(model_pt))
+    second = load_model.open_model(str(exported(model_pt, tmp_path / "out")))
     assert first.config == second.config and not second.notes
     assert first.tensors.keys() == second.tensors.keys()
     assert all(torch.equal(x, second.tensors[name]) for name, x in first.tensors.items())
@@ -174,7 +173,7 @@ def test_their_tokenizer_makes_a_corpus_and_a_model_that_is_exported_with_it(
     folder = exported(tmp_path / "run" / "model.pt", tmp_path / "out")
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert theirs(text).input_ids == ids[:-1].tolist()
-    model, encoding = load_model(str(folder))
+    model, encoding = load(str(folder))
     assert continue_text(model, encoding, "README", count=5).startswith("README")
     other = ["--n_layer=3", "--n_hidden=64"]
     for more in [[each] for each in other]:
@@ -197,20 +196,20 @@ def test_foreign_and_damaged_folders_are_refused_in_one_line(transformers, tmp_p
     for message, change in WRONG.items():
         (tmp_path / "hf" / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UserError) as error:
-            export.open_model(str(tmp_path / "hf"))
+            load_model.open_model(str(tmp_path / "hf"))
         assert "is not a model (" in str(error.value) and message in str(error.value)
         assert "\n" not in str(error.value)
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
-    export.open_model(str(tmp_path / "hf"))
+    load_model.open_model(str(tmp_path / "hf"))
     whole = (tmp_path / "hf" / "model.safetensors").read_bytes()
     for content in whole[: len(whole) // 2], b"":
         (tmp_path / "hf" / "model.safetensors").write_bytes(content)
         with pytest.raises(UserError, match=r"is not a model \(model.safetensors: Error while"):
-            export.open_model(str(tmp_path / "hf"))
+            load_model.open_model(str(tmp_path / "hf"))
     their_llama(transformers, tmp_path / "many", shard="40KB")
     (tmp_path / "many" / "model-00003-of-00005.safetensors").unlink()
     with pytest.raises(UserError, match=r"\(model-00003-of-00005.safetensors: No such file"):
-        export.open_model(str(tmp_path / "many"))
+        load_model.open_model(str(tmp_path / "many"))
 
 
 def test_tied_model_may_have_its_embedding_twice(transformers, tmp_path):
@@ -220,7 +219,7 @@ def test_tied_model_may_have_its_embedding_twice(transformers, tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    source = export.open_model(str(tmp_path))
+    source = load_model.open_model(str(tmp_path))
     output = source.tensors["layers.3.output.weight"]
     assert torch.equal(output, source.tensors["layers.0.weight"]) and "tied" in source.notes
 

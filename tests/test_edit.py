@@ -10,8 +10,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from edit import PenaltyConfig, anomaly_limits, clip_factor, is_anomaly
-from edit import replica_weights, update_statistics
+from edit import (
+    PenaltyConfig,
+    anomaly_limits,
+    clip_factor,
+    is_anomaly,
+    replica_weights,
+    update_statistics,
+)
 from mesh import Mesh
 from ranks import method_alone, run_training
 from reference import Sick

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import lab.__main__ as lab
+from config import UserError, explain, run_command
 from lab import merge, plot, rows, runs, timeline
 from plumbing.checkpoint import list_checkpoints
-from plumbing.config import UserError, explain, run_command
 from ranks import ROOT, context, run_training
 
 RESULTS = sorted(ROOT.glob("lab/results/*.json"))

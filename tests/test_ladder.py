@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from test_methods import FP32, RTOL
 
 import shard
 from ranks import few_ulp, run_training, train_all
-from test_methods import FP32, RTOL
 from train import METHODS
 
 LOCAL = dict(tau=3, sync_warmup_steps=2, max_steps=13, n_layer=1)  # four rounds

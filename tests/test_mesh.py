@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 import mesh as mesh_module
-import simulate
+from config import UserError
 from mesh import Group, Handle, Mesh, RankLostError, translate_comm_errors
-from plumbing import launch
-from plumbing.config import UserError
+from plumbing import launch, simulate
 from ranks import run_ranks
 
 CPU, ORDER = torch.device("cpu"), "NCCL_LAUNCH_ORDER_IMPLICIT"

@@ -6,10 +6,10 @@ import re
 import pytest
 
 import one_page
-import simulate
 import train
+from config import parse
 from model import ModelConfig
-from plumbing.config import parse
+from plumbing import simulate
 from ranks import run_training
 
 

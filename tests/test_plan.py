@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import train
+from config import UserError
 from mesh import Mesh
 from plumbing import launch
-from plumbing.config import UserError
 from ranks import CPU, flags, run_ranks, run_training
 
 # test_relatives.py has the traffic of methods without a barrier.

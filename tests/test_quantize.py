@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from reference import rounded
 from mesh import Mesh
-from quantize import MeanInFlight, decode, encode
 from ranks import CPU, run_ranks
+from reference import rounded
+from relatives.quantize import MeanInFlight, decode, encode
 
 FORMATS = ["e3m0", "int8"]  # sign and log8: below
 

@@ -13,12 +13,11 @@ import pytest
 
 import data
 import export
-import lab.__main__  # the experiments
 import ranks
 import sample
-import simulate
+from config import parse
 from lab import bench, plot, runs
-from plumbing.config import parse
+from plumbing import simulate
 from ranks import ROOT, Launch, script
 from train import METHODS
 

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_edit import on_meta
+from test_methods import ROWS, TABLE, flags_of, is_slow, selected, trained
 
 import train
 from mesh import Handle, Mesh
@@ -13,8 +15,6 @@ from ranks import CPU, method_alone, run_config, run_ranks
 from relatives import sparse
 from relatives.noloco import partner
 from relatives.robust import flag_weights, middle
-from test_edit import on_meta
-from test_methods import ROWS, TABLE, flags_of, is_slow, selected, trained
 
 SENDING = [  # test_plan.py has the bytes of the methods with a barrier
     row for row in ROWS

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import sample
+from config import UserError
 from model import Llama, ModelConfig
-from plumbing.config import UserError
-from tokenizer import make_tokenizer
+from plumbing.tokenizer import make_tokenizer
 
 CONFIG = ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=16)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import shard
+from export import whole_model
 from mesh import Mesh
 from model import Llama, ModelConfig
 from ranks import run_ranks
-from sample import whole_model
 from shard import ShardedModel
 
 # The embedding has 970 elements: on 4 shards its flat vector is padded.

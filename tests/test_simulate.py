@@ -9,9 +9,9 @@ import torch
 
 import data
 import shard
-import simulate
+from plumbing import simulate
+from plumbing.simulate import FRAMING, Cluster, Disturbances, SimulatedLink, VirtualClock
 from ranks import run_training, train_all
-from simulate import FRAMING, Cluster, Disturbances, SimulatedLink, VirtualClock
 
 CPU = torch.device("cpu")
 

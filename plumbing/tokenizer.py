@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from plumbing.config import UserError, read_number
+from config import UserError, read_number
 
 DOWNLOAD_S = 60
 UNKNOWN = "unknown"

@@ -46,7 +46,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from plumbing.config import UserError, option
+from config import UserError, option
 
 FRAMING = 1538 / 1448  # TCP over Ethernet: 1448 bytes of payload take 1538 on the wire
 
@@ -71,8 +71,9 @@ class Config:
     def check(self, replicas: int):
         super().check(replicas)
         Disturbances(self, replicas)
-        vectors = self.method_class.shared + self.method_class.private
-        if self.flip and ("anchor" not in vectors or hasattr(self, "fragments")):
+        method = self.method_class
+        has_anchor = "anchor" in method.shared + method.private
+        if self.flip and not (has_anchor and method.syncs_at_round_end):
             hint = "has no anchor, or syncs within a round; choose diloco, edit or robust"
             raise UserError(f"--flip: {self.method} {hint}")
         if self.virtual_clock and not self.method_class.barrier:

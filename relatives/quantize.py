@@ -45,7 +45,8 @@ from itertools import accumulate
 import torch
 from torch.nn.functional import pad
 
-from plumbing.config import LocalConfig, option
+from config import option
+from method import LocalConfig
 
 BLOCK = 256  # elements
 MAGNITUDES = (0.0, *(2.0 ** (e - 7) for e in range(1, 8)))

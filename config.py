@@ -12,7 +12,6 @@ of the checkpoint that a run resumes from, else of the --model preset, else its 
 
 import argparse
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -178,7 +177,8 @@ class Config:
     beta2: float = option(0.95, "AdamW", below=1)
     grad_clip: float = option(1.0, "largest global gradient norm; 0: no clipping")
 
-    # Not flags. The dataclass of a method may replace them.
+    # Not flags: what a method says of itself. Its dataclass may replace them.
+    offload = False  # keep vectors in host memory?
     buffer_vectors = 0.0  # vectors like model.master that a sync needs beside the method's own
 
     def sent_vectors(self, replicas: int) -> float:
@@ -190,72 +190,18 @@ class Config:
         gathers more than a layer at a time."""
         return 0.0
 
+    def averaged_moments(self) -> list:
+        """Names of AdamW's moments that are averaged at each sync."""
+        return []
+
+    def describe_round(self, tokens_per_step: int) -> str:
+        """How long a round is."""
+        return "every step"
+
     def check(self, replicas: int):
         """Raise UserError if the flags do not fit together."""
         if self.optimizer == "muon" and self.lr == 0:
             raise UserError("--lr 0: muon's rate follows it; give --muon_lr 0 or --optimizer adamw")
-
-
-@dataclass
-class RoundConfig:
-    """Flags of every method with rounds, whatever ends them."""
-
-    sync_warmup_steps: int = option(200, "first steps with averaged gradients", group="rounds")
-    average_moments: str = option(
-        "none", "of AdamW, at each sync; all replicas wait. Without a value: both",
-        choices=["none", "m", "both"], nargs="?", const="both",
-    )  # fmt: skip
-    moments_format: str = option("none", "int8: m in int8, v in log8", choices=["none", "int8"])
-
-    def check(self, replicas: int):
-        super().check(replicas)
-        if self.optimizer == "muon" and self.average_moments == "both":
-            reason = "muon has no second moment of matrices; give --average_moments m"
-            raise UserError(f"--average_moments both: {reason}")
-
-    def steps_of_round(self, lr: float, k: int) -> float:
-        """lr: inner learning rate of the last step; k: steps from the warm-up to this round."""
-        return math.inf  # votes end it
-
-    def averaged_moments(self) -> list:
-        """(AdamW's moment, its format in quantize.py) of each that is averaged."""
-        int8 = self.moments_format == "int8"
-        m, v = ("exp_avg", "int8" if int8 else "none"), ("exp_avg_sq", "log8" if int8 else "none")
-        return {"none": [], "m": [m], "both": [m, v]}[self.average_moments]
-
-
-@functools.cache  # every step asks for it
-def scheduled_rounds(schedule: str) -> list:
-    """--tau_schedule as pairs (TAU, STEPS)."""
-    return [(int(tau), int(steps)) for tau, steps in re.findall(r"(\d+):(\d+)", schedule)]
-
-
-@dataclass
-class LocalConfig(RoundConfig):
-    """Flags of every method whose rounds have a number of steps."""
-
-    tau: int = option(16, "inner steps per round", low=1)
-    tau_rule: str = option("fixed", "qsr: max(tau, (qsr_c / lr)^2) steps", choices=["fixed", "qsr"])
-    qsr_c: float = option(0.0175, "c of the quadratic synchronization rule, arXiv 2310.14423")
-    tau_schedule: str = option("", "TAU:STEPS,..., for STEPS steps rounds of TAU, ..., then --tau")
-
-    def steps_of_round(self, lr: float, k: int) -> float:
-        tau, end = self.tau, 0
-        for scheduled_tau, steps in scheduled_rounds(self.tau_schedule):
-            end += steps
-            if k < end:
-                tau = scheduled_tau
-                break
-        if self.tau_rule == "fixed":
-            return tau
-        return max(tau, int((self.qsr_c / lr) ** 2)) if lr else math.inf
-
-    def check(self, replicas: int):
-        super().check(replicas)
-        pair = r"[1-9]\d{0,8}:[1-9]\d{0,8}"
-        if not re.fullmatch(f"({pair}(,{pair})*)?", self.tau_schedule):
-            example = "write 2:96,4:384 for rounds of 2 steps for 96 steps, then of 4 for 384"
-            raise UserError(f"--tau_schedule {self.tau_schedule}: {example}")
 
 
 # ---- from the command line to a config ----
