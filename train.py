@@ -48,7 +48,7 @@ def train(setup, mesh, stop):
     method = METHODS[config.method](model, mesh, config, RoundRecord(mesh), clock)
     checkpoint.load(setup, model, optimizer, method, clock)  # with --resume or --init_from
     log.start(method)
-    last = method.progress  # at the last round end
+    round_end = method.progress  # at the last round end
 
     while method.progress < config.max_steps:
         method.before_step()
@@ -60,8 +60,8 @@ def train(setup, mesh, stop):
         for micro_step in range(plan.accum):
             batch = load_batch(setup, mesh, cluster, method.steps, micro_step)
             loss += model.forward(*batch) / plan.accum
-            first, last = micro_step == 0, micro_step == plan.accum - 1
-            model.backward(scale, first, average_replicas=average and last)
+            last = micro_step == plan.accum - 1
+            model.backward(scale, first=micro_step == 0, average_replicas=average and last)
         method.after_backward()
         cluster.before_metrics(method.steps)
         # Norm, loss and votes share one small all-reduce. A vote ends the round or, in the warm-up,
@@ -78,8 +78,8 @@ def train(setup, mesh, stop):
         log.step(method, lr, metrics)
         check_finite(model, method)
         if method.local_steps == 0:
-            at_round_end(setup, model, method, log, stop, last)
-            last = method.progress
+            at_round_end(setup, model, method, log, stop, round_end)
+            round_end = method.progress
     finish(setup, model, method, log)
 
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import config as config_module
 import data
 import export
 import ranks
@@ -26,7 +27,6 @@ from config import Config, UserError, parse, run_command
 from mesh import Handle, Mesh
 from model import Llama, ModelConfig
 from plumbing import checkpoint, launch, load_model, simulate
-from plumbing import config as config_module
 from plumbing.log import Clock, Log, RoundRecord
 from ranks import ROOT, Launch, flags
 from shard import ShardedModel
@@ -277,7 +277,7 @@ def test_disk_without_room_for_the_model_is_named_and_gets_its_room_back(
     open_full, tmp_path, monkeypatch
 ):
     model = ShardedModel(ModelConfig(1, 1, 8, 8, 11), Mesh(1, torch.device("cpu")))
-    monkeypatch.setattr(sample, "open", lambda path, mode: open_full(), raising=False)
+    monkeypatch.setattr(export, "open", lambda path, mode: open_full(), raising=False)
     (tmp_path / "model.pt.tmp").touch()
     with pytest.raises(UserError, match="model.pt could not be written: No space left on device"):
         export.save_model(tmp_path / "model.pt", model, "byte", {})
