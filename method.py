@@ -150,10 +150,9 @@ class Method:
         """model.grad holds this replica's mean gradient, not clipped, in the warm-up that of all
         replicas. A method may replace it."""
 
-    def inner_step(self, optimizer, grad_scale):
-        """The step of the inner optimizer: shard.AdamW, with the step's learning rate in .lr. The
-        gradient must still be divided by grad_scale, if it is not None."""
-        optimizer.step(grad_scale)
+    def inner_step(self, optimizer):
+        """The step of the inner optimizer: shard.AdamW, with the step's learning rate in .lr."""
+        optimizer.step()
 
     def vote(self) -> float:
         """1.0 to end the round after this step. The vote travels with the step's metrics, and one

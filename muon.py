@@ -85,20 +85,18 @@ class Muon(AdamW):
         if model.mesh.shards > 1:
             self.whole = buffers[1][: self.layout.padded].view(model.mesh.shards, -1)
 
-    def step(self, grad_scale: torch.Tensor | None = None):
-        super().step(grad_scale)
+    def step(self):
+        super().step()
         N = self.model.mesh.shards
         for first in self.blocks[::N]:
-            self.step_blocks(range(first, min(first + N, self.blocks.stop)), grad_scale)
+            self.step_blocks(range(first, min(first + N, self.blocks.stop)))
 
-    def step_blocks(self, blocks, grad_scale):
+    def step_blocks(self, blocks):
         """The step of at most N blocks."""
         model, mesh = self.model, self.model.mesh
         momenta, grads = model.views(model.exp_avg), model.grads
         for piece, l in zip(self.pieces, blocks):
             M, G = momenta[l][: self.size], grads[l][: self.size]
-            if grad_scale is not None:
-                G.div_(grad_scale)
             # M <- beta1 M + (1 - beta1) G
             M.lerp_(G, 1 - self.betas[0])
             piece[: self.size] = M  # casts to the layers' dtype

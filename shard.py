@@ -20,12 +20,18 @@ layer's gradients at a time. The flat vector of a layer has P elements, a multip
     gathered[2]  (max P,)      compute (bf16, fp32)  two whole layers
     grad_buffer  (max P,)      fp32                  gradient of one layer, while reduced
 
-Even layers are gathered into one permanent buffer and odd layers into the other, and "free" means
-that the next such layer overwrites it. A layer's parameters are views of its buffer. Autograd saves
-these views; the backward gathers the layer into the same buffer first, so they hold the right
-values again. It starts with the two layers that the forward gathered last, and the embedding's
-backward needs no parameters: of L layers the first micro-step gathers 2 L - 3, a later one 2 L - 4.
-With N = 1 in fp32 the parameters are views of `master`: no buffer, copy or collective.
+Even layers are gathered into one permanent buffer (A) and odd layers into the other (B), and "free"
+means that the next such layer overwrites it. For an embedding 0, blocks 1 and 2, and a head 3:
+
+               forward                  backward
+    computes   0   1   2   3            3   2   1   0
+    buffer     A   B   A   B            B   A   B   (the embedding's needs no parameters)
+    gathers    1   2   3                    1       while the layer above it computes
+
+A layer's parameters are views of its buffer. Autograd saves these views. The backward gathers the
+layer into the same buffer first, so they hold the right values again. The two layers that the
+forward gathered last are still there: of L layers the first micro-step gathers 2 L - 3, a later one
+2 L - 4. With N = 1 in fp32 the parameters are views of `master`: no buffer, copy or collective.
 
 While a layer computes, the next all-gather is in flight, and in the backward also the
 reduce-scatter of the layer before. If gradients are averaged over replicas, too, the all-reduce of
@@ -54,8 +60,10 @@ class Layout:
         # Matrices first: a shard has at most one border between what decays and what does not.
         self.parameters = sorted(layer.named_parameters(), key=lambda item: -item[1].dim())
         self.shapes = {name: parameter.shape for name, parameter in self.parameters}
-        self.used = sum(shape.numel() for shape in self.shapes.values())
-        self.decayed = sum(shape.numel() for shape in self.shapes.values() if len(shape) > 1)
+        self.used = self.decayed = 0  # elements of all parameters, of matrices
+        for shape in self.shapes.values():
+            self.used += shape.numel()
+            self.decayed += shape.numel() * (len(shape) > 1)
         self.shard_size = self.size_of_shard(shards)  # P/N
         self.padded = self.shard_size * shards  # P
 
@@ -69,8 +77,12 @@ class Layout:
 
     def cut(self, flat: torch.Tensor) -> dict:
         """Views of a whole flat vector (P,) by parameter name."""
-        pieces = flat[: self.used].split([shape.numel() for shape in self.shapes.values()])
-        return {n: piece.view(s) for (n, s), piece in zip(self.shapes.items(), pieces)}
+        views = {}
+        first = 0
+        for name, shape in self.shapes.items():
+            views[name] = flat[first : first + shape.numel()].view(shape)
+            first += shape.numel()
+        return views
 
 
 class Metrics:
@@ -78,7 +90,9 @@ class Metrics:
     replicas if gradients are averaged. They are copied to the host without blocking it."""
 
     def __init__(self, scalars: torch.Tensor):
-        self.norm, self.loss, self.event = scalars[0], scalars[1], None
+        self.norm = scalars[0]
+        self.loss = scalars[1]
+        self.event = None
         self.host = scalars.to("cpu", non_blocking=True)  # from a GPU: a copy in pinned memory
         if scalars.device.type == "cuda":
             self.event = torch.cuda.Event()
@@ -96,8 +110,12 @@ class ShardedModel:
     only a block's input in the forward, compute the block again in the backward."""
 
     def __init__(self, config: ModelConfig, mesh, dtype=torch.float32, seed=0, recompute=False):
-        self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute
-        self.layers, self.layouts, shards = [], [], []
+        self.config, self.mesh = config, mesh
+        self.dtype = dtype
+        self.recompute = recompute
+        self.layers = []
+        self.layouts = []
+        shards = []
         for l in range(config.n_layer + 2):  # one at a time: no rank builds the whole model
             layer = build_layer(config, l, seed).to(mesh.device)
             layout = Layout(layer, mesh.shards)
@@ -108,13 +126,14 @@ class ShardedModel:
             self.layouts.append(layout)
         self.master = torch.cat(shards)  # (sum P/N,)
         self.grad = torch.zeros_like(self.master)
-        self.masters, self.grads = self.views(self.master), self.views(self.grad)
+        self.masters = self.views(self.master)
+        self.grads = self.views(self.grad)
         self._place_parameters()
         self.tape = []  # (input, output) of each layer, from forward to backward
         self.pre_layer_hook = None  # EDiT: called with l before the forward gathers layer l
         # Starts the sum of layer l's gradient over the replicas. A method may replace it.
         # [sync] all-reduce, P/N fp32, once per layer and step (mini-batch and warm-up only)
-        self.average_layer = lambda l: mesh.all_reduce(self.grads[l], mesh.sync)
+        self.sum_layer = lambda l: mesh.all_reduce(self.grads[l], mesh.sync)
         self.metrics_lag = 1 if mesh.device.type == "cuda" else 0  # steps, see known_metrics()
         self.metrics = deque(maxlen=1 + self.metrics_lag)
         self.squares_from = [0] * len(self.layers)  # first element of a layer in exp_avg_sq
@@ -129,12 +148,14 @@ class ShardedModel:
 
     def _place_parameters(self):
         """Create the buffers and make every layer's parameters views of them."""
-        alone = self.mesh.shards == 1
-        self.aliased = alone and self.dtype == self.master.dtype  # gathering does nothing
+        one_shard = self.mesh.shards == 1
+        self.aliased = one_shard and self.dtype == self.master.dtype  # gathering does nothing
         size = max(layout.padded for layout in self.layouts)
-        make = lambda dtype: torch.empty(size, dtype=dtype, device=self.mesh.device)
-        self.gathered = [] if self.aliased else [make(self.dtype), make(self.dtype)]
-        self.grad_buffer = None if alone else make(self.master.dtype)
+        self.gathered = []
+        if not self.aliased:
+            self.gathered = [self.master.new_empty(size, dtype=self.dtype) for _ in range(2)]
+        if not one_shard:
+            self.grad_buffer = self.master.new_empty(size)
         for l, (layer, master) in enumerate(zip(self.layers, self.masters)):
             buffer = master if self.aliased else self.gathered[l % 2]
             # .data has a version counter of its own: autograd does not see the buffer change.
@@ -150,9 +171,10 @@ class ShardedModel:
     def used_views(self, vector: torch.Tensor) -> list:
         """views() without the padding, which is 0 in every vector. What turns a 0 into another
         number, as 1 bit does, must leave it out."""
-        first = [self.mesh.shard_index * layout.shard_size for layout in self.layouts]
-        used = [max(0, layout.used - begin) for layout, begin in zip(self.layouts, first)]
-        return [view[:end] for view, end in zip(self.views(vector), used)]
+        found = []
+        for layout, view in zip(self.layouts, self.views(vector)):
+            found.append(view[: layout.border(layout.used, self.mesh.shard_index)])
+        return found
 
     def new_vector(self, offload: bool = False) -> torch.Tensor:
         """Zeros laid out like `master`. offload: in pinned host memory (if on a GPU)."""
@@ -184,7 +206,8 @@ class ShardedModel:
 
     def invalidate_gathered(self):
         """Call this when `master` has changed: the buffers are out of date."""
-        self.gathered_layer, self.handles = [None, None], [Handle(), Handle()]
+        self.gathered_layer = [None, None]  # of each buffer
+        self.handles = [Handle(), Handle()]
 
     def start_gather(self, l: int):
         """Start to fill layer l's buffer, unless it is filled or there is no such layer."""
@@ -206,7 +229,9 @@ class ShardedModel:
     def forward(self, tokens, targets, train: bool = True):
         """Loss (mean, nats per token) of a batch, (B, T) int64 each. train: keep the tape for
         backward()."""
-        x, last, hook = tokens, len(self.layers) - 1, self.pre_layer_hook
+        x = tokens
+        last = len(self.layers) - 1
+        hook = self.pre_layer_hook
         for l, layer in enumerate(self.layers):
             if hook:  # it updates layer l's parameters, so later layers cannot be prefetched
                 with record_function(f"sync, layer {l}"):
@@ -223,11 +248,12 @@ class ShardedModel:
                 self.tape.append((x_in, None if recompute else x))
         return x.detach()
 
-    def backward(self, scale: float, first: bool = True, average_replicas: bool = False):
+    def backward(self, scale: float, first: bool = True, sum_replicas: bool = False):
         """Add `scale` times the gradient of the last forward, summed over the shard group, to
-        `grad` (first: replace it). average_replicas: then sum `grad` over the sync group too."""
+        `grad` (first: replace it). sum_replicas: then sum `grad` over the sync group, too."""
         grad_x = torch.full((), scale, dtype=self.tape[-1][1].dtype, device=self.mesh.device)
-        reducing, averaging = None, []
+        reducing = None
+        summing = []
         for l in reversed(range(len(self.layers))):
             if l > 0:  # the embedding's gradient needs the token ids, not the weight
                 self.finish_gather(l)
@@ -235,11 +261,11 @@ class ShardedModel:
                 self.start_gather(l - 1)
             gradients, grad_x = self._backward_layer(l, grad_x)
             if reducing:  # the reduce-scatter of layer l+1, which used the buffer during layer l
-                averaging.append(self._finish_reduce(*reducing, average_replicas))
+                summing.append(self._finish_reduce(*reducing, sum_replicas))
             reducing = (l, self._start_reduce(l, gradients, first))
             del gradients  # before autograd makes those of the next layer
-        averaging.append(self._finish_reduce(*reducing, average_replicas))
-        for handle in averaging:
+        summing.append(self._finish_reduce(*reducing, sum_replicas))
+        for handle in summing:
             handle.wait()
 
     def _backward_layer(self, l, grad_x):
@@ -250,7 +276,9 @@ class ShardedModel:
             if x is None:
                 with torch.enable_grad():
                     x = self.layers[l](x_in)
-            inputs = self.parameters[l] + ([x_in] if l > 0 else [])
+            inputs = list(self.parameters[l])
+            if l > 0:
+                inputs.append(x_in)
             gradients = torch.autograd.grad(x, inputs, grad_x)
         return gradients[: len(self.parameters[l])], gradients[-1]
 
@@ -269,9 +297,9 @@ class ShardedModel:
         # [shard] reduce-scatter, P fp32, backward, once per layer and micro-step
         return self.mesh.reduce_scatter(grad, whole, self.mesh.shard)
 
-    def _finish_reduce(self, l, handle, average_replicas):
+    def _finish_reduce(self, l, handle, sum_replicas):
         handle.wait()
-        return self.average_layer(l) if average_replicas else handle
+        return self.sum_layer(l) if sum_replicas else handle
 
     # ---- the end of a step ----
 
@@ -297,19 +325,17 @@ class ShardedModel:
         waiting. The same on all ranks of a replica."""
         return self.metrics[0].read()
 
-    def clip_gradient(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor | None:
-        """Scale `grad`, which has this norm, to a norm of at most max_norm (0: any). If the norm
-        is not finite, set `grad` to 0: AdamW's moments stay finite. Returns None. But on GPUs in
-        fp32 `grad` stays as it is, and AdamW's kernel divides it by what this returns."""
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
-        factor = factor.where(norm.isfinite(), 0.0)
+    def clip_gradient(self, max_norm: float):
+        """Scale `grad` to a norm of at most max_norm (0: any), with the norm of step_metrics(). If
+        it is not finite, set `grad` to 0: AdamW's moments stay finite."""
+        norm = self.metrics[-1].norm
+        factor = norm.isfinite().to(norm.dtype)
+        if max_norm:
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).where(norm.isfinite(), 0.0)
         if self.mesh.device.type == "cpu" and factor == 1:  # reading it is free, a pass is not
-            return None
-        in_kernel = self.mesh.device.type == "cuda" and self.grad.dtype == torch.float32
-        if not in_kernel:
-            self.grad.mul_(factor)
+            return
+        self.grad.mul_(factor)
         self.grad.nan_to_num_(0.0, 0.0, 0.0)  # 0 * NaN is NaN
-        return 1 / factor if in_kernel else None
 
 
 class AdamW:
@@ -318,38 +344,48 @@ class AdamW:
 
     def __init__(self, model, weight_decay: float, betas: tuple, others=()):
         """others: layers whose matrices another optimizer steps. They have no exp_avg_sq."""
-        self.lr, self.betas, self.device = 0.0, betas, model.mesh.device
+        self.lr = 0.0
+        self.betas = betas
+        self.weight_decay = weight_decay
         self.steps = 0  # that the moments have seen, for their bias correction
-        model.exp_avg = model.new_vector()
+        self.device = model.mesh.device
+        index = model.mesh.shard_index
         for l in others:
             model.squares_from[l] = model.layouts[l].decayed
-        index = model.mesh.shard_index
         sizes = model.sizes_from(model.squares_from, model.mesh.shards, index)
+        model.exp_avg = model.new_vector()
         model.exp_avg_sq = model.master.new_zeros(sum(sizes))
-        squares = model.exp_avg_sq.split(sizes)
-        self.groups = [(weight_decay, []), (0.0, [])]
-        vectors = (model.master, model.grad, model.exp_avg)
-        for layout, v, *views in zip(model.layouts, squares, *map(model.views, vectors)):
-            first = layout.shard_size - len(v)
-            views = [view[first:] for view in views] + [v]
-            border = layout.border(layout.decayed, index) - first
-            for part, (_, group) in zip((slice(border), slice(border, None)), self.groups):
-                if v[part].numel():
-                    group.append([view[part] for view in views])
 
-    def step(self, grad_scale: torch.Tensor | None = None):
-        """grad_scale: divide the gradient by it first."""
-        options = {"lr": self.lr, "beta1": self.betas[0], "beta2": self.betas[1], "eps": 1e-8}
-        options |= {"amsgrad": False, "maximize": False, "grad_scale": grad_scale}
-        for weight_decay, group in self.groups:
-            if group:
-                vectors = [list(column) for column in zip(*group)]
-                steps = torch.full((len(group),), float(self.steps), device=self.device)
-                adamw(*vectors, [], list(steps), fused=True, weight_decay=weight_decay, **options)
+        self.matrices = []  # of each layer: parameters, gradient, moments
+        self.gains = []
+        momenta = model.views(model.exp_avg)
+        squares = model.exp_avg_sq.split(sizes)
+        for layout, x, g, m, v in zip(model.layouts, model.masters, model.grads, momenta, squares):
+            first = layout.shard_size - len(v)
+            vectors = x[first:], g[first:], m[first:], v
+            border = layout.border(layout.decayed, index) - first
+            if border > 0:
+                self.matrices.append([vector[:border] for vector in vectors])
+            if border < len(v):
+                self.gains.append([vector[border:] for vector in vectors])
+
+    def step(self):
+        self._step(self.matrices, self.weight_decay)
+        self._step(self.gains, 0.0)
         self.steps += 1
+
+    def _step(self, rows: list, weight_decay: float):
+        if not rows:
+            return
+        x, g, m, v = map(list, zip(*rows))
+        steps = list(torch.full((len(rows),), float(self.steps), device=self.device))
+        beta1, beta2 = self.betas
+        adamw(
+            x, g, m, v, [], steps, fused=True, amsgrad=False, maximize=False,
+            lr=self.lr, beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=weight_decay,
+        )  # fmt: skip
 
     def decay(self):
         """Weight decay alone, for methods with a step of their own: x <- (1 - lr wd) x."""
-        for weight_decay, group in self.groups:
-            for x, *_ in group if weight_decay else ():
-                x.mul_(1 - self.lr * weight_decay)
+        for x, *_ in self.matrices:
+            x.mul_(1 - self.lr * self.weight_decay)

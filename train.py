@@ -61,14 +61,14 @@ def train(setup, mesh, stop):
             batch = load_batch(setup, mesh, cluster, method.steps, micro_step)
             loss += model.forward(*batch) / plan.accum
             last = micro_step == plan.accum - 1
-            model.backward(scale, first=micro_step == 0, average_replicas=average and last)
+            model.backward(scale, first=micro_step == 0, sum_replicas=average and last)
         method.after_backward()
         cluster.before_metrics(method.steps)
         # Norm, loss and votes share one small all-reduce. A vote ends the round or, in the warm-up,
         # says that this rank has a signal to stop.
         metrics = model.step_metrics(loss, stop.vote() if average else method.vote(), average)
-        grad_scale = model.clip_gradient(metrics.norm, config.grad_clip)
-        method.inner_step(optimizer, grad_scale)
+        model.clip_gradient(config.grad_clip)
+        method.inner_step(optimizer)
         model.invalidate_gathered()
         if method.after_step(lr, metrics):
             cluster.before_sync(method)

@@ -76,9 +76,9 @@ class OneBitEDiT(EDiT):
         self.mean_errors = model.used_views(self.mean_error)
         self.started = []  # means whose second hop has not started
         if config.warmup_format != "none":
-            model.average_layer = self.average_gradient
+            model.sum_layer = self.sum_gradient
 
-    def average_gradient(self, l):
+    def sum_gradient(self, l):
         """In the warm-up: start to replace layer l's gradient by its sum over the replicas."""
         return self.start_coded_sum(l, self.model.grads[l], self.config.warmup_format)
 

@@ -85,10 +85,10 @@ class TopK(Method):
             for part, at, s in zip(chunks(g, model), theirs, arrived):
                 part.scatter_add_(1, at, s.view(at.shape))
 
-    def inner_step(self, optimizer, grad_scale):
+    def inner_step(self, optimizer):
         if not self.averages_gradients and self.config.momentum_correction > 0:
             optimizer.betas = (0.0, optimizer.betas[1])
-        super().inner_step(optimizer, grad_scale)
+        super().inner_step(optimizer)
 
     def sync(self):
         """Replicas are equal after every step."""

@@ -81,12 +81,12 @@ class ZeroOneAdam(Method):
         self.anchor.copy_(self.model.master)
         self.variance.copy_(self.model.exp_avg_sq.div_(1 - self.config.beta2**self.steps))
 
-    def inner_step(self, optimizer, grad_scale):
+    def inner_step(self, optimizer):
         if self.averages_gradients:
-            return super().inner_step(optimizer, grad_scale)
+            return super().inner_step(optimizer)
         beta1, beta2 = optimizer.betas
         m, V = self.model.exp_avg, self.model.exp_avg_sq
-        g = self.model.grad if grad_scale is None else self.model.grad.div_(grad_scale)
+        g = self.model.grad
         m.lerp_(g, 1 - beta1)
         self.variance.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         optimizer.decay()

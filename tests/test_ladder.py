@@ -29,7 +29,7 @@ def wait_at_once(method, model, mesh):
 def inner_sgd(method, model, mesh):
     """Replace AdamW's update by x <- x - lr g."""
 
-    def step(optimizer, grad_scale):
+    def step(optimizer):
         model.master.sub_(model.grad, alpha=optimizer.lr)
 
     shard.AdamW.step = step  # in this rank's process only

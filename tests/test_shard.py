@@ -36,7 +36,7 @@ def gradient(shards, dtype=FP64, accum=1, transport="gloo", averaged=True, recom
         inputs, targets = batches(mesh.world_size * accum)[micro * mesh.world_size + mesh.rank]
         loss += model.forward(inputs, targets) / accum
         first, last = micro == 0, micro == accum - 1
-        model.backward(1 / (ranks * accum), first, average_replicas=averaged and last)
+        model.backward(1 / (ranks * accum), first, sum_replicas=averaged and last)
     metrics = model.step_metrics(loss, float(mesh.rank == 1), averaged)
     read = metrics.read()
     assert model.known_metrics() == read == [metrics.norm.item(), metrics.loss.item(), read[2]]
@@ -239,5 +239,5 @@ def test_gradient_is_clipped_to_its_norm_and_zeroed_if_that_is_not_finite(max_no
         elif max_norm == 1.0:
             expected /= expected.norm() + 1e-6
         model.step_metrics(torch.zeros(()), 0.0, False)
-        model.clip_gradient(model.metrics[-1].norm, max_norm)
+        model.clip_gradient(max_norm)
         assert torch.allclose(model.grad, expected, rtol=1e-6, atol=0)
