@@ -3,6 +3,10 @@
 The problem. Averaging gradients sends the whole model over the slow links in every step. DiLoCo
 lets each replica train alone for tau steps and exchanges once: 1/tau of the traffic.
 
+The mean of M walks is shorter than a walk where they disagree. The outer momentum makes up for it:
+in directions that stay the same from round to round, the steps add up. A step of all replicas'
+mean alone (lr 1, mu 0) is Post Local SGD.
+
     warm-up: sync_warmup_steps steps of mini-batch, so that all replicas are equal; then
     anchor = x
     repeat:
@@ -19,9 +23,8 @@ lets each replica train alone for tau steps and exchanges once: 1/tau of the tra
     d_i, d     model.master    (sum P/N,)   in the storage of x_i, which is about to be overwritten
     b          momentum        (sum P/N,)   torch.optim.SGD's momentum buffer
 
-The inner AdamW's moments stay with their replica (but see --average_moments). With --outer_lr 1
---outer_momentum 0 this is Post Local SGD: x_i <- mean_j x_j. Deviation: the paper starts from a
-model that was pretrained on one worker, not from a mini-batch warm-up.
+The inner AdamW's moments stay with their replica (but see --average_moments). Deviation: the paper
+starts from a model that was pretrained on one worker, not from a mini-batch warm-up.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 12 (M-1) for losses, steps and norms.
 Run: torchrun --nproc_per_node 4 train.py --method diloco --shards 2
@@ -44,22 +47,11 @@ class Config(LocalConfig):  # the paper's tau is H = 500
     offload: bool = option(False, "keep anchor and momentum in host memory (on a GPU)")
 
 
-def nesterov(anchor, momentum, d, lr, mu, kept=None):
-    """One step of torch.optim.SGD(nesterov=True), in place. anchor and momentum may be in pinned
-    host memory (--offload). kept: a scalar tensor. If it is 0, d must be 0 and nothing changes, bit
-    for bit. If it is 1 or None, the step is taken. Returns the new anchor on the device of d."""
-    a, b = (vector.to(d.device, non_blocking=True) for vector in (anchor, momentum))
+def nesterov(anchor, momentum, d, lr, mu):
+    """A step of torch.optim.SGD(nesterov=True) with the gradient d, in place."""
     # b <- mu b + d;  a <- a - lr (d + mu b)
-    if kept is None:
-        options = {"dampening": 0, "weight_decay": 0, "nesterov": mu > 0, "maximize": False}
-        sgd([a], [d], [b], lr=lr, momentum=mu, fused=True, **options)
-    else:
-        b.mul_(mu**kept).add_(d)
-        a.addcmul_(d, kept, value=-lr).addcmul_(b, kept, value=-lr * mu)
-    if a is not anchor:  # they were on the host
-        anchor.copy_(a, non_blocking=True)
-        momentum.copy_(b, non_blocking=True)
-    return a
+    options = {"dampening": 0, "weight_decay": 0, "nesterov": mu > 0, "maximize": False}
+    sgd([anchor], [d], [momentum], lr=lr, momentum=mu, fused=True, **options)
 
 
 class DiLoCo(Method):
@@ -70,16 +62,24 @@ class DiLoCo(Method):
         self.anchor.copy_(self.model.master, non_blocking=True)  # --offload: on the host
 
     def sync(self):
-        x, views, outer = self.model.master, self.model.views, self.config
+        x = self.model.master
+        anchors = self.model.views(self.anchor)
+        momenta = self.model.views(self.momentum)
+
         # d_i = a - x_i, in the storage of x_i
-        for a, x_l in zip(views(self.anchor), self.model.masters):
+        for a, x_l in zip(anchors, self.model.masters):
             torch.sub(a.to(x.device, non_blocking=True), x_l, out=x_l)
         self.exchange(norms=self.model.norm(x))  # for the record
+
         # d = 1/M sum_i d_i
         self.combine(x)
+
         # x_i <- a
-        for a, b, d in zip(views(self.anchor), views(self.momentum), self.model.masters):
-            d.copy_(nesterov(a, b, d, outer.outer_lr, outer.outer_momentum))
+        for a, b, d in zip(anchors, momenta, self.model.masters):
+            with self.on_device(a, b) as (a, b):
+                nesterov(a, b, d, self.config.outer_lr, self.config.outer_momentum)
+                d.copy_(a)
 
     def combine(self, d):
+        """d <- the mean of all replicas' d. (relatives/robust.py takes another one.)"""
         self.average(d)

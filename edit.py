@@ -32,18 +32,13 @@ clip, or roll back.
     w_i            weights               (M, L)       all ranks
     mean_i, sigma_i  statistics          (3, L)       replica i: count, mean, variance
 
-Deviations from the paper and its authors' code: (1) One exchange carries the norms and limits of
-all layers, and nothing is read on the host; the code's 2 to 4 host reads per layer prevent overlap.
-(2) A norm that is not finite is always flagged, also without anomaly elimination. (3) Flagged norms
-never enter the statistics, so one outlier does not hide the next. Cost: a replica whose norms rise
-suddenly and permanently stays flagged (the log shows it; raise anomaly_threshold). (4) For the
-first anomaly_warmup_rounds samples the statistics are the plain mean and standard deviation: an
-exponential average started at zero is biased. (5) sigma is at least SIGMA_FLOOR * mean, so nearly
-equal norms do not flag noise. (6) A non-finite inner gradient is set to 0 (shard.py). (7) Training
-stops with an error after three rounds in a row that were rolled back in all layers (train.py).
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for the exchange.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for the exchange. Exposed
-time per round, on NCCL and gloo: max(first layer's all-reduce, all layers' all-reduce - forward).
+What the overlap saves, on NCCL and gloo. Let each of L equal layers take c seconds to all-reduce
+and f seconds to compute. DiLoCo waits L c. EDiT waits for layer 0 and then, if c > f, at each layer
+for the rest of its all-reduce: max(c, L c - (L-1) f) in all. So it saves at most one forward.
+
+The deviations from the paper are listed at the end of this file.
 Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
 Source: EDiT, arXiv 2412.07210, and its authors' code, atorch local_sgd.
 """
@@ -53,7 +48,6 @@ from dataclasses import dataclass
 import torch
 
 from config import option
-from diloco import nesterov
 from method import LocalConfig, Method
 
 SIGMA_FLOOR = 0.05  # of the mean: no norm within threshold * 5% of the mean is an anomaly
@@ -98,13 +92,21 @@ def anomaly_limits(statistics, config):
 
 
 def update_statistics(statistics, G, accepted, config):
-    """The statistics (3, L) with those norms of G (L,) that are accepted."""
+    """The statistics (3, L) with those norms of G (L,) that are accepted. For one layer:
+
+    n <- n + 1
+    if n <= anomaly_warmup_rounds:    # the plain mean and sample variance (Welford's update)
+        variance <- (n-2)/(n-1) variance + (G - mean)^2 / n           # n = 1: it stays 0
+        mean     <- mean + (G - mean) / n
+    else:                             # moving averages
+        mean     <- mean + alpha (G - mean)
+        variance <- (1 - alpha) variance + alpha (G - mean)^2         # with the new mean
+
+    Here the same without branches, for all layers at once."""
     count, mean, variance = statistics
-    n, alpha = count + 1, config.anomaly_ema
+    alpha = config.anomaly_ema
+    n = count + 1
     early = n <= max(config.anomaly_warmup_rounds, 2)
-    # warm-up: plain mean and sample variance, mu_n = mu + (G - mu)/n,
-    #          sigma^2_n = (n-2)/(n-1) sigma^2 + (G - mu)^2/n  (Welford)
-    # after:   mu <- mu + alpha (G - mu),  sigma^2 <- (1 - alpha) sigma^2 + alpha (G - mu_new)^2
     new_mean = mean + torch.where(early, 1 / n, alpha) * (G - mean)
     plain = (n - 2).clamp(min=0) / (n - 1).clamp(min=1) * variance
     plain = plain + torch.where(n > 1, (G - mean) ** 2 / n, 0.0)
@@ -114,7 +116,7 @@ def update_statistics(statistics, G, accepted, config):
 
 
 def is_anomaly(G, limits):
-    # flag if z = (G - mu) / sigma > delta; one-sided: a small norm is never flagged
+    # flag if z = (G - mean) / sigma > delta; one-sided: a small norm is never flagged
     return (G > limits) | ~G.isfinite()  # NaN compares False
 
 
@@ -130,6 +132,14 @@ def replica_weights(norms, flagged, weighted=True):
 def clip_factor(norm, phi):
     # dhat = dbar * min(1, phi / (||dbar|| + 1e-6))
     return (phi / (norm + 1e-6)).clamp(max=1.0)
+
+
+def nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, accepted):
+    """diloco.nesterov() in place, without a host read. accepted: a scalar tensor, 1, or 0 if all
+    replicas are flagged. Then dhat must be 0, and nothing changes, bit for bit."""
+    # b <- mu b + dhat;  a <- a - lr (dhat + mu b)
+    momentum.mul_(mu**accepted).add_(dhat)  # mu^0 = 1
+    anchor.addcmul_(dhat, accepted, value=-lr).addcmul_(momentum, accepted, value=-lr * mu)
 
 
 # ---- the method ----
@@ -151,58 +161,31 @@ class EDiT(Method):
         self.statistics = self.model.master.new_zeros(3, len(self.anchors))
 
     def sync(self):
-        """The end of the round: norms, weights, and the start of every layer's all-reduce."""
+        """The end of the round: norms, weights, and the start of every layer's all-reduce. The next
+        forward ends what begins here."""
         squares = []
         for a, x in zip(self.anchors, self.model.masters):
             # d_i = a - x_i, in the storage of x_i
             d = torch.sub(a.to(x.device, non_blocking=True), x, out=x)
             squares.append(d.norm() ** 2)
-        self.judge(torch.stack(squares))
+        self.flag_and_weigh(torch.stack(squares))
+        self.clips = []
         self.handles = [self.start_mean(l, d) for l, d in enumerate(self.model.masters)]
+        # This line is EDiT: the forward in shard.py calls complete(l) just before it gathers layer
+        # l. While a layer computes, the all-reduces of later layers travel.
         self.model.pre_layer_hook = self.complete
 
-    def start_mean(self, l, d):
-        """Start d <- dbar = sum_i w_i d_i in layer l."""
-        # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
-        d.mul_(self.weights[self.mesh.replica, l]).nan_to_num_(0.0, 0.0, 0.0)
-        # [sync] all-reduce, P/N fp32, once per round and layer
-        return self.mesh.all_reduce(d, self.mesh.sync)
-
-    def judge(self, squares):
+    def flag_and_weigh(self, squares):
         """Flags and weights (M, L), from the squared norms of this rank's shards (L,)."""
         # [shard] all-reduce, L scalars, once per round
         self.mesh.all_reduce(squares, self.mesh.shard).wait()
         self.exchange(norms=squares.sqrt(), limits=anomaly_limits(self.statistics, self.config))
-        G, i = self.comparable_norms(), self.mesh.replica  # (M, L)
-        self.flagged, self.clips = is_anomaly(G, self.exchanged.limits), []
+        G = self.comparable_norms()  # (M, L)
+        self.flagged = is_anomaly(G, self.exchanged.limits)
+        self.accepted = (~self.flagged).any(dim=0).to(G.dtype)  # (L,): 0 if all are flagged
+        i = self.mesh.replica
         self.statistics = update_statistics(self.statistics, G[i], ~self.flagged[i], self.config)
         self.weights = self.compute_weights(G)
-        self.any_kept = (~self.flagged).any(dim=0).to(G.dtype)  # (L,)
-
-    def complete(self, l: int):
-        """The next forward calls it before it gathers layer l: x_l becomes the new anchor."""
-        with self.record.stall():
-            self.handles[l].wait()
-            dbar = self.model.masters[l]
-            clip = torch.ones_like(self.any_kept[l])
-            if self.config.pseudo_grad_clipping:
-                clip = clip_factor(self.model.norm(dbar), self.config.pseudo_grad_clip)
-            self.clips.append(clip)
-            dhat, lr, mu = dbar.mul_(clip), self.config.outer_lr, self.config.outer_momentum
-            anchor, momentum, kept = self.anchors[l], self.momenta[l], self.any_kept[l]
-            self.model.masters[l].copy_(nesterov(anchor, momentum, dhat, lr, mu, kept))
-        if l == len(self.model.layers) - 1:
-            self.end_sync()
-
-    def end_sync(self):
-        """All layers are complete: describe the sync for the record."""
-        self.model.pre_layer_hook = None
-        self.handles = []  # frees what was received
-        self.record.describe(
-            pseudo_grad_norm=self.exchanged.norms.norm(dim=1), weight=self.weights.mean(dim=1),
-            dropped=self.flagged.sum(dim=1), clip=torch.stack(self.clips).mean(),
-        )  # fmt: skip
-        self.record.done(self)
 
     def comparable_norms(self):
         """The norms (M, L) by which replicas are compared; A-EDiT may correct them."""
@@ -211,7 +194,61 @@ class EDiT(Method):
     def compute_weights(self, G):
         return replica_weights(G, self.flagged, self.config.weighted_averaging)
 
+    def start_mean(self, l, d):
+        """Start d <- dbar = sum_i w_i d_i in layer l."""
+        # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
+        d.mul_(self.weights[self.mesh.replica, l]).nan_to_num_(0.0, 0.0, 0.0)
+        # [sync] all-reduce, P/N fp32, once per round and layer
+        return self.mesh.all_reduce(d, self.mesh.sync)
+
+    def complete(self, l: int):
+        """The next forward calls it before it gathers layer l: x_l becomes the new anchor."""
+        lr, mu = self.config.outer_lr, self.config.outer_momentum
+        x = self.model.masters[l]  # it has received dbar
+        with self.record.stall():
+            self.handles[l].wait()
+            clip = torch.ones_like(self.accepted[l])
+            if self.config.pseudo_grad_clipping:
+                clip = clip_factor(self.model.norm(x), self.config.pseudo_grad_clip)
+            dhat = x.mul_(clip)
+            with self.on_device(self.anchors[l], self.momenta[l]) as (a, b):
+                nesterov_unless_flagged(a, b, dhat, lr, mu, self.accepted[l])
+                x.copy_(a)
+        self.clips.append(clip)
+        if l == len(self.model.layers) - 1:
+            self.end_sync()
+
+    def end_sync(self):
+        """All layers are complete: describe the sync for the record."""
+        self.model.pre_layer_hook = None
+        self.handles = []  # frees what was received
+        self.record.describe(
+            pseudo_grad_norm=self.exchanged.norms.norm(dim=1),
+            weight=self.weights.mean(dim=1),
+            dropped=self.flagged.sum(dim=1),
+            clip=torch.stack(self.clips).mean(),
+        )
+        self.record.done(self)
+
     def drain(self):
         super().drain()
-        for l in range(len(self.model.layers)) if self.model.pre_layer_hook else ():
-            self.complete(l)
+        if self.model.pre_layer_hook:
+            for l in range(len(self.model.layers)):
+                self.complete(l)
+
+
+# Deviations from the paper and its authors' code:
+# (1) One exchange carries the norms and limits of all layers, and nothing is read on the host. The
+#     code's 2 to 4 host reads per layer prevent the overlap.
+# (2) A norm that is not finite is always flagged, also without anomaly elimination.
+# (3) Flagged norms never enter the statistics, so one outlier does not hide the next. The cost: a
+#     replica whose norms rise suddenly and permanently stays flagged (the log shows it; raise
+#     --anomaly_threshold).
+# (4) For the first anomaly_warmup_rounds samples the statistics are the plain mean and standard
+#     deviation: an exponential average that starts at zero is biased.
+# (5) sigma is at least SIGMA_FLOOR * mean, so nearly equal norms do not flag noise.
+# (6) A non-finite inner gradient is set to 0 (shard.py).
+# (7) Training stops with an error after three rounds in a row that were rolled back in all layers
+#     (train.py).
+# As in the paper, the weights take the norms as they are. So the penalty is stronger where norms
+# are larger: in long rounds, at large learning rates, in large layers.

@@ -25,6 +25,7 @@ Who calls what, in train.py, for each step:
 import functools
 import math
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -201,6 +202,16 @@ class Method:
         handles = [self.mesh.all_reduce(v, self.mesh.sync) for v in self.model.views(vector)]
         for handle in handles:
             handle.wait()
+
+    @contextmanager
+    def on_device(self, *vectors):
+        """The vectors on the model's device. Those in host memory (--offload) are copied there,
+        and back at the end."""
+        copies = [vector.to(self.mesh.device, non_blocking=True) for vector in vectors]
+        yield copies
+        for vector, copy in zip(vectors, copies):
+            if copy is not vector:
+                vector.copy_(copy, non_blocking=True)
 
     # ---- what train.py calls ----
 

@@ -26,7 +26,7 @@ Source: Streaming DiLoCo, arXiv 2501.18512 (read: tables and captions).
 from dataclasses import dataclass
 
 from config import UserError, option
-from diloco import nesterov
+from edit import nesterov_unless_flagged
 from method import Method
 from relatives.quantize import MeanInFlight, QuantizedConfig
 
@@ -108,7 +108,7 @@ class StreamingDiLoCo(Method):
     def land(self):
         lr, mu, alpha = self.config.outer_lr, self.config.outer_momentum, self.config.alpha
         for (x, a, b), d in zip(self.layers[self.p], self.mean.wait()):
-            nesterov(a, b, d, lr, mu, kept=a.new_ones(()))
+            nesterov_unless_flagged(a, b, d, lr, mu, accepted=a.new_ones(()))
             x.mul_(alpha).add_(a, alpha=1 - alpha)  # x_i <- alpha x_i + (1 - alpha) a
         self.landed, self.mean = self.p, None
 

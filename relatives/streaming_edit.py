@@ -40,12 +40,12 @@ from dataclasses import dataclass
 import torch
 
 from config import UserError
-from diloco import nesterov
 from edit import (
     PenaltyConfig,
     anomaly_limits,
     clip_factor,
     is_anomaly,
+    nesterov_unless_flagged,
     replica_weights,
     update_statistics,
 )
@@ -105,11 +105,11 @@ class StreamingEDiT(StreamingDiLoCo):
         clips = torch.ones_like(dbar_norms)
         if config.pseudo_grad_clipping:
             clips = clip_factor(dbar_norms, config.pseudo_grad_clip)
-        kept = (~flagged).any(dim=0).to(clips.dtype)
+        accepted = (~flagged).any(dim=0).to(clips.dtype)
         sick = flagged[self.mesh.replica] | ~x_norms.isfinite()
         for l, ((x, a, b), dbar) in enumerate(zip(layers, means)):
             lr, mu, alpha = config.outer_lr, config.outer_momentum, config.alpha
-            nesterov(a, b, dbar.mul_(clips[l]), lr, mu, kept[l])
+            nesterov_unless_flagged(a, b, dbar.mul_(clips[l]), lr, mu, accepted[l])
             # x_i <- alpha x_i + (1 - alpha) a; a if it is sick
             x.mul_(alpha).add_(a, alpha=1 - alpha)
             torch.where(sick[l], a, x, out=x)
