@@ -46,6 +46,7 @@ Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for t
 time per round, on NCCL and gloo: max(first layer's all-reduce, all layers' all-reduce - forward).
 Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
 Source: EDiT, arXiv 2412.07210, and its authors' code, atorch local_sgd.
+Plain version: tests/reference/edit.py.
 """
 
 from dataclasses import dataclass
