@@ -98,13 +98,11 @@ class Replica:
         """Mean loss and gradient of replica i of M in a step, over its N ranks and their
         micro-steps."""
         losses = []
+        sizes = (f.batch_size, f.accum, f.block_size)
         for micro_step in range(f.accum):
             for rank in range(i * N, i * N + N):
-                inputs_and_targets = data.train_batch(
-                    corpus, f.seed, step, micro_step, rank, M * N,
-                    f.batch_size, f.accum, f.block_size,
-                )  # fmt: skip
-                losses.append(self.net(*inputs_and_targets))
+                batch = data.train_batch(corpus, f.seed, step, micro_step, rank, M * N, *sizes)
+                losses.append(self.net(*batch))
         loss = mean(losses)
         gradients = torch.autograd.grad(loss, self.parameters.values())
         return loss.item(), torch.cat([g.flatten() for g in gradients])

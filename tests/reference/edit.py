@@ -51,7 +51,11 @@ class EDiT(Method):
         # G_i = ||d_i||
         norms = norms_of(d)
         G = self.comparable_norms(norms)
-        flagged = [is_anomaly(G[i], self.samples[l][i], self.f) for i in range(self.M)]
+        flagged = []
+        for G_i, samples in zip(G, self.samples[l]):
+            flagged.append(is_anomaly(G_i, samples, self.f))
+            if not flagged[-1]:
+                samples.append(G_i)
         verdict = Verdict(norms, flagged, self.weights(G, flagged))
         self.verdicts.append(verdict)
         return verdict
@@ -61,20 +65,18 @@ class EDiT(Method):
 
     def weights(self, G, flagged):
         # w_i = exp(-G_i) / sum_j exp(-G_j), j unflagged
-        if all(flagged):
-            return [0.0] * self.M
-        least = min(G_i for G_i, out in zip(G, flagged) if not out)
-        scores = []
-        for i in range(self.M):
-            if flagged[i]:
-                scores.append(0.0)
-            elif self.f.weighted_averaging:
-                scores.append(self.score(i) * math.exp(least - G[i]))  # exp(-G) may underflow
-            else:
-                scores.append(self.score(i))
-        return [score / sum(scores) for score in scores]
+        w = [0.0] * self.M
+        kept = [i for i in range(self.M) if not flagged[i]]
+        if not kept:
+            return w
+        least = min([G[i] for i in kept])
+        for i in kept:
+            w[i] = self.factor(i)
+            if self.f.weighted_averaging:
+                w[i] *= math.exp(least - G[i])  # exp(-G_i) alone may be 0
+        return [w_i / sum(w) for w_i in w]
 
-    def score(self, i):
+    def factor(self, i):
         return 1.0
 
     def penalized_step(self, l, dbar, verdict):
@@ -103,16 +105,14 @@ class EDiT(Method):
 
 
 def is_anomaly(G, samples, f):
-    """Is the norm G too large after `samples`, the norms before it? If not, it joins them."""
-    limit = math.inf
+    """Is the norm G not finite, or too large after `samples`, the norms before it?"""
+    if not math.isfinite(G):
+        return True
     warmup = max(f.anomaly_warmup_rounds, 2)  # a variance takes two samples
-    if f.anomaly_elimination and len(samples) >= warmup:
-        limit = anomaly_limit(samples, warmup, f)
-    # flag if (G - mu) / sigma > delta, or if G is not finite
-    if math.isfinite(G) and G <= limit:
-        samples.append(G)
+    if not f.anomaly_elimination or len(samples) < warmup:
         return False
-    return True
+    # flag if (G - mu) / sigma > delta
+    return bool(G > anomaly_limit(samples, warmup, f))
 
 
 def anomaly_limit(samples, warmup, f):
@@ -138,7 +138,7 @@ class AEDiT(EDiT):
         # G_i mean_j(steps_j) / steps_i
         return [norm / count * mean(self.steps) for norm, count in zip(norms, self.steps)]
 
-    def score(self, i):
+    def factor(self, i):
         if self.f.step_weighting != "times_steps":
             return 1.0
         # w_i <- w_i steps_i / sum_j w_j steps_j

@@ -105,7 +105,7 @@ class NoLoCo(Method):
         self.t += 1
         d = [a_i - replica.x for a_i, replica in zip(self.anchors, self.replicas)]
         if self.f.global_every and self.t % self.f.global_every == 0:
-            # Gossip-PGA: everyone steps alone, and then all anchors are averaged
+            # Gossip-PGA: each replica takes its outer step alone, then all anchors are averaged
             self.outer_steps(d, [[i] for i in range(self.M)])
             self.anchors = [mean(self.anchors)] * self.M
         else:
