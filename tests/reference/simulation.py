@@ -24,6 +24,7 @@ from reference.quantize import mean_with_errors, quantized_mean
 from reference.sparse import SparseLoCo, TopK
 from reference.streaming import StreamingDiLoCo, StreamingEDiT
 
+
 class MiniBatch(Method):
     """Its warm-up never ends: Simulation.averaged_step() is all of it."""
 
