@@ -28,6 +28,7 @@ again. (5) On CUDA the vote is read one step late, and the host waits for the de
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.
+Plain version: tests/reference/edit.py.
 """
 
 import math

@@ -41,6 +41,7 @@ for the rest of its all-reduce: max(c, L c - (L-1) f) in all. So it saves at mos
 The deviations from the paper are listed at the end of this file.
 Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
 Source: EDiT, arXiv 2412.07210, and its authors' code, atorch local_sgd.
+Plain version: tests/reference/edit.py.
 """
 
 from dataclasses import dataclass

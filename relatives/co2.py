@@ -36,6 +36,7 @@ Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N. Exposed: max(0, T - tau *
 where T is the time of the all-reduce.
 Run: torchrun --nproc_per_node 4 train.py --method co2 --shards 2
 Source: CO2, arXiv 2401.16265 (abstract), and its authors' code, fairscale-CO2.
+Plain version: tests/reference/local.py.
 """
 
 from dataclasses import dataclass

@@ -27,6 +27,7 @@ Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N. Exposed: max(0, T - tau *
 where T is the time of the all-reduce.
 Run: torchrun --nproc_per_node 4 train.py --method eager
 Source: eager updates for overlapped communication in DiLoCo, arXiv 2502.12996.
+Plain version: tests/reference/local.py.
 """
 
 from dataclasses import dataclass

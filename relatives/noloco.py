@@ -32,6 +32,7 @@ Slow-link bytes per rank and round: 4 P/N, or 0 if it is alone; one hop. In a gl
 2 (M-1)/M * 4 P/N.
 Run: torchrun --nproc_per_node 4 train.py --method noloco
 Source: NoLoCo, arXiv 2506.10911, and its authors' code; Gossip-PGA, arXiv 2105.09080.
+Plain version: tests/reference/local.py.
 """
 
 from dataclasses import dataclass

@@ -38,6 +38,7 @@ Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N, and 8 (M-1) (L + 1) f
 step of the warm-up sends 2 (M-1)/M * 4 P/N, with int8 1.016 P/N.
 Run: torchrun --nproc_per_node 4 train.py --method one_bit_edit --optimizer muon
 Source: 1-bit Adam, arXiv 2102.02888, for errors that are fed back at both hops.
+Plain version: tests/reference/one_bit.py.
 """
 
 from dataclasses import dataclass

@@ -36,6 +36,7 @@ Bytes per rank: 2 (M-1)/M * bytes_per_element() per element (sign: 0.141, two_bi
 0.516, int8 and log8: 1.016, none: 4).
 Source: Streaming DiLoCo, arXiv 2501.18512 (its scaling could not be read; this one is ours); 1-bit
 Adam, arXiv 2102.02888, for sign and the errors of both hops.
+Plain version: tests/reference/quantize.py.
 """
 
 import functools

@@ -21,6 +21,7 @@ Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N / 7.76. Exposed per round:
 * time of a step), where T is the time that a fragment takes on the link.
 Run: torchrun --nproc_per_node 4 train.py --method streaming_diloco
 Source: Streaming DiLoCo, arXiv 2501.18512 (read: tables and captions).
+Plain version: tests/reference/streaming.py.
 """
 
 from dataclasses import dataclass

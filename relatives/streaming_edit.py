@@ -33,6 +33,7 @@ seeds, at 1/8 of its bytes over the slow links.
 
 Slow-link bytes per rank and round: those of Streaming DiLoCo, and 8 (M-1) L for norms and flags.
 Run: torchrun --nproc_per_node 4 train.py --method streaming_edit
+Plain version: tests/reference/streaming.py.
 """
 
 from dataclasses import dataclass

@@ -39,6 +39,7 @@ size. (3) A scale for each block of 256. (4) Weight decay is in z_i.
 Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N (with a refresh 1.156), and 12 (M-1).
 Run: torchrun --nproc_per_node 4 train.py --method zero_one_adam --tau 4
 Source: 0/1 Adam, arXiv 2202.06009; 1-bit Adam, arXiv 2102.02888; DeepSpeed's code of both.
+Plain version: tests/reference/one_bit.py.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,145 @@
+"""EDiT and A-EDiT (arXiv 2412.07210): DiLoCo with a penalty, layer by layer.
+
+Read EDiT.sync first: for each layer norms, flags, weights, a weighted mean, clip, outer step. The
+statistics are computed from the list of all norms so far, not updated in place.
+A-EDiT differs in two lines of the penalty, and in when a round ends (simulation.py).
+Beside the product: edit.py and a_edit.py. There the layers' outer steps run inside the next
+forward pass, which changes when something is sent, but no number.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from reference.core import Method, mean, norms_of, weighted_sum
+
+SIGMA_FLOOR = 0.05  # of the mean
+
+
+@dataclass
+class Verdict:
+    """What the record says of one layer in one round."""
+
+    norms: list  # of each replica's pseudo-gradient
+    flagged: list
+    w: list
+    clip: float = None  # known when the layer has had its outer step
+
+
+class EDiT(Method):
+    def begin(self):
+        super().begin()
+        # samples[l][i]: the norms of replica i's layer l so far, but those that were flagged
+        self.samples = [[[] for _ in self.replicas] for _ in self.layers]
+        self.verdicts = []
+
+    def sync(self, lr):
+        d = self.d()
+        for l, layer in enumerate(self.layers):
+            d_l = [d_i[layer] for d_i in d]
+            verdict = self.judge(l, d_l)
+            # dbar = sum_i w_i d_i
+            dbar = weighted_sum(d_l, verdict.w)
+            self.penalized_step(l, dbar, verdict)
+        # x_i <- a
+        self.set_all(self.a)
+        return self.row()
+
+    def judge(self, l, d):
+        """Flags and weights of layer l. d: the pseudo-gradients d_i of the layer."""
+        # G_i = ||d_i||
+        norms = norms_of(d)
+        G = self.comparable_norms(norms)
+        flagged = []
+        for G_i, samples in zip(G, self.samples[l]):
+            flagged.append(is_anomaly(G_i, samples, self.f))
+            if not flagged[-1]:
+                samples.append(G_i)
+        verdict = Verdict(norms, flagged, self.weights(G, flagged))
+        self.verdicts.append(verdict)
+        return verdict
+
+    def comparable_norms(self, norms):
+        return norms
+
+    def weights(self, G, flagged):
+        # w_i = exp(-G_i) / sum_j exp(-G_j), j unflagged
+        w = [0.0] * self.M
+        kept = [i for i in range(self.M) if not flagged[i]]
+        if not kept:
+            return w
+        least = min([G[i] for i in kept])
+        for i in kept:
+            w[i] = self.factor(i)
+            if self.f.weighted_averaging:
+                w[i] *= math.exp(least - G[i])  # exp(-G_i) alone may be 0
+        return [w_i / sum(w) for w_i in w]
+
+    def factor(self, i):
+        return 1.0
+
+    def penalized_step(self, l, dbar, verdict):
+        # dhat = dbar * min(1, phi / (||dbar|| + 1e-6))
+        verdict.clip = 1.0
+        if self.f.pseudo_grad_clipping:
+            verdict.clip = min(1.0, self.f.pseudo_grad_clip / (dbar.norm().item() + 1e-6))
+        if not all(verdict.flagged):  # else the layer is rolled back to the anchor
+            self.nesterov(self.layers[l], dbar * verdict.clip)
+
+    def row(self):
+        """The record of the layers that have had their outer step since the last row."""
+        done = [verdict for verdict in self.verdicts if verdict.clip is not None]
+        self.verdicts = [verdict for verdict in self.verdicts if verdict.clip is None]
+        if not done:
+            return {}
+        norms = np.array([verdict.norms for verdict in done])  # (L, M)
+        flagged = np.array([verdict.flagged for verdict in done])
+        weights = np.array([verdict.w for verdict in done])
+        return {
+            "pseudo_grad_norm": np.sqrt((norms**2).sum(axis=0)),
+            "dropped": flagged.sum(axis=0),
+            "weight": weights.mean(axis=0),
+            "clip": mean([verdict.clip for verdict in done]),
+        }
+
+
+def is_anomaly(G, samples, f):
+    """Is the norm G not finite, or too large after `samples`, the norms before it?"""
+    if not math.isfinite(G):
+        return True
+    warmup = max(f.anomaly_warmup_rounds, 2)  # a variance takes two samples
+    if not f.anomaly_elimination or len(samples) < warmup:
+        return False
+    # flag if (G - mu) / sigma > delta
+    return bool(G > anomaly_limit(samples, warmup, f))
+
+
+def anomaly_limit(samples, warmup, f):
+    alpha = f.anomaly_ema
+    # plain mean and sample variance of the first norms
+    mu = np.mean(samples[:warmup])
+    variance = np.var(samples[:warmup], ddof=1)
+    for G in samples[warmup:]:
+        # mu <- mu + alpha (G - mu)
+        mu = mu + alpha * (G - mu)
+        # sigma^2 <- (1 - alpha) sigma^2 + alpha (G - mu)^2, with the new mu
+        variance = (1 - alpha) * variance + alpha * (G - mu) ** 2
+    sigma = max(math.sqrt(variance), SIGMA_FLOOR * mu)
+    return mu + f.anomaly_threshold * sigma
+
+
+class AEDiT(EDiT):
+    """Replicas take steps_i steps in a round. --step_weighting none: the paper's weights."""
+
+    def comparable_norms(self, norms):
+        if self.f.step_weighting != "norm_per_step":
+            return norms
+        # G_i mean_j(steps_j) / steps_i
+        return [norm / count * mean(self.steps) for norm, count in zip(norms, self.steps)]
+
+    def factor(self, i):
+        if self.f.step_weighting != "times_steps":
+            return 1.0
+        # w_i <- w_i steps_i / sum_j w_j steps_j
+        return self.steps[i]

@@ -1,0 +1,248 @@
+"""The training loop of the plain versions: M replicas in one process.
+
+    while the warm-up lasts: all replicas take the same step with the mean gradient
+    then, again and again:
+        a round: each replica takes inner steps with its own gradients
+        the method's sync
+
+Read run() first. Whatever depends on time is virtual: a step of replica i takes seconds[i].
+Beside the product: train.py (the loop), method.py (rounds), a_edit.py (rounds that end by the
+clock), config.py (the learning rate).
+"""
+
+import math
+
+import torch
+
+import data
+from model import ModelConfig
+from reference.core import Method, Replica, clipped, mean
+from reference.edit import AEDiT, EDiT
+from reference.local import CO2, DiLoCo, Eager, NoLoCo, PostLocalSGD, Robust, SlowMo
+from reference.one_bit import OneBitEDiT, ZeroOneAdam
+from reference.quantize import mean_with_errors
+from reference.sparse import SparseLoCo, TopK
+from reference.streaming import StreamingDiLoCo, StreamingEDiT
+
+
+class MiniBatch(Method):
+    """Its warm-up never ends: Simulation.averaged_step() is all of it."""
+
+
+METHODS = {
+    "minibatch": MiniBatch,
+    "post_local_sgd": PostLocalSGD,
+    "slowmo": SlowMo,
+    "diloco": DiLoCo,
+    "streaming_diloco": StreamingDiLoCo,
+    "co2": CO2,
+    "noloco": NoLoCo,
+    "edit": EDiT,
+    "a_edit": AEDiT,
+    "streaming_edit": StreamingEDiT,
+    "zero_one_adam": ZeroOneAdam,
+    "one_bit_edit": OneBitEDiT,
+    "sparse_loco": SparseLoCo,
+    "top_k": TopK,
+    "eager": Eager,
+    "robust": Robust,
+}
+
+
+def cosine(step, lr, min_lr_ratio, warmup, max_steps):
+    """The learning rate of a step: it rises linearly, then falls along a cosine."""
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    t = (step - warmup) / (max_steps - warmup)
+    least = lr * min_lr_ratio
+    return least + lr * (1 - min_lr_ratio) * (1 + math.cos(math.pi * t)) / 2
+
+
+def scheduled_tau(f, k):
+    """tau of a round that begins k inner steps after the warm-up. --tau_schedule 2:96,4:192 is
+    tau 2 for 96 steps, then 4 for 192, then --tau."""
+    if not f.tau_schedule:
+        return f.tau
+    for part in f.tau_schedule.split(","):
+        tau, steps = part.split(":")
+        if k < int(steps):
+            return int(tau)
+        k -= int(steps)
+    return f.tau
+
+
+class Simulation:
+    """A training of M replicas of N ranks each. f: all flags as attributes; sick: a Sick or None.
+
+    rows     event -> rows of the record: step, sync, eval
+    now      virtual seconds
+    model    name -> parameter, at the end
+    """
+
+    def __init__(self, f, M, N, corpus, sick=None):
+        self.f = f
+        self.M = M
+        self.N = N
+        self.corpus = corpus
+        self.sick = sick
+        self.config = ModelConfig(f.n_layer, f.n_head, f.n_embd, f.block_size, corpus.vocab_size)
+        self.replicas = [Replica(self.config, f.seed) for _ in range(M)]
+        self.method = METHODS[f.method](f, self.replicas, N)
+        self.rows = {"step": [], "sync": [], "eval": []}
+
+        self.taken = [0] * M  # inner steps of each replica before this round
+        self.progress = 0.0  # their mean over the replicas
+        self.rate = [1.0] * M  # progress in one step of replica i, as in the last round
+        self.seconds = [1.0] * M  # of a step
+        if f.slow_replica:
+            slow, factor = f.slow_replica.split(":")
+            self.seconds[int(slow)] = float(factor)
+        self.now = 0.0
+
+        # the errors of gradients that travel in 8 bits, in the warm-up
+        self.e = [torch.zeros_like(replica.x) for replica in self.replicas]
+        self.E = torch.zeros_like(self.replicas[0].x)
+        self.run()
+
+    def run(self):
+        f = self.f
+        warmup = min(f.sync_warmup_steps, f.max_steps)
+        while self.progress < warmup:
+            self.averaged_step()
+            self.evaluate(self.replicas[0].x, {})
+
+        if self.progress < f.max_steps:
+            self.method.begin()
+        while self.progress < f.max_steps:
+            self.round()
+            self.sync()
+            if self.progress >= f.max_steps:
+                self.method.finish(self.taken[0] - f.sync_warmup_steps)
+            self.evaluate(self.method.judged(), self.method.spread())
+
+    def gradient(self, i, step):
+        return self.replicas[i].gradient(self.f, self.corpus, step, i, self.M, self.N)
+
+    def learning_rate(self, progress):
+        f = self.f
+        return cosine(progress, f.lr, f.min_lr_ratio, f.lr_warmup_steps, f.max_steps)
+
+    # ---- the warm-up, and all of mini-batch ----
+
+    def averaged_step(self):
+        losses = []
+        gradients = []
+        for i in range(self.M):
+            loss, g = self.gradient(i, self.taken[i])
+            losses.append(loss)
+            gradients.append(g)
+        g = clipped(self.mean_gradient(gradients), self.f.grad_clip)
+        lr = self.learning_rate(self.progress)
+        for replica in self.replicas:
+            replica.step(g, lr, self.f)
+
+        self.rows["step"].append({"loss": mean(losses), "lr": lr})
+        self.taken = [count + 1 for count in self.taken]
+        self.progress += 1
+        self.now += max(self.seconds)
+
+    def mean_gradient(self, gradients):
+        """1/M sum_i g_i; with --warmup_format int8 in 8 bits, with error feedback."""
+        if getattr(self.f, "warmup_format", "none") == "none":
+            return mean(gradients)
+        # z_i = g_i / M + e_i;  the sum of all z_i is the mean gradient
+        z = [g_i / self.M + e_i for g_i, e_i in zip(gradients, self.e)]
+        u, self.e, self.E = mean_with_errors(z, self.E, self.method.layers, self.N, "int8")
+        return self.M * u
+
+    # ---- a round of local steps ----
+
+    def round(self):
+        self.method.steps = [0] * self.M
+        self.loss_sums = [0.0] * self.M
+        running = list(range(self.M))
+        while running:
+            self.local_step(running)
+            running = [i for i in running if not self.round_is_over(i)]
+
+        steps = self.method.steps
+        self.taken = [before + count for before, count in zip(self.taken, steps)]
+        self.now += max(count * seconds for count, seconds in zip(steps, self.seconds))
+        self.progress += mean(steps)
+        self.rate = [mean(steps) / count for count in steps]
+
+    def local_step(self, running):
+        """One step of each replica in `running`."""
+        steps = self.method.steps
+        losses = {}
+        gradients = {}
+        for i in running:
+            losses[i], gradients[i] = self.gradient(i, self.taken[i] + steps[i])
+        gradients = self.method.gradients(gradients)
+
+        for i in running:
+            step = self.taken[i] + steps[i]
+            self.lr = self.learning_rate(self.progress + steps[i] * self.rate[i])
+            g = clipped(gradients[i], self.f.grad_clip)
+            self.method.inner_step(i, g, self.lr)
+            self.loss_sums[i] += losses[i]
+            steps[i] += 1
+            if i == 0:
+                self.rows["step"].append({"loss": losses[i], "lr": self.lr})
+            if self.sick and step in self.sick.steps and i in self.sick.replicas:
+                self.sick.spoil(self.replicas[i].x, self.method.a)
+
+        self.method.after_inner_step(self.taken[0] + steps[0] - self.f.sync_warmup_steps)
+
+    def round_is_over(self, i):
+        f = self.f
+        count = self.method.steps[i]
+        if self.progress + count * self.rate[i] >= f.max_steps:
+            return True
+        if f.method == "a_edit":
+            return count * self.seconds[i] >= f.tau_time_s
+        tau = scheduled_tau(f, self.taken[0] - f.sync_warmup_steps)
+        if f.tau_rule == "qsr":
+            # tau = max(tau, (c / lr)^2), the quadratic synchronization rule
+            tau = max(tau, int((f.qsr_c / self.lr) ** 2))
+        return count >= tau
+
+    # ---- the end of a round ----
+
+    def sync(self):
+        steps = self.method.steps
+        row = {
+            "round": len(self.rows["sync"]) + 1,
+            "step": self.taken[0],
+            "tau": steps[0],
+            "steps": steps,
+            "loss": [total / count for total, count in zip(self.loss_sums, steps)],
+            "weight": [1 / self.M] * self.M,
+            "dropped": [0] * self.M,
+            "clip": 1.0,
+        }
+        row.update(self.method.sync(self.lr))
+        self.rows["sync"].append(row)
+        # The product does this before the sync. The two do not meet.
+        if self.f.average_moments in ("m", "both"):
+            self.average_moment([replica.m for replica in self.replicas])
+        if self.f.average_moments == "both":
+            self.average_moment([replica.v for replica in self.replicas])
+
+    def average_moment(self, vectors):
+        average = mean(vectors)
+        for vector in vectors:
+            vector[:] = average
+
+    def evaluate(self, x, more):
+        judge = Replica(self.config, self.f.seed)
+        judge.x[:] = x
+        losses = []
+        batches = data.validation_batches(
+            self.corpus, self.f.eval_batches, 0, 1, 16, self.f.block_size
+        )
+        with torch.no_grad():
+            for inputs, targets, _ in batches:
+                losses.append(judge.net(inputs, targets).item())
+        self.rows["eval"].append({"step": self.taken[0], "val_loss": mean(losses), **more})
+        self.model = {name: p.data for name, p in judge.parameters.items()}

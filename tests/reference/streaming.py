@@ -1,0 +1,107 @@
+"""Streaming DiLoCo (arXiv 2501.18512), and Streaming EDiT, which has EDiT's penalty.
+
+The model is cut into F fragments: fragment p has the layers p, p + F, p + 2F, ... Every tau / F
+inner steps one of them is sent, and it lands `delay` steps later. Nothing travels here: the mean is
+computed when a fragment is sent, and used when it lands.
+Beside the product: relatives/streaming_diloco.py and relatives/streaming_edit.py.
+"""
+
+from dataclasses import dataclass
+
+from reference.core import Method
+from reference.edit import EDiT
+from reference.quantize import quantized_mean
+
+
+@dataclass
+class Flight:
+    """A fragment on its way."""
+
+    p: int
+    sent_at: int  # inner step k
+    means: dict  # layer -> what mean_of() has returned
+
+
+class StreamingDiLoCo(Method):
+    def begin(self):
+        super().begin()
+        self.flight = None
+        self.landed_at = {}  # p -> inner step k of its last landing
+
+    def after_inner_step(self, k):
+        interval = self.f.tau // self.f.fragments
+        if k % interval == 0:
+            self.send((k // interval - 1) % self.f.fragments, k)
+        if self.flight is None:
+            return
+        last = self.f.max_steps - self.f.sync_warmup_steps
+        sent_at = self.flight.sent_at
+        if k == sent_at + self.f.delay or k == last > sent_at:
+            self.land(k)
+
+    def send(self, p, k):
+        d = self.d()
+        means = {}
+        for l in range(p, len(self.layers), self.f.fragments):
+            layer = self.layers[l]
+            means[l] = self.mean_of(l, [d_i[layer] for d_i in d])
+        self.flight = Flight(p, k, means)
+
+    def mean_of(self, l, d):
+        # d = 1/M sum_i C(d_i)
+        return quantized_mean(d, self.N, self.f.quantize)
+
+    def land(self, k):
+        alpha = self.f.alpha
+        for l, arrived in self.flight.means.items():
+            sick = self.outer_step(l, arrived)
+            layer = self.layers[l]
+            a = self.a[layer]
+            for i, replica in enumerate(self.replicas):
+                # x_i <- alpha x_i + (1 - alpha) a, or a if replica i is sick
+                if sick[i]:
+                    replica.x[layer] = a
+                else:
+                    replica.x[layer] = alpha * replica.x[layer] + (1 - alpha) * a
+        self.landed_at[self.flight.p] = k
+        self.flight = None
+
+    def outer_step(self, l, dbar):
+        """Returns for each replica whether it is sick."""
+        self.nesterov(self.layers[l], dbar)
+        return [False] * self.M
+
+    def finish(self, k):
+        """Each fragment that has not just landed is sent and lands."""
+        if self.flight:
+            self.land(k)
+        for p in range(self.f.fragments):
+            if self.landed_at.get(p) != k:
+                self.send(p, k)
+                self.land(k)
+
+    def judged(self):
+        return self.a
+
+
+class StreamingEDiT(StreamingDiLoCo, EDiT):
+    """The schedule is Streaming DiLoCo's; judge() and penalized_step() are EDiT's."""
+
+    def mean_of(self, l, d):
+        verdict = self.judge(l, d)
+        # dbar = sum_i w_i C(d_i)
+        dbar = quantized_mean(d, self.N, self.f.quantize, verdict.w)
+        return dbar, verdict
+
+    def outer_step(self, l, arrived):
+        dbar, verdict = arrived
+        self.penalized_step(l, dbar, verdict)
+        # sick: flagged when the fragment was sent, or no longer finite when it lands
+        sick = []
+        for replica, flagged in zip(self.replicas, verdict.flagged):
+            finite = replica.x[self.layers[l]].isfinite().all()
+            sick.append(flagged or not finite)
+        return sick
+
+    def sync(self, lr):
+        return self.row()
