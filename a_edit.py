@@ -93,13 +93,15 @@ class AEDiT(EDiT):
 
     def comparable_norms(self):
         norms = super().comparable_norms()
-        per_step = self.config.step_weighting == "norm_per_step"
-        return norms_per_step(norms, self.exchanged.steps) if per_step else norms
+        if self.config.step_weighting != "norm_per_step":
+            return norms
+        return norms_per_step(norms, self.exchanged.steps)
 
     def compute_weights(self, G):
         weights = super().compute_weights(G)
-        times_steps = self.config.step_weighting == "times_steps"
-        return weight_by_steps(weights, self.exchanged.steps) if times_steps else weights
+        if self.config.step_weighting != "times_steps":
+            return weights
+        return weight_by_steps(weights, self.exchanged.steps)
 
     def sync(self):
         super().sync()
@@ -120,6 +122,7 @@ class AEDiT(EDiT):
         max_steps."""
         if self.averages_gradients:
             return self.steps
+        if self.local_steps == 0:
+            return self.progress_at_sync
         progress = self.progress_at_sync + self.local_steps * self.rate
-        below_end = math.nextafter(self.config.max_steps, 0)
-        return min(progress, below_end) if self.local_steps else progress
+        return min(progress, math.nextafter(self.config.max_steps, 0))  # below max_steps

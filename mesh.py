@@ -64,12 +64,15 @@ class Handle:
     """A collective in flight. mesh: the Mesh that counts how long the host waits, or None."""
 
     def __init__(self, works=(), name="", mesh=None):
-        self.works, self.name, self.mesh = works, name, mesh
+        self.works = works
+        self.name = name
+        self.mesh = mesh
 
     def wait(self):
         if not self.works:
             return
-        began, link_s = time.perf_counter(), 0.0
+        began = time.perf_counter()
+        link_s = 0.0
         with translate_comm_errors(), record_function(f"wait: {self.name}"):
             for work in self.works:
                 work.wait()
@@ -88,8 +91,11 @@ class Group:
     """A row or a column of the grid."""
 
     def __init__(self, name: str, ranks: list, rank: int, process_group):
-        self.name, self.ranks, self.process_group = name, ranks, process_group
-        self.size, self.index = len(ranks), ranks.index(rank)
+        self.name = name
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.index = ranks.index(rank)
+        self.process_group = process_group
 
 
 class Mesh:
@@ -98,16 +104,23 @@ class Mesh:
     travel on the host use torch.distributed's default group, which must be gloo."""
 
     def __init__(self, shards, device, timeout_s=600, backend=None, link=None, alone=False):
-        started = dist.is_initialized() and not alone
-        self.world_size = dist.get_world_size() if started else 1
-        self.rank = dist.get_rank() if started else 0
-        self.device, self.shards, self.replicas = device, shards, self.world_size // shards
+        self.world_size = 1
+        self.rank = 0
+        if dist.is_initialized() and not alone:
+            self.world_size = dist.get_world_size()
+            self.rank = dist.get_rank()
+        self.device = device
+        self.shards = shards
+        self.replicas = self.world_size // shards
         self.replica, self.shard_index = divmod(self.rank, shards)
-        self.timeout, self.backend, self.link = timedelta(seconds=timeout_s), backend, link
+        self.timeout = timedelta(seconds=timeout_s)
+        self.backend = backend
+        self.link = link
         grid = torch.arange(self.world_size).view(self.replicas, self.shards)
         self.shard = self._group("shard", grid, self.replica)
         self.sync = self._group("sync", grid.T, self.shard_index)
-        self.sent, self.calls = {"shard": 0.0, "sync": 0.0}, Counter()  # bytes; operations
+        self.sent = {"shard": 0.0, "sync": 0.0}  # bytes
+        self.calls = Counter()  # operations, by name
         # Seconds that the host has waited for other replicas, and for a simulated link. (For waits
         # on NCCL see RoundRecord.stall().)
         self.waited_s = {"others": 0.0, "link": 0.0}
@@ -119,8 +132,12 @@ class Mesh:
             if len(ranks) == 1:
                 process_groups.append(None)
                 continue
-            backend = self.backend(ranks, name == "sync") if self.backend else "gloo"
-            options = self._sync_options() if (backend, name) == ("nccl", "sync") else None
+            backend = "gloo"
+            options = None
+            if self.backend:
+                backend = self.backend(ranks, name == "sync")
+            if backend == "nccl" and name == "sync":
+                options = self._sync_options()
             process_groups.append(dist.new_group(ranks, self.timeout, backend, options))
         group = Group(name, grid[row].tolist(), self.rank, process_groups[row])
         if group.size > 1 and dist.get_backend(group.process_group) == "nccl":
@@ -147,7 +164,8 @@ class Mesh:
     @contextmanager
     def uncounted(self):
         """What is sent and waited for inside does not count: evaluation is not training."""
-        sent, waited_s = dict(self.sent), dict(self.waited_s)
+        sent = dict(self.sent)
+        waited_s = dict(self.waited_s)
         yield
         self.sent.update(sent)
         self.waited_s.update(waited_s)
@@ -164,17 +182,19 @@ class Mesh:
     def _start(self, group, operation, start, sent_bytes, hops) -> Handle:
         """start() returns a list of torch's works; this rank sends sent_bytes in them. hops: how
         many transfers must follow one another."""
-        name, crosses_replicas = f"{group.name} {operation}", group is not self.shard
+        name = f"{group.name} {operation}"
         began = time.perf_counter()
         with translate_comm_errors(), record_function(name):
             works = start()
-        if crosses_replicas:  # shm may wait here for a free slot
-            self.waited("others", began, time.perf_counter())
         self.calls[name] += 1
-        self.sent["sync" if crosses_replicas else "shard"] += sent_bytes
-        if crosses_replicas and self.link:
+        if group is self.shard:
+            self.sent["shard"] += sent_bytes
+            return Handle(works, name)
+        self.waited("others", began, time.perf_counter())  # shm may wait for a free slot
+        self.sent["sync"] += sent_bytes
+        if self.link:
             works = [self.link.carry(works, sent_bytes, hops)]
-        return Handle(works, name, self if crosses_replicas else None)
+        return Handle(works, name, self)
 
     def all_gather(self, whole: torch.Tensor, group: Group) -> Handle:
         """Fill `whole` (flat, group.size equal pieces); this rank's own piece is in place."""
@@ -197,10 +217,10 @@ class Mesh:
 
     def send_receive(self, received: torch.Tensor, x: torch.Tensor, partner: int, group: Group):
         """received <- the partner's x. partner: its index in the group; it calls this too."""
-        peer, pg = group.ranks[partner], group.process_group
-        operations = (dist.irecv, received), (dist.isend, x)  # irecv first: isend may wait for it
-        operations = [dist.P2POp(function, t, peer, pg) for function, t in operations]
-        start = lambda: dist.batch_isend_irecv(operations)
+        peer = group.ranks[partner]
+        receive = dist.P2POp(dist.irecv, received, peer, group.process_group)
+        send = dist.P2POp(dist.isend, x, peer, group.process_group)
+        start = lambda: dist.batch_isend_irecv([receive, send])  # a send may wait for a receive
         return self._start(group, "send-receive", start, x.nbytes, 1)
 
     def gather_rows(self, row: torch.Tensor, group: Group) -> torch.Tensor:
@@ -213,7 +233,7 @@ class Mesh:
     def sum_over_ranks(self, row: torch.Tensor) -> torch.Tensor:
         """The sum of the rows (n,) of all ranks, bit-identical on all of them; waits for it."""
         if min(self.replicas, self.shards) == 1:
-            group = self.shard if self.replicas == 1 else self.sync
+            group = max(self.shard, self.sync, key=lambda group: group.size)
             self.all_reduce(row, group).wait()
             return row
         rows = self.gather_rows(row, self.shard).view(-1)
@@ -223,7 +243,8 @@ class Mesh:
     def gather_in_background(self, row: torch.Tensor) -> tuple:
         """(rows, handle): rows (world_size, n) has the rows (n,) of all ranks, on the host, when
         handle.is_completed(). For the record of a run, so it is not counted."""
-        rows, works = row.repeat(self.world_size, 1), []
+        rows = row.repeat(self.world_size, 1)
+        works = []
         if self.world_size > 1:
             with translate_comm_errors():
                 works = [all_gather_single(rows.view(-1), row, async_op=True)]

@@ -74,7 +74,8 @@ def rotate(x, cos, sin):
 class Block(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        C, hidden = config.n_embd, config.n_hidden
+        C = config.n_embd
+        hidden = config.n_hidden
         self.n_head = config.n_head
         self.attention_norm = nn.RMSNorm(C, config.norm_eps)
         self.qkv = nn.Linear(C, 3 * C, bias=False)
@@ -94,8 +95,10 @@ class Block(nn.Module):
     def attention(self, x):
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # (B, H, T, D)
-        cos, sin = self.cos[:T], self.sin[:T]  # fp32, and so is the rotation
-        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        cos = self.cos[:T]  # fp32, and so is the rotation
+        sin = self.sin[:T]
+        q = rotate(q, cos, sin).to(v.dtype)
+        k = rotate(k, cos, sin).to(v.dtype)
         if v.dtype == torch.bfloat16 and x.device.type == "cpu" and T <= 1024:
             y = attend(q, k, v)  # torch's CPU kernel takes up to four times as long in bf16
         else:
@@ -131,7 +134,9 @@ def make_layer(config: ModelConfig, layer: int) -> nn.Module:
     """Layer number `layer` of n_layer + 2 (-1: the last), not initialized."""
     if layer == 0:
         return Embedding(config)
-    return Block(config) if 0 < layer <= config.n_layer else Head(config)
+    if 0 < layer <= config.n_layer:
+        return Block(config)
+    return Head(config)
 
 
 def build_layer(config: ModelConfig, layer: int, seed: int) -> nn.Module:
@@ -143,8 +148,9 @@ def build_layer(config: ModelConfig, layer: int, seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(int(mixed))
     for name, parameter in module.named_parameters():
         if parameter.dim() == 2:
-            residual = name in ("out.weight", "down.weight")
-            std = 0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02
+            std = 0.02
+            if name in ("out.weight", "down.weight"):  # they write into the residual stream
+                std /= math.sqrt(2 * config.n_layer)
             nn.init.normal_(parameter, std=std, generator=generator)
     return module
 

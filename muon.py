@@ -76,7 +76,8 @@ class Muon(AdamW):
         """ratio: Muon's learning rate / AdamW's."""
         self.blocks = range(1, len(model.layers) - 1)
         super().__init__(model, weight_decay, betas, others=self.blocks)
-        self.model, self.ratio, self.weight_decay = model, ratio, weight_decay
+        self.model = model
+        self.ratio = ratio
         self.layout = model.layouts[1]  # of every block
         # Elements of matrices in this shard of a block; norms' gains follow them.
         self.size = self.layout.border(self.layout.decayed, model.mesh.shard_index)
@@ -94,10 +95,12 @@ class Muon(AdamW):
 
     def step_blocks(self, blocks):
         """The step of at most N blocks."""
-        model, mesh = self.model, self.model.mesh
-        momenta, grads = model.views(model.exp_avg), model.grads
+        model = self.model
+        mesh = model.mesh
+        momenta = model.views(model.exp_avg)
         for piece, l in zip(self.pieces, blocks):
-            M, G = momenta[l][: self.size], grads[l][: self.size]
+            M = momenta[l][: self.size]
+            G = model.grads[l][: self.size]
             # M <- beta1 M + (1 - beta1) G
             M.lerp_(G, 1 - self.betas[0])
             piece[: self.size] = M  # casts to the layers' dtype

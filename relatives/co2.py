@@ -79,14 +79,16 @@ class CO2(Method):
         # f = d_i / M
         torch.div(d, self.mesh.replicas, out=self.mean)
         # [sync] all-reduce, sum P/N fp32, asynchronous, once per round
-        self.handle, self.sent = self.mesh.all_reduce(self.mean, self.mesh.sync), True
+        self.handle = self.mesh.all_reduce(self.mean, self.mesh.sync)
+        self.sent = True
         # x_i <- a
         self.model.master.copy_(self.anchor)
 
     def outer_step(self):
         """The mean pseudo-gradient of the round before moves the anchor."""
         self.handle.wait()
-        f, u = self.mean, self.momentum
+        f = self.mean
+        u = self.momentum
         if self.config.staleness_penalty:
             # G = 1 + r / C
             f.div_(torch.where(self.C > 0, 1 + self.r / self.C, 1.0))

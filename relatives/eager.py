@@ -66,7 +66,8 @@ class Eager(Method):
         nesterov(self.anchor, self.momentum, u, self.config.outer_lr, self.config.outer_momentum)
 
     def sync(self):
-        x, M = self.model.master, self.mesh.replicas
+        x = self.model.master
+        M = self.mesh.replicas
         # d_i = a_i - x_i, in the storage of x_i
         d = torch.sub(self.anchor, x, out=x)
         self.exchange(norms=self.model.norm(d))  # for the record
@@ -78,7 +79,8 @@ class Eager(Method):
         self.own.copy_(d)
         torch.div(d, M, out=self.mean)
         # [sync] all-reduce, sum P/N fp32, asynchronous, once per round
-        self.handle, self.sent = self.mesh.all_reduce(self.mean, self.mesh.sync), True
+        self.handle = self.mesh.all_reduce(self.mean, self.mesh.sync)
+        self.sent = True
         # b_i <- mu b_i + u;  a_i <- a_i - lr (u + mu b_i);  x_i <- a_i
         self.outer_step(u)
         x.copy_(self.anchor)

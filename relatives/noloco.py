@@ -53,8 +53,10 @@ class Config(LocalConfig):  # paper: tau 50; it converges if mu < pull < sqrt(2 
     buffer_vectors = 1  # a_i - mean, at an evaluation
 
     def sent_vectors(self, replicas):  # in the mean of replicas and rounds
-        pair, everywhere = replicas // 2 * 2 / replicas, super().sent_vectors(replicas)
-        return pair + ((everywhere - pair) / self.global_every if self.global_every else 0)
+        pair = replicas // 2 * 2 / replicas
+        if not self.global_every:
+            return pair
+        return pair + (super().sent_vectors(replicas) - pair) / self.global_every
 
     def check(self, replicas):
         super().check(replicas)
@@ -82,14 +84,17 @@ class NoLoCo(Method):
         self.anchor.copy_(self.model.master)
 
     def sync(self):
-        a, x, u, config = self.anchor, self.model.master, self.momentum, self.config
+        a = self.anchor
+        x = self.model.master
+        u = self.momentum
+        config = self.config
         mean = self.model.grad  # its storage is free between two steps
         d = torch.sub(a, x, out=mean)
         self.exchange(norms=self.model.norm(d))  # for the record
         # z_i = lr x_i + (pull - lr) a_i, in the storage of x_i
         z = x.mul_(config.outer_lr).add_(a, alpha=config.pull - config.outer_lr)
-        i, M = self.mesh.replica, self.mesh.replicas
-        j = partner(i, M, config.seed, self.rounds)
+        i = self.mesh.replica
+        j = partner(i, self.mesh.replicas, config.seed, self.rounds)
         mean.copy_(z)
         globally = config.global_every and self.rounds % config.global_every == 0
         if j != i and not globally:

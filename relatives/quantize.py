@@ -56,7 +56,9 @@ VALUES = {  # code -> value, in scales
     "log8": [*(2.0 ** (-e / 8) for e in range(255)), 0.0],
 }
 SIGNS = [[2.0 * (byte >> i & 1) - 1 for i in range(8)] for byte in range(256)]
-THRESHOLD, SMALL, LARGE = 0.9816, 0.4528, 1.510  # of two_bits
+THRESHOLD = 0.9816  # of two_bits
+SMALL = 0.4528
+LARGE = 1.510
 PACK = 0x0102040810204080  # times 8 bytes of 0 or 1: byte i becomes bit i of the highest byte
 
 
@@ -70,7 +72,8 @@ def encode(x: torch.Tensor, format: str) -> torch.Tensor:
         codes = pack_bits(x >= 0)
     elif format == "two_bits":
         scale = torch.linalg.vector_norm(x, 2, dim=1, keepdim=True) / count.sqrt()
-        signs, sizes = pack_bits(x >= 0), pack_bits(x.abs() > THRESHOLD * scale)
+        signs = pack_bits(x >= 0)
+        sizes = pack_bits(x.abs() > THRESHOLD * scale)
         codes = torch.stack([signs, sizes], dim=2).view(len(x), -1)
     else:
         lowest, highest = torch.aminmax(x, dim=1, keepdim=True)  # NaN if there is one
@@ -119,31 +122,33 @@ def decode(coded: torch.Tensor, format: str, dtype=torch.float32) -> torch.Tenso
     """The inverse: codes and scales (B, bytes) uint8 -> blocks (B, 256)."""
     if format == "none":
         return coded.view(dtype)
-    codes, scale = coded[:, :-4], coded[:, -4:].contiguous().view(torch.float32).to(dtype)
+    codes = coded[:, :-4]
+    scale = coded[:, -4:].contiguous().view(torch.float32).to(dtype)
     if format == "int8":
         return codes.view(torch.int8).to(dtype).mul_(scale)
     words = codes.reshape(-1)
-    if format in ("log8", "two_bits"):
-        words = words.view(torch.uint16)  # two bytes
+    if format == "two_bits":
+        words = words.view(torch.uint16)
     values = decoded_words(format, coded.device, dtype).index_select(0, words.int())
-    if format in ("e3m0", "log8"):
-        values = torch.view_as_real(values)
     return values.view(-1, BLOCK).mul_(scale)
 
 
 @functools.cache  # A table is copied to a GPU once, because the host waits for the copy.
 def decoded_words(format: str, device, dtype) -> torch.Tensor:
-    """A table: word -> its elements, in scales. sign, two_bits: 8 in a row. Else the pair of an
-    even element, whose code is low, and an odd one, as a complex number: index_select copies it in
-    one piece."""
-    signs = torch.tensor(SIGNS, device=device, dtype=dtype)
+    """A table: word -> its elements, in scales. A word is a byte; of two_bits two bytes, the low
+    one for 8 signs and the high one for 8 sizes."""
+    signs = torch.tensor(SIGNS, device=device, dtype=dtype)  # (256, 8)
     if format == "sign":
         return signs
-    if format == "two_bits":  # low byte: signs; high byte: sizes
+    if format == "two_bits":
         sizes = torch.where(signs > 0, LARGE, SMALL)
         return (sizes[:, None] * signs).view(-1, 8)
     values = torch.tensor(VALUES[format], device=device, dtype=dtype)
-    return torch.complex(values.repeat(len(values)), values.repeat_interleave(len(values)))
+    if format == "log8":
+        return values.view(-1, 1)
+    even = values.repeat(len(values))  # the code of an even element is the low half of a byte
+    odd = values.repeat_interleave(len(values))
+    return torch.stack([even, odd], dim=1)
 
 
 def bytes_per_element(format: str) -> float:
@@ -168,11 +173,16 @@ class MeanInFlight:
     errors, see above. Then `vectors` become the errors of this replica as a sender."""
 
     def __init__(self, vectors: list, format: str, mesh, weights=None, errors=None):
-        self.mesh, self.M, self.weights, self.errors = mesh, mesh.replicas, weights, errors
-        self.format, self.dtype = format if self.M > 1 else "none", vectors[0].dtype
+        self.mesh = mesh
+        self.M = mesh.replicas
+        self.weights = weights
+        self.errors = errors
+        self.format = format if self.M > 1 else "none"
+        self.dtype = vectors[0].dtype
         self.sizes = [vector.numel() for vector in vectors]
         self.blocks = [max(1, -(-size // BLOCK)) for size in self.sizes]  # a shard may be padding
-        codes, self.first_hop = self._encode(vectors), None
+        self.first_hop = None
+        codes = self._encode(vectors)
         if errors:
             for vector, sent in zip(vectors, self._decode(codes)):
                 vector.sub_(sent)
@@ -210,7 +220,8 @@ class MeanInFlight:
         if self.M > 2:
             return [*self._decode(self.received)]
         received = [copy.split(self.blocks) for copy in self.received.chunk(self.M)]
-        firsts, weights = [0, *accumulate(self.blocks)], self._weights()
+        firsts = [0, *accumulate(self.blocks)]
+        weights = self._weights()
         means = [self._mean(*each, weights) for each in zip(zip(*received), firsts)]
         return [mean.view(-1)[:size] for mean, size in zip(means, self.sizes)]
 
@@ -267,5 +278,8 @@ class MeanInFlight:
             if weights is not None:
                 w = weights[replica, first : first + len(x), None]
                 x = (w * x).where(w > 0, 0)  # weight 0 leaves x out, also if it is not finite
-            total = x if total is None else total.add_(x)
+            if total is None:
+                total = x
+            else:
+                total.add_(x)
         return total.div_(self.M)

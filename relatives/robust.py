@@ -38,7 +38,8 @@ import diloco
 from config import UserError, option
 from diloco import DiLoCo
 
-STEPS, TINY = 5, 1e-30
+STEPS = 5
+TINY = 1e-30
 COLUMNS = 2**16  # elements that are sorted at a time
 
 
@@ -52,9 +53,9 @@ class Config(diloco.Config):
 
     def gathered_vectors(self, replicas):
         both_slots = 1 + super().sent_vectors(replicas)
-        # Then a round has four gathers, and the two large ones meet the same slot.
-        one_slot = self.aggregate == "flag" and self.shards == 1
-        return both_slots / 2 if one_slot else both_slots
+        if self.aggregate == "flag" and self.shards == 1:
+            return both_slots / 2  # four gathers a round: the two large ones meet the same slot
+        return both_slots
 
     def check(self, replicas):
         super().check(replicas)
@@ -90,7 +91,8 @@ class Robust(DiLoCo):
     repairs_replicas = True  # a replica that is not finite goes on from the anchor
 
     def combine(self, d):
-        M, mesh = self.mesh.replicas, self.mesh
+        mesh = self.mesh
+        M = mesh.replicas
         d.nan_to_num_(0.0, 0.0, 0.0)
         if M == 1:
             return
@@ -108,8 +110,9 @@ class Robust(DiLoCo):
             K = mesh.sum_over_ranks(K.view(-1)).view(M, M)
             pieces[mesh.replica] = flag_weights(K, units) @ theirs
         else:
-            median = self.config.aggregate == "median"
-            trim = (M - 1) // 2 if median else self.config.trim
+            trim = self.config.trim
+            if self.config.aggregate == "median":
+                trim = (M - 1) // 2
             # A sort takes 6 times the memory of its values: some columns at a time.
             for values, place in zip(theirs.split(COLUMNS, 1), pieces[mesh.replica].split(COLUMNS)):
                 place.copy_(middle(values, trim))

@@ -57,14 +57,18 @@ class SlowMo(Method):
         self.previous_lr = None  # no round has ended
 
     def sync(self):
-        x, a, v = self.model.master, self.anchor, self.momentum
+        x = self.model.master
+        a = self.anchor
+        v = self.momentum
         # d_i = a - x_i, in the storage of x_i
         d = torch.sub(a, x, out=x)
         self.exchange(norms=self.model.norm(d))  # for the record
         # d = 1/M sum_i d_i
         self.average(d)
         # v <- mu g_t / g_{t-1} v + d;  a <- a - lr v
-        ratio = self.lr / self.previous_lr if self.previous_lr else 1.0  # first round or rate 0
+        ratio = 1.0
+        if self.previous_lr:  # neither the first round nor a rate of 0
+            ratio = self.lr / self.previous_lr
         self.previous_lr = self.lr
         v.mul_(self.config.outer_momentum * ratio).add_(d)
         a.sub_(v, alpha=self.config.outer_lr)

@@ -54,7 +54,8 @@ def unpack(packed, count: int, bits: int):
 def gather_entries(mesh, positions: list, payload):
     """For each replica, in rank order: its positions, matrices of these shapes, and its payload,
     bytes (n,). Waits for them."""
-    own, counts = torch.cat([at.view(-1) for at in positions]), [at.numel() for at in positions]
+    own = torch.cat([at.view(-1) for at in positions])
+    counts = [at.numel() for at in positions]
     row = torch.cat([payload, pack(own, bits=12)])
     # [sync] all-gather, payload and 12 bits per position, once per call
     for row in mesh.gather_rows(row, mesh.sync):

@@ -51,11 +51,16 @@ class Config(LocalConfig):  # paper: tau 15 to 100, density 1/64
     density: float = option(0.125, "share of the elements that is sent", above=0, below=1.000001)
     error_decay: float = option(0.95, "beta, of what was not sent", below=1)
     two_bits: bool = option(True, "send 2 bits a value, else whole values")
-    # Positions and codes are int64 on their way to bytes and back: 54 bytes an element.
-    buffer_vectors = property(lambda self: 54 / 4 * self.density)
+
+    @property
+    def buffer_vectors(self):
+        """Positions and codes are int64 on their way to bytes and back: 54 bytes an element."""
+        return 54 / 4 * self.density
 
     def sent_vectors(self, replicas):
-        each = 1.75 * self.density + 4 / CHUNK if self.two_bits else 5.5 * self.density
+        each = 5.5 * self.density  # bytes
+        if self.two_bits:
+            each = 1.75 * self.density + 4 / CHUNK
         return (replicas - 1) * each / 4
 
     def gathered_vectors(self, replicas):
@@ -85,7 +90,10 @@ class SparseLoCo(Method):
         self.anchor.copy_(self.model.master)
 
     def sync(self):
-        a, x, e, config = self.anchor, self.model.master, self.error, self.config
+        a = self.anchor
+        x = self.model.master
+        e = self.error
+        config = self.config
         # e_i <- beta e_i + (a - x_i)
         d = torch.sub(a, x, out=x)
         self.exchange(norms=self.model.norm(d))  # for the record
@@ -114,7 +122,8 @@ class SparseLoCo(Method):
 
     def from_bytes(self, payload, shapes: list) -> list:
         """Matrices of values in these shapes."""
-        dtype, counts = self.anchor.dtype, [part.numel() for part in shapes]
+        dtype = self.anchor.dtype
+        counts = [part.numel() for part in shapes]
         if not self.config.two_bits:
             values = payload.clone().view(dtype).split(counts)
             return [part.view(shape.shape) for part, shape in zip(values, shapes)]

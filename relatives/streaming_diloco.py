@@ -39,15 +39,21 @@ class Config(QuantizedConfig):  # paper: tau 100
     fragments: int = option(4, "F, parts of the model; divides tau", low=1)
     delay: int = option(-1, "steps from sending to outer step; -1: tau / F - 1, at most 2", low=-1)
     alpha: float = option(0.0, "weight of the local value when a fragment lands, 0 to 1")
-    buffer_vectors = property(lambda self: 2 / self.fragments)  # a fragment, sent and received
+
+    @property
+    def buffer_vectors(self):
+        return 2 / self.fragments  # a fragment, sent and received
 
     @property
     def steps_late(self) -> int:
-        return min(2, self.tau // self.fragments - 1) if self.delay < 0 else self.delay
+        if self.delay >= 0:
+            return self.delay
+        return min(2, self.tau // self.fragments - 1)
 
     def check(self, replicas):
         super().check(replicas)
-        F, interval = self.fragments, self.tau / self.fragments
+        F = self.fragments
+        interval = self.tau / F
         if interval % 1 or F > self.n_layer + 2:
             raise UserError(f"--fragments {F}: must divide --tau {self.tau}, at most one per layer")
         if self.steps_late >= interval:
@@ -83,7 +89,9 @@ class StreamingDiLoCo(Method):
         self.send_if_due(self.config.steps_late > 0)
 
     def after_step(self, lr, metrics):
-        over, delay, self.landed = super().after_step(lr, metrics), self.config.steps_late, None
+        over = super().after_step(lr, metrics)
+        delay = self.config.steps_late
+        self.landed = None
         self.send_if_due(delay == 0)
         if self.mean and self.local_steps >= self.sent_at + (delay + 1) // 2:
             with self.record.stall():
@@ -93,12 +101,14 @@ class StreamingDiLoCo(Method):
         return over
 
     def send_if_due(self, here: bool):
-        k, interval = self.local_steps, self.config.tau // self.config.fragments
+        k = self.local_steps
+        interval = self.config.tau // self.config.fragments
         if here and k % interval == 0 and k + self.rounds > 0:  # both are 0 in the warm-up
             self.send((k // interval - 1) % self.config.fragments)
 
     def send(self, p):
-        self.p, self.sent_at = p, self.local_steps
+        self.p = p
+        self.sent_at = self.local_steps
         with self.record.stall():
             d = [a - x for x, a, _ in self.layers[p]]  # d_i = a - x_i
             self.mean = MeanInFlight(d, self.config.quantize, self.mesh, self.judge(d))
@@ -111,7 +121,8 @@ class StreamingDiLoCo(Method):
         for (x, a, b), d in zip(self.layers[self.p], self.mean.wait()):
             nesterov_unless_flagged(a, b, d, lr, mu, accepted=a.new_ones(()))
             x.mul_(alpha).add_(a, alpha=1 - alpha)  # x_i <- alpha x_i + (1 - alpha) a
-        self.landed, self.mean = self.p, None
+        self.landed = self.p
+        self.mean = None
 
     def sync(self):
         if self.mean:  # only if the training ends in the middle of a round

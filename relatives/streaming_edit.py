@@ -79,7 +79,8 @@ class StreamingEDiT(StreamingDiLoCo):
         squares = torch.stack([d_l.norm() ** 2 for d_l in d])
         # [shard] all-reduce, one scalar per layer, once per fragment
         self.mesh.all_reduce(squares, self.mesh.shard).wait()
-        G, own = squares.sqrt(), self.statistics[:, self.p :: self.config.fragments]
+        G = squares.sqrt()
+        own = self.statistics[:, self.p :: self.config.fragments]
         flagged = is_anomaly(G, anomaly_limits(own, self.config))
         own.copy_(update_statistics(own, G, ~flagged, self.config))
         self.norms = G.new_empty(self.mesh.replicas, 2 * len(d))
@@ -97,7 +98,9 @@ class StreamingEDiT(StreamingDiLoCo):
         return weights * self.mesh.replicas
 
     def land(self):
-        layers, means, config = self.layers[self.p], self.mean.wait(), self.config
+        layers = self.layers[self.p]
+        means = self.mean.wait()
+        config = self.config
         norms, flagged, weights = self.judgement
         squares = torch.stack([v.norm() ** 2 for v in [*means, *(x for x, _, _ in layers)]])
         # [shard] all-gather, 2 scalars per layer, once per fragment
@@ -115,7 +118,8 @@ class StreamingEDiT(StreamingDiLoCo):
             x.mul_(alpha).add_(a, alpha=1 - alpha)
             torch.where(sick[l], a, x, out=x)
         self.landings.append((norms, flagged, weights, clips))
-        self.landed, self.mean = self.p, None
+        self.landed = self.p
+        self.mean = None
 
     def sync(self):
         super().sync()
@@ -123,6 +127,8 @@ class StreamingEDiT(StreamingDiLoCo):
             norms, flagged, weights, clips = (torch.cat(c, dim=-1) for c in zip(*self.landings))
             self.landings = []
             self.record.describe(
-                pseudo_grad_norm=norms.norm(dim=1), weight=weights.mean(dim=1),
-                dropped=flagged.sum(dim=1), clip=clips.mean(),
-            )  # fmt: skip
+                pseudo_grad_norm=norms.norm(dim=1),
+                weight=weights.mean(dim=1),
+                dropped=flagged.sum(dim=1),
+                clip=clips.mean(),
+            )

@@ -45,8 +45,11 @@ from relatives.sparse import chunks, gather_entries, largest
 class Config(LocalConfig):  # paper: 0.001
     density: float = option(0.0156, "share of the elements that is sent", above=0, below=1.000001)
     momentum_correction: float = option(0.9, "m; 0: AdamW's own momentum instead", below=1)
-    # Positions are int64 on their way to bytes and back: 44 bytes an element.
-    buffer_vectors = property(lambda self: 44 / 4 * self.density)
+
+    @property
+    def buffer_vectors(self):
+        """Positions are int64 on their way to bytes and back: 44 bytes an element."""
+        return 44 / 4 * self.density
 
     def sent_vectors(self, replicas):
         return self.tau * (replicas - 1) * self.density * 5.5 / 4
@@ -68,7 +71,10 @@ class TopK(Method):
                 self.average_largest(self.model.grad)
 
     def average_largest(self, g):
-        model, m, u, v = self.model, self.config.momentum_correction, self.momentum, self.rest
+        model = self.model
+        m = self.config.momentum_correction
+        u = self.momentum
+        v = self.rest
         # u_i <- m u_i + (1 - m) g_i;  v_i <- v_i + u_i
         v.add_(u.mul_(m).add_(g, alpha=1 - m))
         # s_i = the largest of v_i;  u_i, v_i <- 0 where sent

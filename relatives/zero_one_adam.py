@@ -86,7 +86,8 @@ class ZeroOneAdam(Method):
         if self.averages_gradients:
             return super().inner_step(optimizer)
         beta1, beta2 = optimizer.betas
-        m, V = self.model.exp_avg, self.model.exp_avg_sq
+        m = self.model.exp_avg
+        V = self.model.exp_avg_sq
         g = self.model.grad
         m.lerp_(g, 1 - beta1)
         self.variance.mul_(beta2).addcmul_(g, g, value=1 - beta2)
@@ -98,11 +99,14 @@ class ZeroOneAdam(Method):
         self.model.master.sub_(step, alpha=optimizer.lr)
 
     def after_step(self, lr, metrics):
-        self.lr_sum = lr + (self.lr_sum if self.local_steps > 0 else 0.0)  # of the round
+        if self.local_steps == 0:
+            self.lr_sum = 0.0  # of the round
+        self.lr_sum += lr
         return super().after_step(lr, metrics)
 
     def sync(self):
-        V, views = self.model.exp_avg_sq, self.model.used_views
+        V = self.model.exp_avg_sq
+        views = self.model.used_views
         d = torch.sub(self.anchor, self.model.master, out=self.model.grad)
         self.exchange(norms=self.model.norm(d))  # for the record
         # z_i = (a - x_i) (sqrt(V) + eps) + e_i
@@ -128,7 +132,8 @@ class ZeroOneAdam(Method):
         m.copy_(u.div_(self.lr_sum or 1.0))
 
     def refresh_variance(self):
-        V, w = self.model.views(self.model.exp_avg_sq), self.model.views(self.variance)
+        V = self.model.views(self.model.exp_avg_sq)
+        w = self.model.views(self.variance)
         views = self.model.used_views(self.variance)
         for v, mean in zip(views, MeanInFlight(views, "log8", self.mesh).wait()):
             v.copy_(mean)
