@@ -296,8 +296,8 @@ def penalty(seed):
     "fewer_bytes",
     "local_bytes",
     panels=[
-        Panel("sync_bytes", "val_loss", "sent per rank over slow links", log=10, frontier=True),
-        Panel("local_bytes", "val_loss", "sent after the warm-up", log=10, frontier=True),
+        Panel("sync_bytes", "val_loss", "bytes over slow links, per rank", log=2, frontier=True),
+        Panel("local_bytes", "val_loss", "bytes after the warm-up", log=10, frontier=True),
     ],
     combine=beside_minibatch,
 )

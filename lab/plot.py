@@ -37,8 +37,8 @@ NAMED = (
     ("post_local_sgd", ""),
     ("diloco", ""),
     ("edit", ""),
-    ("streaming_edit", ""),
     ("one_bit_edit", "Muon"),
+    ("zero_one_adam", ""),
     ("sparse_loco", ""),
 )
 
@@ -180,16 +180,12 @@ def draw(rows: list, panels: list, path):
     panels = [panel for panel in panels if lines_of(rows, panel)]  # --quick leaves some empty
     panels_lines = [lines_of(rows, panel) for panel in panels]
     styles = styles_of(panels_lines, panels[0].frontier)
-    one_x = len({panel.x for panel in panels}) == 1
-    one_y = len({panel.y for panel in panels}) == 1
 
     with settings():
         picture = figure.Figure((2.5 + 3.7 * len(panels), 4.5), layout="constrained")
-        all_axes = picture.subplots(1, len(panels), squeeze=False, sharex=one_x, sharey=one_y)[0]
+        all_axes = picture.subplots(1, len(panels), squeeze=False)[0]
         for axes, panel, lines in zip(all_axes, panels, panels_lines):
             draw_panel(axes, panel, lines, styles)
-            if one_y:
-                axes.label_outer()
         handles = axes.get_legend_handles_labels()
         picture.legend(*handles, loc="outside right upper", frameon=False)
         save(picture, [list(lines.values()) for lines in panels_lines], path)

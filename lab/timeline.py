@@ -13,7 +13,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-from lab.plot import GRAY, save, settings
+from lab.plot import save, settings
 from lab.rows import METHODS, read_run
 from plumbing.config import UserError
 
@@ -183,9 +183,10 @@ def draw_overlap(rows, path):
             last = layers[-1][1]
             draw_replica(axes, row, 0.0)
             for l, (begin, end) in enumerate(layers):
-                box = {"facecolor": "none", "edgecolor": GRAY}
+                box = {"facecolor": SPANS["link"][0], "edgecolor": "white"}
                 axes.broken_barh([(begin, end - begin)], (-0.75, 0.6), **box)
-                axes.text((begin + end) / 2, -0.45, l, ha="center", va="center", fontsize=8)
+                middle = (begin + end) / 2
+                axes.text(middle, -0.45, l, color="white", ha="center", va="center")
 
             axes.set(xlim=(first - 0.4 * longest, first + 1.8 * longest), ylim=(-0.8, 0.85))
             axes.set_xticks([first, last], ["0", f"{last - first:.2f} s"])
