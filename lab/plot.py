@@ -15,6 +15,7 @@ import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from lab.rows import GRAY, METHODS, in_order, read_run
 from plumbing.config import NOT_RESUMED, Parser, UserError, run_command
@@ -22,14 +23,7 @@ from plumbing.config import NOT_RESUMED, Parser, UserError, run_command
 # These may differ between the runs of a line.
 SAME_LINE = NOT_RESUMED | {"seed", "mesh", "micro_steps", "micro_batch", "n_params"}
 SAME_LINE |= {"corpus_hash", "torch", "device_name"}
-VARIANTS = (  # marker and line
-    ("o", ":"),
-    ("s", "-."),
-    ("^", (0, (1, 3))),
-    ("v", (0, (5, 1, 1, 1))),
-    ("D", "--"),
-    ("X", "-"),
-)
+VARIANTS = "os^vDX"  # markers
 # The names in the picture of a frontier. All other points are gray.
 NAMED = (
     ("minibatch", ""),
@@ -83,14 +77,8 @@ def lines_of(rows: list, panel: Panel) -> dict:
         lines[label] = []
         for _, seeds in sorted(points.items()):
             xs, ys = zip(*seeds)
-            lines[label].append((mean(xs), mean(ys), min(ys), max(ys)))
+            lines[label].append((fmean(xs), fmean(ys), min(ys), max(ys)))
     return lines
-
-
-def mean(values: tuple) -> float:
-    if len(set(values)) == 1:  # without a rounding error
-        return values[0]
-    return sum(values) / len(values)
 
 
 def checksum(data: list) -> str:
@@ -122,7 +110,7 @@ def save(figure, data: list, path):
 
 
 def styles_of(panels_lines: list, frontier=False) -> dict:
-    """(method, variant) -> its style. A variant has its method's color, another line and another,
+    """(method, variant) -> its style. A variant has its method's color, a dotted line and another,
     open marker. frontier: all but NAMED are gray and have no name."""
     labels = {}
     for lines in panels_lines:
@@ -135,9 +123,8 @@ def styles_of(panels_lines: list, frontier=False) -> dict:
         style |= {"linewidth": 1.4, "markersize": 4.5, "markerfacecolor": color}
         if variant:
             before = [other for other in styles if other[0] == method and other[1]]
-            style["marker"], style["linestyle"] = VARIANTS[len(before) % len(VARIANTS)]
-            style["label"] = f"{name}, {variant}"
-            style["markerfacecolor"] = "none"
+            style["marker"] = VARIANTS[len(before) % len(VARIANTS)]
+            style |= {"label": f"{name}, {variant}", "linestyle": ":", "markerfacecolor": "none"}
         if frontier and (method, variant) not in NAMED:
             style |= {"color": GRAY, "marker": ".", "linestyle": "none", "label": None}
         styles[method, variant] = style

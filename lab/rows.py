@@ -74,20 +74,16 @@ def read_run(folder) -> dict:
     return record
 
 
-def after_warmup(record: dict, warmup: int) -> dict:
-    """Lists of the evaluations' counts, less those of the first `warmup` steps. All steps of the
+def after_warmup(record, warmup) -> dict:
+    """The counts at the last evaluation, less those of the first `warmup` steps. All steps of the
     warm-up count as much as those before the last row within it: later ones send less."""
-    rows = list(record["steps"])
-    for values in zip(*(record[name] for name in COUNTS)):
-        rows.append(dict(zip(COUNTS, values)))
-
-    before = dict.fromkeys(COUNTS, 0)
-    within = [row for row in rows if 0 < row["step"] <= warmup]
-    if within:
-        last = max(within, key=lambda row: row["step"])
-        for name in COUNTS:
-            before[name] = last[name] * (warmup / last["step"])
-    return {name: [max(0, x - before[name]) for x in record[name]] for name in COUNTS}
+    within = [row for row in record["steps"] if row["step"] <= warmup]
+    counts = {}
+    for name in COUNTS:
+        counts[name] = record[name][-1]
+        if within:
+            counts[name] -= within[-1][name] * (warmup / within[-1]["step"])
+    return counts
 
 
 def in_order(rows: list) -> list:

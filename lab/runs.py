@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.plot import draw
-from lab.rows import CASE, after_warmup, read_run, table
+from lab.rows import after_warmup, read_run, table
 from plumbing.checkpoint import list_checkpoints
 from plumbing.config import PRESETS, STOPS, Parser, UserError, check_limits
 
@@ -88,15 +88,10 @@ class Run:
             lines.append(self.timed_by.commands())
         return "\n".join(lines)
 
-    def made(self, row: dict) -> bool:
-        """Is it a row of this run?"""
-        return self.columns.items() <= row.items() and row.get("command") == self.commands()
-
-    def minutes(self) -> float:
-        """Roughly, on 2 cores: 9 s for each start of torchrun, 3 s for evaluations, and 57 ms per
-        step of 4 sequences per rank. A slow link and a larger model are not counted."""
-        step_s = 0.025 + 0.008 * self.flags.get("batch_size", 4)
-        return (9 * len(self.stages) + 3 + self.flags["max_steps"] * step_s) / 60
+    def rows_in(self, rows: list) -> list:
+        """Those that this run has made."""
+        own = self.columns | {"command": self.commands()}
+        return [row for row in rows if own.items() <= row.items()]
 
     def finished(self) -> bool:
         try:
@@ -109,22 +104,21 @@ class Run:
         record = read_run(self.folder)
         warmup = self.flags["sync_warmup_steps"]
         after = after_warmup(record, warmup)
-        steps = record["step"]
-
-        row = dict(self.columns)
-        row["val_loss"] = record["val_loss"][-1]
-        row["sync_bytes"] = record["sync_bytes"][-1]
-        row["local_bytes"] = after["sync_bytes"][-1]
-        row["warmup_steps"] = warmup
-        row["tokens_per_s"] = after["tokens"][-1] / after["train_s"][-1]
-        row["step_curve"] = steps
-        row["val_loss_curve"] = record["val_loss"]
+        row = self.columns | {
+            "val_loss": record["val_loss"][-1],
+            "sync_bytes": record["sync_bytes"][-1],
+            "warmup_steps": warmup,
+            "local_bytes": after["sync_bytes"],
+            "tokens_per_s": after["tokens"] / after["train_s"],
+            "step_curve": record["step"],
+            "val_loss_curve": record["val_loss"],
+        }
         if self.timed_by:
             step_s = self.timed_by.step_s()
             row["step_ms"] = 1e3 * step_s
-            row["seconds_curve"] = [(step - warmup) * step_s for step in steps]
+            row["seconds_curve"] = [(step - warmup) * step_s for step in record["step"]]
             row["local_s"] = row["seconds_curve"][-1]
-            row["tokens_per_s"] = record["tokens"][-1] / steps[-1] / step_s
+            row["tokens_per_s"] = record["tokens"][-1] / record["step"][-1] / step_s
         row["command"] = self.commands()
         return row
 
@@ -165,33 +159,30 @@ class Run:
             raise UserError(f"a run failed, see {output}: {self.command(ranks)}")
 
 
-def different(runs: list) -> list:
+def different(runs) -> list:
     """The runs, each once, and before them those that time them."""
     timings = [run.timed_by for run in runs if run.timed_by]
     return list({run.folder: run for run in timings + runs}.values())
 
 
-def execute_all(runs: list):
+def execute_all(runs):
     """Execute the runs that have not finished."""
     todo = [run for run in different(runs) if not run.finished()]
     print(f"{len(different(runs))} runs, {len(todo)} to do", flush=True)
     for done, run in enumerate(todo, 1):
         run.execute()
-        row = run.row()
-        name = " ".join(str(row[key]) for key in (*CASE, "seed") if row.get(key))
-        minutes = sum(other.minutes() for other in todo[done:])
-        result = f"{row['val_loss']:.4f} | {minutes:.0f} minutes left"
-        print(f"{done}/{len(todo)} | {name} | {result}", flush=True)
+        loss = run.row()["val_loss"]
+        print(f"{done}/{len(todo)} | {run.folder.name} | {loss:.4f}", flush=True)
 
 
 # ---- experiments ----
 
 
-def unchanged(rows: list) -> list:
+def unchanged(rows) -> list:
     return rows
 
 
-def one_row(run: Run) -> list:
+def one_row(run) -> list:
     return [run.row()]
 
 
@@ -209,13 +200,13 @@ class Experiment:
     def question(self) -> str:
         return self.runs_of_seed.__doc__
 
-    def runs(self, seeds: list) -> list:
+    def runs(self, seeds, quick=False) -> list:
         """The runs of all seeds. Some do not depend on the seed: these once."""
         found = []
         for seed in seeds:
-            for run in self.runs_of_seed(seed):
-                if run not in found:
-                    found.append(run)
+            found += [run for run in self.runs_of_seed(seed) if run not in found]
+            if quick:
+                return found[:AT_MOST]
         return found
 
 
@@ -229,49 +220,42 @@ def experiment(*columns, **others):
     return enter
 
 
-def run_experiment(experiment: Experiment, runs: list, path: Path, add: bool = False):
+def run_experiment(experiment, seeds, path, quick=False, add=False):
     """Write the JSON file `path`, and its table and picture beside it. add: do not repeat the runs
     that the file has rows of."""
     old = []
     if add:
-        old = read_rows(path)
-    known = {run.folder: [row for row in old if run.made(row)] for run in runs}
-    execute_all([run for run in runs if not known[run.folder]])
+        old = json.loads(path.read_text())
+    runs = experiment.runs(seeds, quick)
+    execute_all([run for run in runs if not run.rows_in(old)])
 
     rows = []
     for run in runs:
-        rows += known[run.folder] or experiment.rows_of(run)
-    rows = experiment.combine(rows)
-
+        rows += run.rows_in(old) or experiment.rows_of(run)
+    lines = ",\n".join(json.dumps(row) for row in experiment.combine(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(row) for row in rows)
     path.write_text(f"[\n{lines}\n]\n")
-    print(table(experiment.summary(rows), experiment.columns))
     print(f"results {path}", flush=True)
-    write_page(experiment, path)
+    print(write_page(experiment, path))
 
 
-def read_rows(path: Path) -> list:
-    return json.loads(path.read_text())
-
-
-def page(experiment: Experiment, path: Path) -> str:
+def page(experiment, path, rows) -> str:
     """The text of the .md file beside the JSON file `path`: the full table."""
-    rows = experiment.summary(experiment.combine(read_rows(path)))
     name = path.stem
     source = f"From [{name}.json]({name}.json), which has the command lines of all runs."
-    return f"# {name}\n\n{source}\n\n{table(rows, experiment.columns)}\n"
+    return f"# {name}\n\n{source}\n\n{table(experiment.summary(rows), experiment.columns)}\n"
 
 
-def write_page(experiment: Experiment, path: Path):
-    """Write the table and the picture of a JSON file beside it."""
-    path.with_suffix(".md").write_text(page(experiment, path))
-    rows = experiment.combine(read_rows(path))
-    picture = path.with_suffix(".svg")
+def write_page(experiment, path) -> str:
+    """Write the table, which is returned, and the picture of a JSON file beside it."""
+    rows = experiment.combine(json.loads(path.read_text()))
+    text = page(experiment, path, rows)
+    path.with_suffix(".md").write_text(text)
     if experiment.panels:
-        draw(rows, experiment.panels, picture)
-    elif experiment.picture:
-        experiment.picture(rows, picture)
+        draw(rows, experiment.panels, path.with_suffix(".svg"))
+    if experiment.picture:
+        experiment.picture(rows, path.with_suffix(".svg"))
+    return text
 
 
 # ---- the command line ----
@@ -282,7 +266,7 @@ EARLIER = {  # results of experiments that are gone -> the experiment with such 
 }
 
 
-def experiment_of(path: Path) -> Experiment:
+def experiment_of(path) -> Experiment:
     """Of a JSON file: that with its name, or the first word of its name."""
     return EXPERIMENTS[EARLIER.get(path.stem, path.stem.split("_")[0])]
 
@@ -294,13 +278,13 @@ def parse_arguments():
     parser.add_argument("--add", action="store_true", help="keep the rows of finished runs")
     parser.add_argument("--tables", action="store_true", help="rewrite all tables and pictures")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="(default: 1 2 3)")
-    parser.add_argument("--steps", type=int, help="of runs where the experiment says no other")
+    parser.add_argument("--steps", type=int, default=0, help="of runs with no others of their own")
     parser.add_argument("--model", choices=list(PRESETS), help="(default: tiny)")
     args = parser.parse_args()
 
     for seed in args.seeds:
         check_limits("--seeds", seed, {})
-    if args.steps is not None:
+    if args.steps:
         check_limits("--steps", args.steps, {"low": 64})
     return args
 
@@ -310,42 +294,37 @@ def change_base(args):
     if args.quick:
         BASE.update(QUICK)
     if args.steps:
-        BASE["max_steps"] = args.steps
-        BASE["sync_warmup_steps"] = 32
-        BASE["eval_interval"] = args.steps // 8
-        BASE["log_interval"] = args.steps // 8
-        BASE["checkpoint_interval"] = args.steps // 2
+        BASE.update(
+            max_steps=args.steps,
+            sync_warmup_steps=32,
+            eval_interval=args.steps // 8,
+            log_interval=args.steps // 8,
+            checkpoint_interval=args.steps // 2,
+        )
     if args.model:
-        BASE["model"] = args.model
-        BASE["batch_size"] = 2
+        BASE.update(model=args.model, batch_size=2)
 
 
 def main():
     args = parse_arguments()
     change_base(args)
-
-    def runs_of(experiment):
-        if args.quick:
-            return experiment.runs(args.seeds[:1])[:AT_MOST]
-        return experiment.runs(args.seeds)
-
     if args.tables:
         for path in sorted(RESULTS.glob("*.json")):
             write_page(experiment_of(path), path)
-
     elif args.experiment:
+        folder = RESULTS
+        if args.quick:
+            folder = RUNS / "quick"
+        words = [args.experiment, args.steps, args.model]
+        path = folder / ("_".join(str(word) for word in words if word) + ".json")
         for number in STOPS:  # end the run, too
             signal.signal(number, signal.default_int_handler)
-        folder = RUNS / "quick" if args.quick else RESULTS
-        words = [args.experiment, args.steps, args.model]
-        name = "_".join(str(word) for word in words if word)
-        experiment = EXPERIMENTS[args.experiment]
         try:
-            run_experiment(experiment, runs_of(experiment), folder / f"{name}.json", args.add)
+            run_experiment(EXPERIMENTS[args.experiment], args.seeds, path, args.quick, args.add)
         except KeyboardInterrupt:
             raise UserError("interrupted; the same command goes on from here") from None
-
     else:
         for name, experiment in EXPERIMENTS.items():
-            minutes = sum(run.minutes() for run in different(runs_of(experiment)))
-            print(f"{name:12} {experiment.question} {minutes:.0f} minutes")
+            runs = different(experiment.runs(args.seeds, args.quick))
+            steps = sum(run.flags["max_steps"] for run in runs)
+            print(f"{name:12} {experiment.question} {len(runs)} runs, {steps:,} steps")
