@@ -181,7 +181,7 @@ def draw(rows: list, panels: list, path):
 def variant(run: dict, runs: list) -> str:
     """The flags of the run that differ between the runs of its method, but for the seed."""
     flags = run["config"]
-    others = [other["config"] for other in runs if other["config"]["method"] == flags["method"]]
+    others = [other["config"] for other in runs if other["method"] == run["method"]]
     words = []
     for name, value in flags.items():
         differs = any(other.get(name) != value for other in others)
@@ -199,7 +199,7 @@ def rows_of(folders: list) -> list:
             raise UserError(f"{run['folder']}: the run has no evaluation yet")
         if None in run["val_loss"]:
             raise UserError(f"{run['folder']}: a validation loss of the run is not finite")
-        rows.append(run | {"method": run["config"]["method"], "variant": variant(run, runs)})
+        rows.append(run | {"variant": variant(run, runs)})
     return rows
 
 

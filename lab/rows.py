@@ -53,7 +53,7 @@ CURVES = (*COUNTS, "val_loss")  # columns of the evaluations
 
 
 def read_run(folder) -> dict:
-    """The record of a run: its folder, its rows `config` and `end` (None: it has not ended), a list
+    """The record of a run: its folder and method, its rows `config` and `end` (None: it has not ended), a list
     per column of its evaluations, `steps`, the list of its step rows, and `rounds`, the steps of
     each replica in each. A val_loss that is not finite is None. Raises UserError for a file that is
     not a record."""
@@ -65,6 +65,7 @@ def read_run(folder) -> dict:
             rows[row["event"]].append(row)
 
         record = {"folder": folder, "config": rows["config"][0], "steps": rows["step"]}
+        record["method"] = record["config"]["method"]
         record["end"] = next(iter(rows["end"]), None)
         record["rounds"] = [row["steps"] for row in rows["sync"]]
         for name in CURVES:
@@ -114,7 +115,7 @@ def beside_minibatch(rows: list) -> list:
 
     sent = {}
     for row in rows:
-        if row["method"] == "minibatch":
+        if row["method"] == "minibatch" and row["variant"] == "":
             sent[row["seed"]] = row["sync_bytes"]
     for row in rows:
         row["fewer_bytes"] = sent[row["seed"]] / row["sync_bytes"]

@@ -42,7 +42,7 @@ def read_timeline(folder) -> list:
             recorded = json.loads(path.read_text())
             found.setdefault(recorded["replica"], recorded["spans"])
         rows = [replica_row(record, replica, found[replica]) for replica in sorted(found)]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError, ZeroDivisionError) as error:
         raise UserError(f"{folder}: its timeline is damaged ({error})") from None
     if not rows:
         raise UserError(f"{folder}: the run has no timeline; train with --timeline")
@@ -51,7 +51,7 @@ def read_timeline(folder) -> list:
     longest = max(row["whole_s"] for row in rows)
     for row in rows:
         row["folder"] = str(folder)
-        row["method"] = record["config"]["method"]
+        row["method"] = record["method"]
         for name, spans in row["spans"].items():
             row["spans"][name] = visible_spans(spans, origin, longest)
     return rows
