@@ -21,24 +21,32 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import STOPS, Parser, UserError, check_limits
+from config import PRESETS, STOPS, Parser, UserError, check_limits
 from lab.plot import draw
-from lab.rows import CASE, CURVES, after_warmup, read_run, table
+from lab.rows import after_warmup, read_run, table
 from plumbing.checkpoint import list_checkpoints
 
 HERE = Path(__file__).parent.parent
-RUNS, RESULTS = HERE / "out" / "lab", HERE / "lab" / "results"
+RUNS = HERE / "out" / "lab"
+RESULTS = HERE / "lab" / "results"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]  # also where `torchrun` has no path
 EXPERIMENTS = {}  # by name
 SEQUENCES = 16  # of all ranks per step
+AT_MOST = 12  # runs with --quick
 BASE = {  # flags of the runs, where an experiment does not say others
-    "max_steps": 448, "sync_warmup_steps": 128, "eval_interval": 64, "log_interval": 64,
+    "max_steps": 448,
+    "sync_warmup_steps": 128,
+    "eval_interval": 64,
+    "log_interval": 64,
     "checkpoint_interval": 128,
-}  # fmt: skip
+}
 QUICK = {  # the same with --quick
-    "max_steps": 96, "sync_warmup_steps": 32, "eval_interval": 32, "eval_batches": 4,
+    "max_steps": 96,
+    "sync_warmup_steps": 32,
+    "eval_interval": 32,
+    "eval_batches": 4,
     "checkpoint_interval": 16,
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -63,24 +71,27 @@ class Run:
         flags |= {"resume": "auto", "out_dir": os.path.relpath(self.folder, HERE)}
         words = [f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node {ranks} {self.program}"]
         for name, value in flags.items():
-            switch = f"--{name}" if value else f"--no-{name}"
-            words.append(switch if isinstance(value, bool) else f"--{name} {value}")
-        return " ".join(words) + (f"    # until step {stop}" if stop else "")
+            if value is True:
+                words.append(f"--{name}")
+            elif value is False:
+                words.append(f"--no-{name}")
+            else:
+                words.append(f"--{name} {value}")
+        if stop:
+            words.append(f"   # until step {stop}")
+        return " ".join(words)
 
     def commands(self) -> str:
         """The command lines of all stages, and of the run that times it."""
         lines = [self.command(*stage) for stage in self.stages]
-        return "\n".join(lines + ([self.timed_by.commands()] if self.timed_by else []))
+        if self.timed_by:
+            lines.append(self.timed_by.commands())
+        return "\n".join(lines)
 
-    def made(self, row: dict) -> bool:
-        same = all(row.get(name) == self.columns.get(name) for name in (*CASE, "seed"))
-        return same and row.get("command") == self.commands()
-
-    def minutes(self) -> float:
-        """Roughly, on 2 cores: 9 s for each start of torchrun, 3 s for evaluations, and 57 ms per
-        step of 4 sequences per rank. A slow link and a larger model are not counted."""
-        step_s = 0.025 + 0.008 * self.flags.get("batch_size", 4)
-        return (9 * len(self.stages) + 3 + self.flags["max_steps"] * step_s) / 60
+    def rows_in(self, rows: list) -> list:
+        """Those that this run has made."""
+        own = self.columns | {"command": self.commands()}
+        return [row for row in rows if own.items() <= row.items()]
 
     def finished(self) -> bool:
         try:
@@ -90,18 +101,26 @@ class Run:
 
     def row(self) -> dict:
         """columns, results, the lists of the evaluations as *_curve, the command lines."""
-        record, warmup = read_run(self.folder), self.flags["sync_warmup_steps"]
-        row = self.columns | {name: record[name][-1] for name in ("val_loss", "sync_bytes")}
-        after = {name: curve[-1] for name, curve in after_warmup(record, warmup).items()}
-        row |= {"warmup_steps": warmup, "local_bytes": after["sync_bytes"]}
-        row["tokens_per_s"] = after["tokens"] / after["train_s"]
-        row |= {f"{name}_curve": record[name] for name in CURVES}
+        record = read_run(self.folder)
+        warmup = self.flags["sync_warmup_steps"]
+        after = after_warmup(record, warmup)
+        row = self.columns | {
+            "val_loss": record["val_loss"][-1],
+            "sync_bytes": record["sync_bytes"][-1],
+            "warmup_steps": warmup,
+            "local_bytes": after["sync_bytes"],
+            "tokens_per_s": after["tokens"] / after["train_s"],
+            "step_curve": record["step"],
+            "val_loss_curve": record["val_loss"],
+        }
         if self.timed_by:
             step_s = self.timed_by.step_s()
-            seconds = [(k - warmup) * step_s for k in record["step"]]
-            row |= {"step_ms": 1e3 * step_s, "seconds_curve": seconds, "local_s": seconds[-1]}
+            row["step_ms"] = 1e3 * step_s
+            row["seconds_curve"] = [(step - warmup) * step_s for step in record["step"]]
+            row["local_s"] = row["seconds_curve"][-1]
             row["tokens_per_s"] = record["tokens"][-1] / record["step"][-1] / step_s
-        return row | {"command": self.commands()}
+        row["command"] = self.commands()
+        return row
 
     def step_s(self) -> float:
         """The median between the rows of the record; the first step is slower."""
@@ -117,17 +136,19 @@ class Run:
         for path in list_checkpoints(self.folder):  # those of all experiments take 22 GB
             shutil.rmtree(path)
 
-    def reached(self, stop) -> bool:
+    def reached(self, stop: int | None) -> bool:
         steps = [int(path.name.split("-")[1]) for path in list_checkpoints(self.folder)]
-        return self.finished() or stop is not None and max(steps, default=0) >= stop
+        return self.finished() or (stop is not None and max(steps, default=0) >= stop)
 
     def start(self, ranks: int, stop: int | None):
         """Run train.py to its end or, if there is a `stop`, until a checkpoint has that step."""
-        _, _, *words = self.command(ranks).split()
-        output, environment = self.folder / "output.txt", os.environ | {"OMP_NUM_THREADS": "1"}
+        words = self.command(ranks).split()[2:]  # without OMP_NUM_THREADS and torchrun
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        output = self.folder / "output.txt"
         with open(output, "a") as file:
-            streams = {"stdout": file, "stderr": file}
-            torchrun = subprocess.Popen(TORCHRUN + words, cwd=HERE, env=environment, **streams)
+            torchrun = subprocess.Popen(
+                TORCHRUN + words, cwd=HERE, env=environment, stdout=file, stderr=file
+            )
         try:
             while torchrun.poll() is None and not (stop and self.reached(stop)):
                 time.sleep(0.1)
@@ -138,91 +159,172 @@ class Run:
             raise UserError(f"a run failed, see {output}: {self.command(ranks)}")
 
 
-def different(runs: list) -> list:
+def different(runs) -> list:
     """The runs, each once, and before them those that time them."""
     timings = [run.timed_by for run in runs if run.timed_by]
     return list({run.folder: run for run in timings + runs}.values())
 
 
-def execute_all(runs: list):
+def execute_all(runs):
     """Execute the runs that have not finished."""
     todo = [run for run in different(runs) if not run.finished()]
     print(f"{len(different(runs))} runs, {len(todo)} to do", flush=True)
     for done, run in enumerate(todo, 1):
         run.execute()
-        row = run.row()
-        name = " ".join(str(row[key]) for key in (*CASE, "seed") if row.get(key))
-        left = f"{sum(other.minutes() for other in todo[done:]):.0f} minutes left"
-        print(f"{done}/{len(todo)} | {name} | {row['val_loss']:.4f} | {left}", flush=True)
+        loss = run.row()["val_loss"]
+        print(f"{done}/{len(todo)} | {run.folder.name} | {loss:.4f}", flush=True)
+
+
+# ---- experiments ----
+
+
+def unchanged(rows) -> list:
+    return rows
+
+
+def one_row(run) -> list:
+    return [run.row()]
 
 
 @dataclass
 class Experiment:
-    """Decorator of a function (seed, quick) -> list of Run, with a question as its docstring."""
-
+    runs_of_seed: object  # seed -> its runs
     columns: tuple  # of the table
     panels: tuple = ()  # of the picture
-    combine: object = list  # rows of the runs -> rows of the result
-    summary: object = list  # rows of the result -> rows of the table
-    rows_of: object = lambda run: [run.row()]
+    rows_of: object = one_row  # run -> rows of the result
+    combine: object = unchanged  # rows of all runs -> rows of the result
+    summary: object = unchanged  # rows of the result -> rows of the table
     picture: object = None  # in place of panels: draws (rows, path)
 
-    def __call__(self, function):
-        self.runs_of_seed, self.question = function, function.__doc__
-        EXPERIMENTS[function.__name__] = self
-        return function
+    @property
+    def question(self) -> str:
+        return self.runs_of_seed.__doc__
 
-    def all_runs(self, seeds: list, quick: bool) -> list:
+    def runs(self, seeds, quick=False) -> list:
         """The runs of all seeds. Some do not depend on the seed: these once."""
         found = []
         for seed in seeds:
-            found += [run for run in self.runs_of_seed(seed, quick) if run not in found]
+            found += [run for run in self.runs_of_seed(seed) if run not in found]
+            if quick:
+                return found[:AT_MOST]
         return found
 
 
-def run_experiment(name: str, seeds: list, quick: bool, add: bool = False):
-    """add: do not repeat the runs that the JSON file has rows of."""
-    experiment, folder = EXPERIMENTS[name], RUNS / "quick" if quick else RESULTS
-    result, picture = folder / f"{name}.json", folder / f"{name}.svg"
-    runs = experiment.all_runs(seeds, quick)
-    old = json.loads(result.read_text()) if add else []
-    known = {run.folder: [row for row in old if run.made(row)] for run in runs}
-    execute_all([run for run in runs if not known[run.folder]])
-    drawn = {column for panel in experiment.panels for column in (panel.x, panel.y)}
-    kept = lambda row: {k: v for k, v in row.items() if k in drawn or not isinstance(v, list)}
-    rows = [row for run in runs for row in known[run.folder] or experiment.rows_of(run)]
-    rows = [kept(row) for row in experiment.combine(rows)]
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    result.write_text(f"[\n{lines}\n]\n")
-    print(table(experiment.summary(rows), experiment.columns))
-    print(f"results {result}", flush=True)
+def experiment(*columns, **others):
+    """A decorator: enters a function seed -> runs, with a question as its docstring."""
+
+    def enter(function):
+        EXPERIMENTS[function.__name__] = Experiment(function, columns, **others)
+        return function
+
+    return enter
+
+
+def run_experiment(experiment, seeds, path, quick=False, add=False):
+    """Write the JSON file `path`, and its table and picture beside it. add: do not repeat the runs
+    that the file has rows of."""
+    old = []
+    if add:
+        old = json.loads(path.read_text())
+    runs = experiment.runs(seeds, quick)
+    execute_all([run for run in runs if not run.rows_in(old)])
+
+    rows = []
+    for run in runs:
+        rows += run.rows_in(old) or experiment.rows_of(run)
+    lines = ",\n".join(json.dumps(row) for row in experiment.combine(rows))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"[\n{lines}\n]\n")
+    print(f"results {path}", flush=True)
+    print(write_page(experiment, path))
+
+
+def page(experiment, path, rows) -> str:
+    """The text of the .md file beside the JSON file `path`: the full table."""
+    name = path.stem
+    source = f"From [{name}.json]({name}.json), which has the command lines of all runs."
+    return f"# {name}\n\n{source}\n\n{table(experiment.summary(rows), experiment.columns)}\n"
+
+
+def write_page(experiment, path) -> str:
+    """Write the table, which is returned, and the picture of a JSON file beside it."""
+    rows = experiment.combine(json.loads(path.read_text()))
+    text = page(experiment, path, rows)
+    path.with_suffix(".md").write_text(text)
     if experiment.panels:
-        draw(rows, experiment.panels, picture)
-    elif experiment.picture:
-        experiment.picture(json.loads(result.read_text()), picture)
+        draw(rows, experiment.panels, path.with_suffix(".svg"))
+    if experiment.picture:
+        experiment.picture(rows, path.with_suffix(".svg"))
+    return text
+
+
+# ---- the command line ----
+
+EARLIER = {  # results of experiments that are gone -> the experiment with such a table
+    "quality": "frontier",
+    "longer": "frontier",
+}
+
+
+def experiment_of(path) -> Experiment:
+    """Of a JSON file: that with its name, or the first word of its name."""
+    return EXPERIMENTS[EARLIER.get(path.stem, path.stem.split("_")[0])]
+
+
+def parse_arguments():
+    parser = Parser(prog="python -m lab", description="Run an experiment; without one, list them.")
+    parser.add_argument("experiment", nargs="?", choices=list(EXPERIMENTS))
+    parser.add_argument("--quick", action="store_true", help=f"{AT_MOST} short runs of one seed")
+    parser.add_argument("--add", action="store_true", help="keep the rows of finished runs")
+    parser.add_argument("--tables", action="store_true", help="rewrite all tables and pictures")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="(default: 1 2 3)")
+    parser.add_argument("--steps", type=int, default=0, help="of runs with no others of their own")
+    parser.add_argument("--model", choices=list(PRESETS), help="(default: tiny)")
+    args = parser.parse_args()
+
+    for seed in args.seeds:
+        check_limits("--seeds", seed, {})
+    if args.steps:
+        check_limits("--steps", args.steps, {"low": 64})
+    return args
+
+
+def change_base(args):
+    """Change the flags of all runs, as the command line says."""
+    if args.quick:
+        BASE.update(QUICK)
+    if args.steps:
+        BASE.update(
+            max_steps=args.steps,
+            sync_warmup_steps=32,
+            eval_interval=args.steps // 8,
+            log_interval=args.steps // 8,
+            checkpoint_interval=args.steps // 2,
+        )
+    if args.model:
+        BASE.update(model=args.model, batch_size=2)
 
 
 def main():
-    parser = Parser(prog="python -m lab", description="Run an experiment; without one, list them.")
-    parser.add_argument("experiment", nargs="?", choices=list(EXPERIMENTS))
-    parser.add_argument("--quick", action="store_true", help="short runs, one seed")
-    parser.add_argument("--add", action="store_true", help="keep the rows of finished runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="(default: 1 2 3)")
-    args = parser.parse_args()
-    for seed in args.seeds:
-        check_limits("--seeds", seed, {})
-    if args.quick:
-        BASE.update(QUICK)
-        args.seeds = args.seeds[:1]
-    if args.experiment:
+    args = parse_arguments()
+    change_base(args)
+    if args.tables:
+        for path in sorted(RESULTS.glob("*.json")):
+            write_page(experiment_of(path), path)
+    elif args.experiment:
+        folder = RESULTS
+        if args.quick:
+            folder = RUNS / "quick"
+        words = [args.experiment, args.steps, args.model]
+        path = folder / ("_".join(str(word) for word in words if word) + ".json")
         for number in STOPS:  # end the run, too
             signal.signal(number, signal.default_int_handler)
         try:
-            return run_experiment(args.experiment, args.seeds, args.quick, args.add)
+            run_experiment(EXPERIMENTS[args.experiment], args.seeds, path, args.quick, args.add)
         except KeyboardInterrupt:
             raise UserError("interrupted; the same command goes on from here") from None
-    for name, experiment in EXPERIMENTS.items():
-        runs = different(experiment.all_runs(args.seeds, args.quick))
-        minutes = sum(run.minutes() for run in runs)
-        print(f"{name:18} {experiment.question} {minutes:.0f} minutes")
+    else:
+        for name, experiment in EXPERIMENTS.items():
+            runs = different(experiment.runs(args.seeds, args.quick))
+            steps = sum(run.flags["max_steps"] for run in runs)
+            print(f"{name:12} {experiment.question} {len(runs)} runs, {steps:,} steps")

@@ -2,6 +2,7 @@
 
     torchrun ... train.py --method edit --timeline --link_mbps 60 --slow_replica 1:2
     python -m lab.plot --timeline out/edit out/diloco --out timeline.svg
+    python -m lab.plot --overlap out/edit out/diloco --out overlap.svg    # one sync, by layer
 
 A span is a pair (begin, end), in seconds. Time in a step that is not waiting counts as computing;
 time between steps (evaluation, saving) does not count. The shares are over whole rounds, without
@@ -9,194 +10,185 @@ the first and the last one. On a GPU the host only queues most of its work: reco
 """
 
 import json
-import zlib
 from collections import defaultdict
 from pathlib import Path
 
 from config import UserError
-from lab.rows import GRAY, METHODS, read_run
+from lab.plot import save, settings
+from lab.rows import METHODS, read_run
 
-COMPUTES = ("#0072b2", "#5aa9d6")  # two shades, in turns, so that steps can be told apart
-WAITS = {"wait for link": ("#e69f00", "waits for the link"),
-         "wait for others": ("#d7d7d7", "waits for the other replica")}  # fmt: skip
-LINK = "#444444"
+SPANS = {  # name -> color, text in the legend
+    "step": ("#0072b2", "computes"),
+    "wait for link": ("#e69f00", "waits for the link"),
+    "wait for others": ("#d7d7d7", "waits for the other replica"),
+    "link": ("#444444", "its link is busy"),
+}
+WAITS = ("wait for link", "wait for others")
 ROUNDS = 3  # that are drawn, of the run with the longest ones
+GAP_S = 0.2  # Transfers with shorter pauses belong to one sync.
+
+
+# ---- reading ----
 
 
 def read_timeline(folder) -> list:
     """A row per replica: folder, method, replica, `computing` (share of the time), spans by name,
     `whole_s` (the seconds of all whole rounds), `some_s` (of at most ROUNDS of them). Time counts
     from the beginning of the second round. Raises UserError for less than three rounds."""
-    record, found = read_run(folder), {}
+    record = read_run(folder)
+    found = {}
     try:
         for path in sorted(Path(folder).glob("timeline-*.json")):
             recorded = json.loads(path.read_text())
             found.setdefault(recorded["replica"], recorded["spans"])
         rows = [replica_row(record, replica, found[replica]) for replica in sorted(found)]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError, ZeroDivisionError) as error:
         raise UserError(f"{folder}: its timeline is damaged ({error})") from None
     if not rows:
         raise UserError(f"{folder}: the run has no timeline; train with --timeline")
-    if None in rows:
-        raise UserError(f"{folder}: a timeline needs three rounds of one start of train.py")
-    origin, longest = min(row["begin"] for row in rows), max(row["whole_s"] for row in rows)
+
+    origin = min(row.pop("begin") for row in rows)
+    longest = max(row["whole_s"] for row in rows)
     for row in rows:
-        row.pop("begin")
-        row["folder"], row["method"] = str(folder), record["config"]["method"]
-        row["spans"] = {
-            name: visible_spans(spans, origin, longest, merge=name in WAITS)
-            for name, spans in row["spans"].items()
-        }
+        row["folder"] = str(folder)
+        row["method"] = record["method"]
+        for name, spans in row["spans"].items():
+            row["spans"][name] = visible_spans(spans, origin, longest)
     return rows
 
 
-def replica_row(record: dict, replica: int, recorded: list):
-    """None if there are too few rounds."""
+def replica_row(record, replica, recorded) -> dict:
     spans = defaultdict(list)
     for name, begin, end in recorded:
         spans[name].append((float(begin), float(end)))
-    steps, ends = spans["step"], [len(spans["step"])]  # steps at the rounds' ends
+    steps = spans["step"]
+
+    ends = [len(steps)]  # the steps at which rounds end, the first one's beginning before them
     for each in reversed(record["rounds"] or [[1] * (replica + 1)] * len(steps)):
         if each[replica] > ends[0]:  # of an earlier start of train.py
             break
         ends.insert(0, ends[0] - each[replica])
     if len(ends) < 4:
-        return None
-    last, drawn_last = ends[-2], ends[min(1 + ROUNDS, len(ends) - 2)]
-    begin, whole = steps[ends[1]][0], steps[ends[1] : last]
-    waits = [span for name in WAITS for span in spans[name]]
-    waited_s = sum(overlap_s(waits, *step) for step in whole)
-    steps_s = sum(end - begin for begin, end in whole)
-    if min(steps_s, steps[last][0] - begin) <= 0:
-        raise ValueError("its rounds have no length")
-    row = {"replica": replica, "computing": 1 - waited_s / steps_s, "begin": begin, "spans": spans}
-    return row | {"whole_s": steps[last][0] - begin, "some_s": steps[drawn_last][0] - begin}
+        raise UserError(f"{record['folder']}: a timeline needs three rounds of one start")
+
+    first = ends[1]
+    last = ends[-2]
+    some = ends[min(1 + ROUNDS, len(ends) - 2)]
+    begin = steps[first][0]
+    steps_s = sum(end - begin for begin, end in steps[first:last])
+    waits_s = 0.0
+    for name in WAITS:
+        waits_s += sum(overlap_s(spans[name], *step) for step in steps[first:last])
+
+    row = {"replica": replica, "computing": 1 - waits_s / steps_s, "begin": begin, "spans": spans}
+    row["whole_s"] = steps[last][0] - begin
+    row["some_s"] = steps[some][0] - begin
+    return row
 
 
-def visible_spans(spans: list, origin: float, seconds: float, merge: bool) -> list:
-    """The spans that a picture can show, from origin on, to the millisecond. merge: those with less
-    than 5 ms between them are one."""
-    found = []
-    for begin, end in sorted(spans):
-        begin, end = round(begin - origin, 3), round(end - origin, 3)
-        if merge and found and begin - found[-1][1] < 0.005:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        elif -1 < begin < seconds:
-            found.append((begin, end))
-    return [(begin, end) for begin, end in found if end - begin > 0.003]
-
-
-def overlap_s(spans: list, begin: float, end: float) -> float:
+def overlap_s(spans, begin, end) -> float:
     """Seconds of the spans between begin and end."""
     return sum(max(0.0, min(e, end) - max(b, begin)) for b, e in spans)
 
 
-def bars(axes, spans: list, y: float, height: float, color: str, edge="none"):
-    """Rectangles as one path, which keeps the SVG small. spans: those that the axes show."""
-    corners = [[(b, y), (b, y + height), (e, y + height), (e, y), (b, y)] for b, e in spans]
-    if corners:
-        from matplotlib import patches, path
-        whole = path.Path.make_compound_path(*(path.Path(each, closed=True) for each in corners))
-        style = {"facecolor": color, "edgecolor": edge, "linewidth": 0.8 * (edge != "none")}
-        axes.add_patch(patches.PathPatch(whole, **style))
+def visible_spans(spans, origin, seconds) -> list:
+    """The spans that a picture can show, from origin on, to the millisecond."""
+    found = []
+    for begin, end in sorted(spans):
+        span = (round(begin - origin, 3), round(end - origin, 3))
+        if -1 < span[0] < seconds and span[1] - span[0] > 0.003:
+            found.append(span)
+    return found
 
 
-def draw_replica(axes, row: dict, y: float, begin: float, end: float):
-    """A replica's bar of height 0.8 above y, and below it a thin line while its link is busy."""
-    inside = lambda name: [
-        (max(b, begin), min(e, end)) for b, e in row["spans"].get(name, ()) if e > begin and b < end
-    ]
-    for shade, color in enumerate(COMPUTES):
-        bars(axes, inside("step")[shade::2], y, 0.8, color)
-    for name, (color, _) in WAITS.items():
-        bars(axes, inside(name), y, 0.8, color)
-    bars(axes, inside("link"), y - 0.16, 0.12, LINK)
+def transfers(row) -> list:
+    """Of one sync in the middle of the run: the spans of the link that follow one another."""
+    syncs = []
+    for span in row["spans"]["link"]:
+        if not syncs or span[0] - syncs[-1][-1][1] > GAP_S:
+            syncs.append([])
+        syncs[-1].append(span)
+    return syncs[len(syncs) // 2]
 
 
-def draw_rows(axes, runs: list, seconds: float):
-    """A bar for each replica of each run, from the top; at the right the shares."""
-    y, right = 0.0, seconds * 1.055
-    axes.text(right, 1.05, "computes", fontsize=8, va="bottom")
-    axes.text(-0.005 * seconds, 1.05, "replica", fontsize=8, va="bottom", ha="right")
-    for rows in runs:
-        top = y
-        for row in rows:
-            draw_replica(axes, row, y, 0.0, seconds)
-            small = {"va": "center", "fontsize": 8}
-            axes.text(seconds * 1.005, y + 0.4, f"{row['computing']:.0%}", **small)
-            axes.text(-0.005 * seconds, y + 0.4, str(row["replica"]), ha="right", **small)
-            y -= 1.05
-        middle = (top + y + 1.05) / 2 + 0.4
-        both = sum(row["computing"] for row in rows) / len(rows)
-        place = {"va": "center", "weight": "bold"}
-        axes.text(right, middle, f"{both:.0%}", fontsize=11, **place)
-        name = METHODS.get(rows[0]["method"], (rows[0]["method"],))[0]
-        axes.text(-0.025 * seconds, middle, name, ha="right", fontsize=10, **place)
-        y -= 0.6
-    axes.set(xlim=(0, seconds), ylim=(y + 1.2, 1), yticks=[], xlabel="seconds")
-    axes.spines[["top", "right", "left"]].set_visible(False)
+# ---- drawing ----
 
 
-def transfers(row: dict) -> list:
-    """Of one sync: the spans of the link after 0 that follow one another."""
-    sent = [span for span in row["spans"].get("link", []) if span[0] > 0]
-    gaps = [i for i in range(1, len(sent)) if sent[i][0] - sent[i - 1][1] > 0.2]
-    return sent[: gaps[0]] if gaps else sent
+def draw_spans(axes, row, name, y, height):
+    bars = [(begin, end - begin) for begin, end in row["spans"].get(name, ())]
+    axes.broken_barh(bars, (y, height), color=SPANS[name][0], linewidth=0)
 
 
-def draw_sync(axes, row: dict, text: str):
-    """One sync of a replica, enlarged: what it does, and what its link does."""
-    layers = transfers(row)
-    begin, end = layers[0][0] - 0.25, layers[-1][1] + 0.35
-    draw_replica(axes, row | {"spans": row["spans"] | {"link": []}}, 0, begin, end)
-    for l, (b, e) in enumerate(layers):
-        bars(axes, [(b, e)], -0.75, 0.6, "none", LINK)
-        name = "whole model" if len(layers) == 1 else str(l)
-        if e - b > 0.03 * (end - begin):
-            axes.text((b + e) / 2, -0.45, name, ha="center", va="center", fontsize=7)
-    axes.set_title(f"{METHODS[row['method']][0]}: {text}", fontsize=9)
-    axes.set(xlim=(begin, end), ylim=(-0.8, 0.85), yticks=[], xticks=[])
+def draw_replica(axes, row, y):
+    """A replica's bar of height 0.8 above y."""
+    for name in ("step", *WAITS):
+        draw_spans(axes, row, name, y, 0.8)
 
 
-def checksum(rows: list) -> str:
-    """Of the rows, a line in the SVG: it shows whether a picture belongs to them."""
-    return f"crc32 of its rows: {zlib.crc32(json.dumps([row['spans'] for row in rows]).encode())}"
+def name_of(row) -> str:
+    return METHODS.get(row["method"], (row["method"],))[0]
 
 
-SYNCS = {
-    "diloco": "stands still", "edit": "computes layer l while later ones travel",
-    "co2": "computes on",
-}  # fmt: skip
+def finish(figure, rows, path):
+    """Write the picture with a legend."""
+    from matplotlib import patches
+    handles = [patches.Patch(color=color, label=label) for color, label in SPANS.values()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
+    save(figure, [row["spans"] for row in rows], path)
 
 
-def draw(rows: list, path, title="Lost time"):
-    """Write the picture as SVG."""
-    import matplotlib.figure as figure_module
-    from matplotlib import patches, rc_context
-    runs = defaultdict(list)
-    for row in rows:
-        runs[row["folder"]].append(row)
-    last = {run[-1]["method"]: run[-1] for run in runs.values()}
-    syncs = [method for method in SYNCS if method in last and transfers(last[method])]
+def draw(rows, path, title="Lost time"):
+    """Write a bar for each replica of each run as SVG, and the share in which it computes."""
+    from matplotlib import figure
     seconds = min(min(row["whole_s"] for row in rows), max(row["some_s"] for row in rows))
-    colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color"), GRAY)
-    settings = colors | {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": ""}
-    with rc_context(settings | {"font.sans-serif": ["DejaVu Sans"]}):
-        heights = [0.45 + 0.17 * len(runs) + 0.22 * len(rows), 1.1 * bool(syncs) or 0.01]
-        figure = figure_module.Figure((10, sum(heights) + 0.6), layout="constrained")
-        grid = figure.add_gridspec(2, max(1, len(syncs)), height_ratios=heights)
-        axes = figure.add_subplot(grid[0, :])
-        draw_rows(axes, list(runs.values()), seconds)
-        axes.set_title(title + "\n", fontsize=11, weight="bold", loc="left")
-        for k, method in enumerate(syncs):
-            sync = figure.add_subplot(grid[1, k])
-            sync.spines[:].set_visible(False)
-            draw_sync(sync, last[method], SYNCS[method])
-            texts = (0.4, f"replica {last[method]['replica']}  "), (-0.45, "its link, by layer  ")
-            for y, text in texts if k == 0 else ():
-                sync.text(sync.get_xlim()[0], y, text, ha="right", va="center", fontsize=8)
-        shown = [*zip(COMPUTES[:1], ["computes"]), *WAITS.values(), (LINK, "its link is busy")]
-        handles = [patches.Patch(color=color, label=label) for color, label in shown]
-        figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
-        metadata = {"Date": None, "Description": checksum(rows)}
-        figure.savefig(path, format="svg", transparent=True, metadata=metadata)
+    with settings():
+        picture = figure.Figure((10, 1.2 + 0.28 * len(rows)), layout="constrained")
+        axes = picture.add_subplot()
+        places = []
+        names = []
+        folder = rows[0]["folder"]
+        y = 0.0
+        for row in rows:
+            if row["folder"] != folder:
+                y -= 0.6
+            folder = row["folder"]
+            draw_replica(axes, row, y)
+            draw_spans(axes, row, "link", y - 0.16, 0.12)
+            axes.text(1.005 * seconds, y + 0.4, f"{row['computing']:.0%}", va="center")
+            places.append(y + 0.4)
+            names.append(f"{name_of(row)}, replica {row['replica']}")
+            y -= 1.05
+
+        axes.set_title(title, weight="bold", loc="left")
+        axes.set_title("computes", fontsize=9, loc="right")
+        axes.set(xlim=(0, seconds), ylim=(y + 0.8, 1), xlabel="seconds")
+        axes.set_yticks(places, names)
+        finish(picture, rows, path)
+
+
+def draw_overlap(rows, path):
+    """Write one sync of replica 0 of each run as SVG: what it does and, by layer, what its link
+    sends."""
+    from matplotlib import figure
+    shown = [row for row in rows if row["replica"] == 0 and row["spans"].get("link")]
+    if not shown:
+        raise UserError("no replica has used its link")
+    longest = max(transfers(row)[-1][1] - transfers(row)[0][0] for row in shown)
+    with settings():
+        picture = figure.Figure((10, 0.8 + 1.1 * len(shown)), layout="constrained")
+        all_axes = picture.subplots(len(shown), squeeze=False)[:, 0]
+        for axes, row in zip(all_axes, shown):
+            layers = transfers(row)
+            first = layers[0][0]
+            last = layers[-1][1]
+            draw_replica(axes, row, 0.0)
+            for l, (begin, end) in enumerate(layers):
+                box = {"facecolor": SPANS["link"][0], "edgecolor": "white"}
+                axes.broken_barh([(begin, end - begin)], (-0.75, 0.6), **box)
+                middle = (begin + end) / 2
+                axes.text(middle, -0.45, l, color="white", ha="center", va="center")
+
+            axes.set(xlim=(first - 0.4 * longest, first + 1.8 * longest), ylim=(-0.8, 0.85))
+            axes.set_xticks([first, last], ["0", f"{last - first:.2f} s"])
+            axes.set_yticks([-0.45, 0.4], ["its link, by layer", f"{name_of(row)}, replica 0"])
+        finish(picture, rows, path)
