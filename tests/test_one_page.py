@@ -34,8 +34,8 @@ def numbers(text):
 
 
 def printed_rounds(capsys):
-    """The lines of all rounds: (loss, norms, weights, flagged layers) each."""
-    pattern = r"round +\d+ \| loss (.*) \| norms (.*) \| weights (.*) \| flagged layers (.*)\n"
+    """The lines of all rounds: (norms, weights, flagged layers, loss) each."""
+    pattern = r"round +\d+ \| norms (.*) \| weights (.*) \| flagged layers (.*) \| loss (.*)\n"
     found = re.findall(pattern, capsys.readouterr().out)
     return [[numbers(column) for column in line] for line in found]
 
@@ -50,7 +50,7 @@ def test_page_prints_the_rounds_of_the_distributed_run(small_page, corpus_folder
         losses = {row["step"]: row["loss"] for row in run.rows("step")}
         syncs = run.rows("sync")
         assert len(rounds) == len(syncs) == 15
-        for (loss, norms, weights, flagged), sync in zip(rounds, syncs):
+        for (norms, weights, flagged, loss), sync in zip(rounds, syncs):
             # The last printed decimal may be rounded up or down.
             assert loss == pytest.approx([losses[sync["step"]]], abs=1e-4)
             assert norms == pytest.approx(sync["pseudo_grad_norm"], abs=0.051)
