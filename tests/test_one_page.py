@@ -27,6 +27,7 @@ def small_page(corpus, monkeypatch):
     monkeypatch.setattr(one_page.data, "standard_library", lambda: corpus)
     # A high rate, so that the replicas' norms and weights differ.
     monkeypatch.setattr(one_page, "learning_rate", lambda step, steps: 0.05)
+    monkeypatch.setattr(one_page, "PHI", 0.5)  # so that the clip acts
 
 
 def numbers(text):
@@ -42,8 +43,11 @@ def printed_rounds(capsys):
 
 def test_page_prints_the_rounds_of_the_distributed_run(small_page, corpus_folder, capsys):
     """With the penalty those of EDiT, without it those of DiLoCo."""
-    cases = [(None, None, DISTRIBUTED | dict(method=name)) for name in ("edit", "diloco")]
+    edit_flags = DISTRIBUTED | dict(method="edit", pseudo_grad_clip=one_page.PHI)
+    diloco_flags = DISTRIBUTED | dict(method="diloco")
+    cases = (None, None, edit_flags), (None, None, diloco_flags)
     edit_run, diloco_run = train_all(4, corpus_folder, *cases)
+    assert min(row["clip"] for row in edit_run.rows("sync")) < 1
     for penalty, run in ((True, edit_run), (False, diloco_run)):
         one_page.train(**PAGE, penalty=penalty)
         rounds = printed_rounds(capsys)
@@ -53,7 +57,8 @@ def test_page_prints_the_rounds_of_the_distributed_run(small_page, corpus_folder
         for (norms, weights, flagged, loss), sync in zip(rounds, syncs):
             # The last printed decimal may be rounded up or down.
             assert loss == pytest.approx([losses[sync["step"]]], abs=1e-4)
-            assert norms == pytest.approx(sync["pseudo_grad_norm"], abs=0.051)
+            # The replica that diverges multiplies differences of rounding: 1% of its norm.
+            assert norms == pytest.approx(sync["pseudo_grad_norm"], rel=0.01, abs=0.051)
             assert weights == pytest.approx(sync["weight"], abs=0.0051)
             assert flagged == sync["dropped"]
     weights = [weight for row in edit_run.rows("sync") for weight in row["weight"]]
