@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import shlex
 
 import pytest
 
@@ -10,36 +11,79 @@ import train
 from config import parse
 from model import ModelConfig
 from plumbing import simulate
-from ranks import run_training
+from ranks import train_all
+
+# The last round is shorter. In one round before it the last replica diverges.
+PAGE = dict(steps=51, sync_warmup=8, tau=3, disturbed_round=12)
+DISTRIBUTED = dict(
+    dtype="fp32", sync_warmup_steps=8, tau=3, max_steps=51, scale_lr="3:42:44:100", n_layer=2,
+    n_head=2, n_embd=16, batch_size=8, lr=0.05, lr_warmup_steps=0, min_lr_ratio=1.0, log_interval=1,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [{}, dict(tau=3, steps=23)])  # 23: the last round is shorter
-def test_page_prints_the_losses_of_the_distributed_run(
-    corpus, corpus_folder, monkeypatch, capsys, more
-):
+@pytest.fixture
+def small_page(corpus, monkeypatch):
+    monkeypatch.setattr(one_page, "SHAPE", ModelConfig(2, 2, 16, 8))
+    monkeypatch.setattr(one_page.data, "standard_library", lambda: corpus)
     # A high rate, so that the replicas' norms and weights differ.
     monkeypatch.setattr(one_page, "learning_rate", lambda step, steps: 0.05)
-    lengths = dict(steps=40, warmup=8, tau=8) | more
-    one_page.train(corpus=corpus, shape=ModelConfig(2, 2, 16, 8), **lengths)
-    shown = dict(re.findall(r"step (\d+)/\d+ \| loss (\d+\.\d+)", capsys.readouterr().out))
-    options = dict(method="edit", sync_warmup_steps=8, tau=lengths["tau"], dtype="fp32")
-    options |= dict(max_steps=lengths["steps"], n_layer=2, n_head=2, n_embd=16, batch_size=8)
-    options |= dict(lr=0.05, lr_warmup_steps=0, min_lr_ratio=1.0)
-    run = run_training(4, corpus_folder, **options)
-    theirs = {f"{row['step']:05d}": row["loss"] for row in run.rows("step")}
-    # 4 decimals are printed, and the last one may be rounded up or down.
-    close = {step: pytest.approx(theirs[step], abs=1e-4) for step in shown}
-    assert len(shown) >= 3 and {step: float(loss) for step, loss in shown.items()} == close
-    weights = [row["weight"] for row in run.rows("sync")]
-    assert len(weights) > 3 and max(map(max, weights)) > 0.253
+    monkeypatch.setattr(one_page, "PHI", 0.5)  # so that the clip acts
 
 
-def test_page_has_the_rates_and_defaults_of_train():
-    config = parse(["--method", "edit"], train.METHODS, simulate.Config)[0]
-    for step in (0, 30, 49, 50, 400, 699):
+def numbers(text):
+    return [float(number) for number in text.split()]
+
+
+def printed_rounds(capsys):
+    """The lines of all rounds: (norms, weights, flagged layers, loss) each."""
+    pattern = r"round +\d+ \| norms (.*) \| weights (.*) \| flagged layers (.*) \| loss (.*)\n"
+    found = re.findall(pattern, capsys.readouterr().out)
+    return [[numbers(column) for column in line] for line in found]
+
+
+def test_page_prints_the_rounds_of_the_distributed_run(small_page, corpus_folder, capsys):
+    """With the penalty those of EDiT, without it those of DiLoCo."""
+    edit_flags = DISTRIBUTED | dict(method="edit", pseudo_grad_clip=one_page.PHI)
+    diloco_flags = DISTRIBUTED | dict(method="diloco")
+    cases = (None, None, edit_flags), (None, None, diloco_flags)
+    edit_run, diloco_run = train_all(4, corpus_folder, *cases)
+    assert min(row["clip"] for row in edit_run.rows("sync")) < 1
+    for penalty, run in ((True, edit_run), (False, diloco_run)):
+        one_page.train(**PAGE, penalty=penalty)
+        rounds = printed_rounds(capsys)
+        losses = {row["step"]: row["loss"] for row in run.rows("step")}
+        syncs = run.rows("sync")
+        assert len(rounds) == len(syncs) == 15
+        for (norms, weights, flagged, loss), sync in zip(rounds, syncs):
+            # The last printed decimal may be rounded up or down.
+            assert loss == pytest.approx([losses[sync["step"]]], abs=1e-4)
+            # The replica that diverges multiplies differences of rounding: 1% of its norm.
+            assert norms == pytest.approx(sync["pseudo_grad_norm"], rel=0.01, abs=0.051)
+            assert weights == pytest.approx(sync["weight"], abs=0.0051)
+            assert flagged == sync["dropped"]
+    weights = [weight for row in edit_run.rows("sync") for weight in row["weight"]]
+    assert 0.253 < max(weights)
+    dropped = [row["dropped"] for row in edit_run.rows("sync")]
+    assert dropped[11] == [0, 0, 0, 4]
+
+
+def test_page_has_the_rates_and_defaults_of_the_command_in_its_docstring():
+    command = one_page.__doc__.split("train.py ")[1].replace("\\\n", " ")
+    config = parse(shlex.split(command), train.METHODS, simulate.Config)[0]
+    for step in (0, 30, 49, 50, 100, 139):
         theirs = train.learning_rate(step, config)
         assert one_page.learning_rate(step, config.max_steps) == pytest.approx(theirs, rel=1e-12)
-    signature = inspect.signature(one_page.train).parameters
-    names = dict(steps="max_steps", warmup="sync_warmup_steps", tau="tau", seed="seed")
-    assert all(signature[ours].default == getattr(config, name) for ours, name in names.items())
-    assert signature["shape"].default == ModelConfig()
+    ours = {
+        name: parameter.default
+        for name, parameter in inspect.signature(one_page.train).parameters.items()
+    }
+    assert ours["steps"] == config.max_steps
+    assert ours["sync_warmup"] == config.sync_warmup_steps
+    assert ours["tau"] == config.tau
+    first = config.sync_warmup_steps + (ours["disturbed_round"] - 1) * config.tau + 1
+    assert config.scale_lr == f"3:{first}:{first + config.tau - 1}:100"
+    assert one_page.SEED == config.seed
+    assert one_page.SHAPE == ModelConfig()
+    assert one_page.DELTA == config.anomaly_threshold
+    assert one_page.ALPHA == config.anomaly_ema
+    assert one_page.PHI == config.pseudo_grad_clip

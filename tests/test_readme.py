@@ -1,4 +1,5 @@
-"""The README and RESULTS.md are true: file tree, commands, flags, equation map, printed code."""
+"""README.md, RESULTS.md and relatives/README.md are true: file tree, commands, flags, equation map,
+ladder, tables, printed code."""
 
 import importlib
 import json
@@ -10,12 +11,13 @@ import subprocess
 import sys
 
 import pytest
+import test_ladder
 
 import data
 import export
 import ranks
 import sample
-from config import parse
+from config import UserError, parse
 from lab import bench, plot, runs
 from plumbing import simulate
 from ranks import ROOT, Launch, script
@@ -23,7 +25,10 @@ from train import METHODS
 
 TEXT = (ROOT / "README.md").read_text()
 RESULTS = (ROOT / "RESULTS.md").read_text()
-METHOD, TENSORBOARD = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+RELATIVES = (ROOT / "relatives" / "README.md").read_text()
+METHOD = re.search(r"```python\n(.*?)```", TEXT, re.S)[1]
+DIAGRAMS = re.findall(r"```text\n(.*?)```", TEXT, re.S)
+LADDER = ["minibatch", "post_local_sgd", "diloco", "edit", "a_edit"]
 
 
 def commands(text):
@@ -47,10 +52,58 @@ def test_file_tree_equals_the_folder():
     paths = [path for path in tracked.stdout.split() if (ROOT / path).exists()]
     here = {path.split("/")[0] + ("/" if "/" in path else "") for path in paths}
     here = {name for name in here if not name.startswith(".")} - {"README.md"}
-    blocks = re.findall(r"```text\n(.*?)```", TEXT, re.S)
-    tree = next(block for block in blocks if "model.py " in block)
+    tree = next(diagram for diagram in DIAGRAMS if "model.py " in diagram)
     named = [line.split("   ")[0].split(", ") for line in tree.splitlines()]
     assert {name.strip() for names in named for name in names} == here
+
+
+def test_readme_has_at_most_1150_words():
+    assert len(TEXT.split()) <= 1150
+
+
+def test_flags_of_the_ladder_undo_what_a_method_adds():
+    """They are the flags with which tests/test_ladder.py compares a method with the one above."""
+    ladder = next(diagram for diagram in DIAGRAMS if "undo:" in diagram)
+    shown = [line for line in ladder.splitlines() if "|" not in line]
+    assert shown == LADDER
+    undo = {
+        "post_local_sgd": dict(tau=1, grad_clip=0.0),
+        "diloco": test_ladder.PLAIN,
+        "edit": test_ladder.OFF,
+        "a_edit": dict(virtual_clock=True, tau_time_s=16.0),  # of 16 steps, the default tau
+    }
+    arrows = re.findall(r"undo: (.*)", ladder)
+    assert len(arrows) == len(undo)
+    for text, method, flags in zip(arrows, undo, undo.values()):
+        words = text.split(",")[0].split()
+        assert sum(word.startswith("--") for word in words) == len(flags)
+        config = read_flags(["--method", method, *words])
+        for name, value in flags.items():
+            assert getattr(config, name) == value, (method, name)
+    claims = [*test_ladder.CLOSE.values(), *test_ladder.BITWISE.values()]
+    compared = [{case[0] for case in cases} for _, _, cases in claims]
+    for above, below in zip(LADDER, LADDER[1:]):
+        assert any({above, below} <= methods for methods in compared), (above, below)
+    assert test_ladder.SGD.items() >= undo["post_local_sgd"].items()
+    assert read_flags(["--method", "edit"]).tau == 16
+
+
+def test_table_of_relatives_has_every_method_and_its_optimizers():
+    lines = [line for line in RELATIVES.splitlines() if line.startswith("| `")]  # header, methods
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[1:]]
+    assert [row[0].split("`")[1] for row in rows] == list(METHODS)
+    for method, row in zip(METHODS, rows):
+        file, target = re.fullmatch(r"\[(.*)\]\((.*)\)", row[1]).groups()
+        optimizers = row[4]
+        path = (ROOT / "relatives" / target).resolve()
+        assert path.name == file
+        assert path == (ROOT / sys.modules[METHODS[method].__module__].__file__).resolve()
+        config = read_flags(["--method", method, "--optimizer", "muon"])
+        if "Muon" in optimizers:
+            config.check(replicas=4)
+        else:
+            with pytest.raises(UserError, match="AdamW"):
+                config.check(replicas=4)
 
 
 def test_flags_of_the_slurm_script_are_valid():
@@ -74,7 +127,9 @@ def test_every_command_names_real_files_modules_and_flags(text):
         if modules == ["lab"]:
             assert set(words[3:4]) <= set(runs.EXPERIMENTS), command
         seen.update(scripts + modules)
-    expected = {"data.py", "sample.py", "export.py", "lab", "lab.plot"} if text is TEXT else {"lab", "lab.bench"}
+    expected = {"lab", "lab.bench"}
+    if text is TEXT:
+        expected = {"data.py", "sample.py", "export.py", "lab", "lab.plot"}
     assert {"train.py", *expected} <= seen
 
 
@@ -85,23 +140,37 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
         with pytest.raises(SystemExit):
             show_help()
     known = capsys.readouterr().out + "--max-restarts --signal --include"  # torchrun, Slurm, grep
-    text = re.sub(r"(torchrun|srun|#SBATCH) .*?(train\.py|lab|$)", "", TEXT + RESULTS, flags=re.M)
+    texts = TEXT + RESULTS + RELATIVES
+    text = re.sub(r"(torchrun|srun|#SBATCH) .*?(train\.py|lab|$)", "", texts, flags=re.M)
     for flag in set(re.findall(r"--[a-z][\w-]*", text)):
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
 
 
-def test_equation_map_links_and_makefile_fit():
+def test_equation_map_names_real_functions():
     rows = re.findall(r"`([\w/]+\.py):(\w+)`", TEXT)
     assert len(rows) > 8
     for file, function in rows:
         assert f"def {function}(" in (ROOT / file).read_text(), (file, function)
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT + RESULTS):
-        assert (ROOT / target).exists(), target
-    assert all(f"`{name}`" in TEXT for name in METHODS)
-    makefile, shown = (ROOT / "Makefile").read_text().replace("$(BIN)/", ""), commands(TEXT)
-    lines = [next(line for line in shown if "torchrun --standalone" in line), "python -m pytest"]
-    assert all(line in makefile for line in lines)
-    assert {*lines, "make train", "make test"} <= set(shown)
+
+
+@pytest.mark.parametrize(
+    "folder, text",
+    [(".", TEXT), (".", RESULTS), ("relatives", RELATIVES)],
+    ids=["README", "RESULTS", "relatives"],
+)
+def test_links_lead_to_files(folder, text):
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (ROOT / folder / target).exists(), target
+
+
+def test_makefile_runs_the_commands_of_the_readme():
+    makefile = (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
+    shown = commands(TEXT)
+    train_command = next(line for line in shown if "torchrun --standalone" in line)
+    for command in (train_command, "python -m pytest"):
+        assert command in makefile
+        assert command in shown
+    assert {"make train", "make test"} <= set(shown)
 
 
 def finished(run) -> str:
@@ -127,15 +196,20 @@ def test_commands_for_own_text_run_as_written(tmp_path):
 
 
 @pytest.mark.ecosystem
-def test_record_is_readable_in_tensorboard_and_pandas(tmp_path, corpus_folder, monkeypatch):
+def test_record_is_readable_in_tensorboard_and_pandas(tmp_path, corpus_folder):
     tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run = ranks.run_training(1, corpus_folder, out_dir=tmp_path / "out" / "edit", max_steps=3)
-    monkeypatch.chdir(tmp_path)
-    exec(TENSORBOARD, {})
-    found = tensorboard.EventAccumulator(str(tmp_path / "out" / "edit"))
+    from torch.utils.tensorboard import SummaryWriter
+
+    run = ranks.run_training(1, corpus_folder, out_dir=tmp_path, max_steps=3)
+    record = tmp_path / "metrics.jsonl"
+    with SummaryWriter(tmp_path) as writer, open(record) as file:
+        for row in map(json.loads, file):
+            if row["event"] == "step":
+                writer.add_scalar("step/loss", row["loss"], row["step"])
+    found = tensorboard.EventAccumulator(str(tmp_path))
     found.Reload()
     assert [event.value for event in found.Scalars("step/loss")] == pytest.approx(run.losses)
-    table = pytest.importorskip("pandas").read_json("out/edit/metrics.jsonl", lines=True)
+    table = pytest.importorskip("pandas").read_json(record, lines=True)
     assert table[table.event == "step"].loss.tolist() == pytest.approx(run.losses)
 
 
