@@ -13,11 +13,11 @@ from model import ModelConfig
 from plumbing import simulate
 from ranks import train_all
 
-# The last round is shorter. In one round before it the last replica diverges.
-PAGE = dict(steps=51, sync_warmup=8, tau=3, disturbed_round=12)
+# The last round, the 13th, is shorter.
+PAGE = dict(steps=46, sync_warmup=8, tau=3)
 DISTRIBUTED = dict(
-    dtype="fp32", sync_warmup_steps=8, tau=3, max_steps=51, scale_lr="3:42:44:100", n_layer=2,
-    n_head=2, n_embd=16, batch_size=8, lr=0.05, lr_warmup_steps=0, min_lr_ratio=1.0, log_interval=1,
+    dtype="fp32", sync_warmup_steps=8, tau=3, max_steps=46, n_layer=2, n_head=2, n_embd=16,
+    batch_size=8, lr=0.05, lr_warmup_steps=0, min_lr_ratio=1.0, log_interval=1,
 )  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def small_page(corpus, monkeypatch):
     monkeypatch.setattr(one_page.data, "standard_library", lambda: corpus)
     # A high rate, so that the replicas' norms and weights differ.
     monkeypatch.setattr(one_page, "learning_rate", lambda step, steps: 0.05)
-    monkeypatch.setattr(one_page, "PHI", 0.5)  # so that the clip acts
+    monkeypatch.setattr(one_page, "PHI", 0.2)  # so that the clip acts
 
 
 def numbers(text):
@@ -43,26 +43,32 @@ def printed_rounds(capsys):
 
 def test_page_prints_the_rounds_of_the_distributed_run(small_page, corpus_folder, capsys):
     """With the penalty those of EDiT, without it those of DiLoCo."""
-    edit_flags = DISTRIBUTED | dict(method="edit", pseudo_grad_clip=one_page.PHI)
+    disturbed = dict(scale_lr="3:42:44:100")  # the 12th round
+    edit_flags = DISTRIBUTED | disturbed | dict(method="edit", pseudo_grad_clip=one_page.PHI)
     diloco_flags = DISTRIBUTED | dict(method="diloco")
     cases = (None, None, edit_flags), (None, None, diloco_flags)
     edit_run, diloco_run = train_all(4, corpus_folder, *cases)
-    assert min(row["clip"] for row in edit_run.rows("sync")) < 1
-    for penalty, run in ((True, edit_run), (False, diloco_run)):
-        one_page.train(**PAGE, penalty=penalty)
+
+    comparisons = [
+        (edit_run, dict(disturbed_round=12)),
+        (diloco_run, dict(disturbed_round=0, penalty=False)),
+    ]
+    for run, options in comparisons:
+        one_page.train(**PAGE, **options)
         rounds = printed_rounds(capsys)
         losses = {row["step"]: row["loss"] for row in run.rows("step")}
         syncs = run.rows("sync")
-        assert len(rounds) == len(syncs) == 15
+        assert len(rounds) == len(syncs) == 13
         for (norms, weights, flagged, loss), sync in zip(rounds, syncs):
             # The last printed decimal may be rounded up or down.
             assert loss == pytest.approx([losses[sync["step"]]], abs=1e-4)
             # The replica that diverges multiplies differences of rounding: 1% of its norm.
-            assert norms == pytest.approx(sync["pseudo_grad_norm"], rel=0.01, abs=0.051)
+            assert norms == pytest.approx(sync["pseudo_grad_norm"], rel=0.01, abs=0.06)
             assert weights == pytest.approx(sync["weight"], abs=0.0051)
             assert flagged == sync["dropped"]
     weights = [weight for row in edit_run.rows("sync") for weight in row["weight"]]
     assert 0.253 < max(weights)
+    assert min(row["clip"] for row in edit_run.rows("sync")) < 0.9
     dropped = [row["dropped"] for row in edit_run.rows("sync")]
     assert dropped[11] == [0, 0, 0, 4]
 
