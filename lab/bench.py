@@ -56,8 +56,9 @@ class Flags:
 def our_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
     """A step of mini-batch as in train.py."""
     model = ShardedModel(plan.model_config, mesh, plan.dtype, recompute=plan.config.recompute)
-    for layer in model.layers if plan.config.compile else ():
-        layer.compile()
+    if plan.config.compile:
+        for layer in model.layers:
+            layer.compile()
     optimizer = AdamW(model, DECAY, (0.9, 0.999))  # torch's default
     optimizer.lr = LR
 
@@ -74,16 +75,19 @@ def our_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
 
 def fsdp2_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
     """The same with torch's fully_shard, on the same mesh and backend."""
-    nccl = mesh.device.type == "cuda" and plan.config.backend == "nccl"
-    backend = "nccl" if nccl else "gloo"
+    backend = "gloo"
+    if mesh.device.type == "cuda" and plan.config.backend == "nccl":
+        backend = "nccl"
     if not dist.is_initialized():  # one rank
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    names, sizes = ("replica", "shard"), (mesh.replicas, mesh.shards)
+    sizes = {"replica": mesh.replicas, "shard": mesh.shards}
     if mesh.replicas == 1:
-        names, sizes = names[1:], sizes[1:]
-    override = dict.fromkeys(names, backend)
+        del sizes["replica"]
     grid = init_device_mesh(
-        mesh.device.type, sizes, mesh_dim_names=names, backend_override=override
+        mesh.device.type,
+        tuple(sizes.values()),
+        mesh_dim_names=tuple(sizes),
+        backend_override=dict.fromkeys(sizes, backend),
     )
     model = Llama(plan.model_config).to(mesh.device)
     policy = MixedPrecisionPolicy(param_dtype=plan.dtype, reduce_dtype=torch.float32)
@@ -120,7 +124,8 @@ def alternate(mesh, steps: dict, config) -> dict:
     """name -> milliseconds per step in each turn. Each turn begins with another candidate."""
     for step in [*steps.values()] * 2:
         step()
-    times, names = {name: [] for name in steps}, list(steps)
+    times = {name: [] for name in steps}
+    names = list(steps)
     for _ in range(config.repeats):
         for name in names:
             steps[name]()  # fills the caches, which the candidate before has used
@@ -138,7 +143,9 @@ def speedups(times: dict) -> dict:
     ours, *others = times
     row = {f"{name}_ms": statistics.median(times[name]) for name in times}
     for other in others:
-        name = "of_bound" if other == "bound" else f"over_{other}"
+        name = f"over_{other}"
+        if other == "bound":
+            name = "of_bound"
         ratios = sorted(b / a for a, b in zip(times[ours], times[other]))
         row[name] = statistics.median(ratios)
         row[f"{name}_range"] = f"{ratios[0]:.2f}..{ratios[-1]:.2f}"
@@ -161,8 +168,9 @@ def compare(plan: Plan, mesh: Mesh, batch: torch.Tensor) -> dict:
 def read_config(argv: list, world_size: int):
     """The flags. Raises UserError."""
     config, given = parse([*DEFAULTS, *argv], METHODS, Flags)
-    used = USED | Flags.__dataclass_fields__.keys()
-    refused = given.keys() - used | ({"method"} if config.method != "minibatch" else set())
+    refused = given.keys() - USED - Flags.__dataclass_fields__.keys()
+    if config.method != "minibatch":
+        refused.add("method")
     if refused:
         raise UserError(f"--{min(refused)}: it has no effect on the benchmark")
     launch.check_mesh(config, world_size)
@@ -187,9 +195,12 @@ def main(argv: list):
         print(f"{mesh.replicas} replicas x {mesh.shards} shards, {config.dtype}, ", end="")
         print(f"{plan.n_params:,} parameters, {shape[1]} x {shape[2]} tokens per rank")
         for name, x in row.items():
-            print(f"{name:>16}  {x if isinstance(x, str) else f'{x:,.4g}'}")
-        name = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu"
-        record = {"command": sys.argv, "torch": torch.__version__, "device": name}
+            if not isinstance(x, str):
+                x = f"{x:,.4g}"
+            print(f"{name:>16}  {x}")
+        record = {"command": sys.argv, "torch": torch.__version__, "device": mesh.device.type}
+        if mesh.device.type == "cuda":
+            record["device"] = torch.cuda.get_device_name()
         record |= {"config": vars(config), "n_params": plan.n_params, "rows": [row]}
         Path(config.json).write_text(json.dumps(record, indent=1))
         print(f"rows in {config.json}", flush=True)

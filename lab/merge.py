@@ -10,6 +10,7 @@ mean of the probabilities of its models.
 Source: Branch-Train-Merge, arXiv 2208.03306 (without its domains).
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -27,7 +28,8 @@ class Apart(PostLocalSGD):
     def sync(self):
         state = {}
         for l, (layout, master) in enumerate(zip(self.model.layouts, self.model.masters)):
-            state |= {f"layers.{l}.{name}": x for name, x in layout.cut(master).items()}
+            for name, x in layout.cut(master).items():
+                state[f"layers.{l}.{name}"] = x
         torch.save(state, Path(self.config.out_dir, f"replica-{self.mesh.replica}.pt"))
         super().sync()
 
@@ -35,19 +37,25 @@ class Apart(PostLocalSGD):
 @torch.no_grad()
 def judge(folder, eval_batches: int = 16, data_path: str | None = None) -> dict:
     """Validation losses, as train.py's: of the ensemble, and the mean of the models' own."""
-    config, models = open_model(str(Path(folder, "model.pt"))).config, []
+    config = open_model(str(Path(folder, "model.pt"))).config
+    models = []
     for path in sorted(Path(folder).glob("replica-*.pt")):
         models.append(Llama(config))
         models[-1].load_state_dict(torch.load(path, weights_only=True))
-    M, own, together, tokens = len(models), 0.0, 0.0, 0
+
+    M = len(models)
+    own = 0.0
+    together = 0.0
+    tokens = 0
     corpus = data.load(data_path, 0)
     for x, y, _ in data.validation_batches(corpus, eval_batches, 0, 1, 16, config.block_size):
         logits = torch.stack([model(x) for model in models])  # (M, B, T, V)
-        logs = torch.log_softmax(logits, dim=-1).gather(3, y.expand(M, *y.shape)[..., None])
-        own = own - logs.sum(dim=(1, 2, 3))  # (M)
-        together -= (logs.logsumexp(dim=0) - torch.tensor(float(M)).log()).sum().item()
-        tokens += y.numel()
-    return {"ensemble": together / tokens, "alone": (own / tokens).mean().item()}
+        y = y.expand(M, *y.shape)[..., None]
+        logs = logits.log_softmax(dim=-1).gather(3, y)  # (M, B, T, 1)
+        own -= logs.mean(dim=0).sum().item()
+        together -= (logs.logsumexp(dim=0) - math.log(M)).sum().item()
+        tokens += x.numel()
+    return {"ensemble": together / tokens, "alone": own / tokens}
 
 
 def main():

@@ -50,9 +50,10 @@ SCHEDULES = {
 }
 
 
-def utilization(plan: Schedule, model: Model, gbit_per_s: float) -> float:
+def utilization(plan: Schedule, model: Model, gbit_per_s) -> float:
     """Compute time / wall time, 0 to 1, of a steady round."""
-    L, forward_s = model.layers, model.step_s / 3
+    L = model.layers
+    forward_s = model.step_s / 3
     layer_s = forward_s / L
     wire_s = model.parameters / L * plan.bits / (gbit_per_s * 1e9)  # a layer on the link
     F = -(-L // (plan.blocks or L))
@@ -62,14 +63,19 @@ def utilization(plan: Schedule, model: Model, gbit_per_s: float) -> float:
     for step in range(3 * plan.every):  # the third round is like all that follow
         if step == 2 * plan.every:
             start = now
-        for l, arrival in waits.pop(step, {}).items():
+        for l, arrival in waits[step].items():
             now = max(now, arrival - l * layer_s)  # to wait at layer l is to start later
         now += forward_s
         sent = fragments.get(step % plan.every, ())
-        for l in reversed(sent) if plan.early else sent:
-            done = now + 2 * (layer_s * (L - l) if plan.early else forward_s)
+        if plan.early:
+            sent = reversed(sent)
+        for l in sent:
+            done = now + 2 * forward_s
+            if plan.early:
+                done = now + 2 * layer_s * (L - l)
             free = max(free, done) + wire_s
-            waits[step + 1 + plan.delay][l if plan.by_layer else 0] = free
+            due = waits[step + 1 + plan.delay]
+            due[l * plan.by_layer] = free
         now += 2 * forward_s
     return plan.every * model.step_s / (now - start)
 
@@ -77,14 +83,15 @@ def utilization(plan: Schedule, model: Model, gbit_per_s: float) -> float:
 def rows(schedules: dict = SCHEDULES) -> list:
     """lab/results/scale.json: every model and method at 0.1 to 1000 Gbit/s, rising."""
     links = [round(10 ** (-1 + 4 * k / 49), 3) for k in range(50)]  # the paper's: of ratio 1.207
-    return [
-        {"model": name, "method": method, "gbit_per_s": gbit,
-         "utilization": round(utilization(schedules[method], MODELS[name], gbit), 4)}
-        for name, method, gbit in itertools.product(MODELS, schedules, links)
-    ]  # fmt: skip
+    found = []
+    for name, method, gbit in itertools.product(MODELS, schedules, links):
+        used = round(utilization(schedules[method], MODELS[name], gbit), 4)
+        row = {"model": name, "method": method, "gbit_per_s": gbit, "utilization": used}
+        found.append(row)
+    return found
 
 
-def needed(rows: list) -> list:
+def needed(rows) -> list:
     """Rows of the table: the lowest rate, Gbit/s, that reaches each level, for every model and
     method; of methods with equal rates only the first."""
     found = defaultdict(dict)

@@ -5,8 +5,7 @@
 The experiments draw their figures with draw(), too, so a method has the same color, marker and
 place in all of them. Runs that differ only in their seed are one line: the mean, with vertical
 lines from the lowest to the highest. Most colors are Okabe and Ito's, safe for color-blind readers;
-lines and markers differ, too. The text is gray, readable on a light and on a dark page. Needs
-matplotlib.
+lines and markers differ, too. Needs matplotlib.
 """
 
 import json
@@ -52,7 +51,7 @@ class Panel:
     frontier: bool = False  # names only of NAMED; a line through the points that none beats
 
 
-def points_of(row: dict, panel: Panel) -> list:
+def points_of(row, panel) -> list:
     """(key, x, y): points with the same key are seeds of one point."""
     x = row[panel.x]
     y = row[panel.y]
@@ -61,7 +60,7 @@ def points_of(row: dict, panel: Panel) -> list:
     return list(zip(range(len(x)), x, y))
 
 
-def lines_of(rows: list, panel: Panel) -> dict:
+def lines_of(rows, panel) -> dict:
     """(method, variant) -> points (mean x, mean y, lowest y, highest y), in the order of METHODS
     and of x. Rows with the same x, and the k-th points of curves, are seeds."""
     low, high = panel.xlim
@@ -81,7 +80,7 @@ def lines_of(rows: list, panel: Panel) -> dict:
     return lines
 
 
-def checksum(data: list) -> str:
+def checksum(data) -> str:
     """A line in the SVG: it shows whether a picture belongs to its data."""
     return f"crc32 of its data: {zlib.crc32(json.dumps(data).encode())}"
 
@@ -89,27 +88,17 @@ def checksum(data: list) -> str:
 def settings():
     """Of matplotlib, in all pictures: a context."""
     import matplotlib
-    colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), GRAY)
-    others = {
-        "xtick.color": GRAY,
-        "ytick.color": GRAY,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "font.size": 9,
-        "font.sans-serif": ["DejaVu Sans"],
-        "svg.fonttype": "none",
-        "svg.hashsalt": "",
-    }
-    return matplotlib.rc_context(colors | others)
+    fonts = {"font.size": 9, "font.sans-serif": ["DejaVu Sans"]}
+    return matplotlib.rc_context(fonts | {"svg.fonttype": "none", "svg.hashsalt": ""})
 
 
-def save(figure, data: list, path):
+def save(figure, data, path):
     """As SVG. Without a date the same data give the same file."""
     metadata = {"Date": None, "Description": checksum(data)}
-    figure.savefig(path, format="svg", transparent=True, metadata=metadata)
+    figure.savefig(path, format="svg", metadata=metadata)
 
 
-def styles_of(panels_lines: list, frontier=False) -> dict:
+def styles_of(panels_lines, frontier=False) -> dict:
     """(method, variant) -> its style. A variant has its method's color, a dotted line and another,
     open marker. frontier: all but NAMED are gray and have no name."""
     labels = {}
@@ -131,7 +120,7 @@ def styles_of(panels_lines: list, frontier=False) -> dict:
     return styles
 
 
-def draw_panel(axes, panel: Panel, lines: dict, styles: dict):
+def draw_panel(axes, panel, lines, styles):
     from matplotlib.ticker import EngFormatter
     for label, style in styles.items():
         if label not in lines:  # in the legend, too
@@ -151,7 +140,7 @@ def draw_panel(axes, panel: Panel, lines: dict, styles: dict):
     axes.grid(axis="y", alpha=0.3, linewidth=0.5)
 
 
-def best_points(lines: dict) -> list:
+def best_points(lines) -> list:
     """The points (x, y) that no other point beats in both."""
     points = [point[:2] for line in lines.values() for point in line]
     best = []
@@ -161,7 +150,7 @@ def best_points(lines: dict) -> list:
     return best
 
 
-def draw(rows: list, panels: list, path):
+def draw(rows, panels, path):
     """Write the panels, side by side, as an SVG."""
     from matplotlib import figure
     panels = [panel for panel in panels if lines_of(rows, panel)]  # --quick leaves some empty
@@ -178,7 +167,7 @@ def draw(rows: list, panels: list, path):
         save(picture, [list(lines.values()) for lines in panels_lines], path)
 
 
-def variant(run: dict, runs: list) -> str:
+def variant(run, runs) -> str:
     """The flags of the run that differ between the runs of its method, but for the seed."""
     flags = run["config"]
     others = [other["config"] for other in runs if other["method"] == run["method"]]
@@ -190,7 +179,7 @@ def variant(run: dict, runs: list) -> str:
     return ", ".join(words)
 
 
-def rows_of(folders: list) -> list:
+def rows_of(folders) -> list:
     """A row per run. Raises UserError for a run without a curve."""
     runs = [read_run(folder) for folder in folders]
     rows = []

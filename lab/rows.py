@@ -87,7 +87,7 @@ def after_warmup(record, warmup) -> dict:
     return counts
 
 
-def in_order(rows: list) -> list:
+def in_order(rows) -> list:
     """Rows in the order of METHODS, and then the reader's own methods."""
     order = [*METHODS, *(row["method"] for row in rows)]
     return sorted(rows, key=lambda row: order.index(row["method"]))
@@ -96,7 +96,7 @@ def in_order(rows: list) -> list:
 # ---- differences between runs of the same seed ----
 
 
-def add_distance(rows: list, name: str, same: tuple, **baseline):
+def add_distance(rows, name, same, **baseline):
     """Add a column to each row: how much higher its loss is than that of its base, the row with the
     columns `baseline` and the same values in `same`."""
     bases = {}
@@ -109,7 +109,7 @@ def add_distance(rows: list, name: str, same: tuple, **baseline):
         row[name] = row["val_loss"] / base - 1
 
 
-def beside_minibatch(rows: list) -> list:
+def beside_minibatch(rows) -> list:
     """Adds how much higher the losses, and how many times lower the bytes are."""
     add_distance(rows, "over_minibatch", ("seed",), method="minibatch", variant="")
 
@@ -122,7 +122,7 @@ def beside_minibatch(rows: list) -> list:
     return rows
 
 
-def paired(differences: list) -> tuple:
+def paired(differences) -> tuple:
     """Mean, standard error of the mean (NaN for one) and number of differences, one per seed."""
     n = len(differences)
     error = math.nan
@@ -149,7 +149,7 @@ FORMATS = {  # column -> heading, format, factor
 }
 
 
-def table(rows: list, columns: tuple) -> str:
+def table(rows, columns) -> str:
     """Markdown: a line per case, the mean over its seeds and in brackets the lowest and highest. A
     distance from a base has its standard error beside it."""
     keys = [name for name in CASE if len({row.get(name) for row in rows}) > 1]
@@ -179,11 +179,11 @@ def table(rows: list, columns: tuple) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def format_of(name: str) -> tuple:
+def format_of(name) -> tuple:
     return FORMATS.get(name, (name, "{:.3g}", 1))
 
 
-def case_cell(row: dict, name: str) -> str:
+def case_cell(row, name) -> str:
     value = row.get(name)
     if value is None:
         return ""
@@ -192,7 +192,7 @@ def case_cell(row: dict, name: str) -> str:
     return str(value)
 
 
-def mean_and_range(group: list, name: str) -> str:
+def mean_and_range(group, name) -> str:
     _, form, factor = format_of(name)
     values = [factor * row[name] for row in group]
     mean = form.format(statistics.mean(values))
@@ -203,7 +203,7 @@ def mean_and_range(group: list, name: str) -> str:
     return f"{mean} ({low} .. {high})"
 
 
-def standard_error(group: list, name: str) -> str:
+def standard_error(group, name) -> str:
     _, error, n = paired([row[name] for row in group])
     if n == 1:
         return ""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from config import UserError
 from lab.plot import save, settings
-from lab.rows import METHODS, read_run
+from lab.rows import case_cell, read_run
 
 SPANS = {  # name -> color, text in the legend
     "step": ("#0072b2", "computes"),
@@ -125,10 +125,6 @@ def draw_replica(axes, row, y):
         draw_spans(axes, row, name, y, 0.8)
 
 
-def name_of(row) -> str:
-    return METHODS.get(row["method"], (row["method"],))[0]
-
-
 def finish(figure, rows, path):
     """Write the picture with a legend."""
     from matplotlib import patches
@@ -156,7 +152,7 @@ def draw(rows, path, title="Lost time"):
             draw_spans(axes, row, "link", y - 0.16, 0.12)
             axes.text(1.005 * seconds, y + 0.4, f"{row['computing']:.0%}", va="center")
             places.append(y + 0.4)
-            names.append(f"{name_of(row)}, replica {row['replica']}")
+            names.append(f"{case_cell(row, 'method')}, replica {row['replica']}")
             y -= 1.05
 
         axes.set_title(title, weight="bold", loc="left")
@@ -190,5 +186,5 @@ def draw_overlap(rows, path):
 
             axes.set(xlim=(first - 0.4 * longest, first + 1.8 * longest), ylim=(-0.8, 0.85))
             axes.set_xticks([first, last], ["0", f"{last - first:.2f} s"])
-            axes.set_yticks([-0.45, 0.4], ["its link, by layer", f"{name_of(row)}, replica 0"])
+            axes.set_yticks([-0.45, 0.4], ["its link, by layer", f"{case_cell(row, 'method')}, replica 0"])
         finish(picture, rows, path)
