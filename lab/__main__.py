@@ -241,9 +241,8 @@ PARTS = {  # of EDiT's penalty
 }
 
 
-def sick_panel(disturbance, last, **where):
+def sick_panel(title, disturbance, last, **where):
     where["disturbance"] = disturbance
-    title = f"replica 3: {disturbance}"
     curves = ("step_curve", "val_loss_curve", "steps")
     return Panel(*curves, title=title, where=where, xlim=(192, last))
 
@@ -258,10 +257,10 @@ def over_undisturbed(rows) -> list:
     "excess",
     "val_loss",
     panels=[
-        sick_panel(FAST, 272, variant=""),
-        sick_panel("random tokens", 272),
-        sick_panel(FAST, 272, method="edit"),
-        sick_panel("wrong sign", 448),
+        sick_panel("learning rate x 100", FAST, 272, variant=""),
+        sick_panel("random tokens", "random tokens", 272),
+        sick_panel("learning rate x 100: EDiT's parts", FAST, 272, method="edit"),
+        sick_panel("wrong sign", "wrong sign", 448),
     ],
     combine=over_undisturbed,
 )
@@ -296,7 +295,7 @@ def penalty(seed):
     "fewer_bytes",
     "local_bytes",
     panels=[
-        Panel("sync_bytes", "val_loss", "bytes over slow links, per rank", log=2, frontier=True),
+        Panel("sync_bytes", "val_loss", "bytes over slow links, per rank", log=10, frontier=True),
         Panel("local_bytes", "val_loss", "bytes after the warm-up", log=10, frontier=True),
     ],
     combine=beside_minibatch,

@@ -46,7 +46,7 @@ class Panel:
     ylabel: str = "validation loss, nats per token"
     title: str = ""
     where: dict = field(default_factory=dict)  # draw only the rows with these values
-    log: int = 0  # the base, if the x axis is logarithmic; its ticks are the powers
+    log: int = 0  # the base, if the x axis is logarithmic
     xlim: tuple = (-math.inf, math.inf)  # draw only these points
     frontier: bool = False  # names only of NAMED; a line through the points that none beats
 
@@ -121,7 +121,7 @@ def styles_of(panels_lines, frontier=False) -> dict:
 
 
 def draw_panel(axes, panel, lines, styles):
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator
     for label, style in styles.items():
         if label not in lines:  # in the legend, too
             axes.plot([], [], **style)
@@ -136,6 +136,8 @@ def draw_panel(axes, panel, lines, styles):
     if panel.log:
         axes.set_xscale("log", base=panel.log)
         axes.minorticks_off()
+    if panel.log == 10:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(EngFormatter())  # 100 M, not 10^8
     axes.grid(axis="y", alpha=0.3, linewidth=0.5)
 

@@ -81,7 +81,7 @@ def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path, monkeyp
     assert [line.split("#")[1:] for line in row["command"].splitlines()] == [[" until step 40"], []]
     _, warm, _, end = [row for row in events if row["event"] == "eval"]
     seconds, tokens = end["train_s"] - warm["train_s"], end["tokens"] - warm["tokens"]
-    assert row["tokens_per_s"] == tokens / seconds
+    assert row["tokens_per_s"] == pytest.approx(tokens / seconds, rel=0.01)  # by its step rows
     assert row["local_bytes"] == end["sync_bytes"] - warm["sync_bytes"] < row["sync_bytes"]
     runs.run_experiment(SMALL, [1], result)
     others = [row | {"command": "of other flags"}, row | {"seed": 2}]
