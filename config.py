@@ -15,7 +15,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import signal
 import sys
 import time
@@ -24,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 STOPS = {signal.SIGINT, signal.SIGTERM}
-TOO_LARGE = "out of memory|allocate|overflow"  # in torch's errors
 
 
 class UserError(Exception):
@@ -35,20 +33,18 @@ class UserError(Exception):
 
 def explain(error: Exception) -> tuple:
     """(exit code, line for the user) of an error that has an exit_code or that comes from outside:
-    a full disk, no memory, a missing package, a closed pipe. Raises any other error again."""
-    text = str(error).strip().split("\n")[0]
-    if hasattr(error, "exit_code"):
-        return error.exit_code, text
+    a full disk, a missing package, a closed pipe. Raises any other error again."""
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+        error = error.__context__  # torch.save hides it
     if isinstance(error, BrokenPipeError):
         return 141, ""  # as if SIGPIPE had ended the process
-    if isinstance(error, ModuleNotFoundError):  # of a package that only some commands need
-        return 2, f"this needs a package: pip install {str(error.name).split('.')[0]}"
     if isinstance(error, OSError):
         return 2, f"{error.filename or 'output'}: {error.strerror}"
-    too_large = isinstance(error, RuntimeError) and re.search(TOO_LARGE, text)
-    if isinstance(error, MemoryError) or too_large:
-        return 2, f"out of memory ({text[-100:]}): lower --batch_size or the model's size"
-    raise error
+    if isinstance(error, ModuleNotFoundError):  # of a package that only some commands need
+        return 2, f"this needs a package: pip install {error.name}"
+    if not hasattr(error, "exit_code"):
+        raise error
+    return error.exit_code, str(error)
 
 
 def run_command(program: str, main):
@@ -68,8 +64,8 @@ def run_command(program: str, main):
     except Exception as error:
         code, line = explain(error)
     if line:
-        report = json.dumps({"message": line, "timestamp": int(time.time())})
         with suppress(OSError, KeyError):
+            report = json.dumps({"message": line, "timestamp": int(time.time())})
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(report)
         time.sleep(rank != "0")  # rank 0 first: when it has ended, torchrun ends this rank
         kind = "error: " if code < 128 else ""  # a signal is none
@@ -200,6 +196,8 @@ class Config:
 
     def check(self, replicas: int):
         """Raise UserError if the flags do not fit together."""
+        if self.profile and self.max_steps < 4:
+            raise UserError("--profile: it needs at least 4 steps; raise --max_steps")
         if self.optimizer == "muon" and self.lr == 0:
             raise UserError("--lr 0: muon's rate follows it; give --muon_lr 0 or --optimizer adamw")
 
@@ -210,49 +208,57 @@ class Config:
 NOT_RESUMED = {"out_dir", "device", "backend", "replicas", "resume", "overwrite", "profile"}
 NOT_RESUMED |= {"dry_run", "init_from", "timeline"}
 
+# What --help lists; --help all lists every flag.
+FIRST_FLAGS = """method shards replicas max_steps out_dir device dry_run checkpoint_interval resume
+    overwrite model data batch_size lr sync_warmup_steps tau""".split()
 
-def parse(argv: list, methods: dict, simulation_class, saved: dict | None = None) -> tuple:
-    """Flags -> (the run's config, the flags given as name -> value). methods: name -> Method class;
-    saved: flags of a checkpoint. Flags of other methods are checked and ignored, so that one
-    command line can compare methods. Raises UserError that names the flag."""
+
+def parse(argv: list, methods: dict, simulation_class) -> tuple:
+    """Flags -> (the run's config, the flags given as name -> value), see below."""
     given = read_flags(argv, methods, simulation_class)
-    values = {k: v for k, v in (saved or {}).items() if k not in NOT_RESUMED}
-    for name, other in ("tokens_per_step", "accum"), ("accum", "tokens_per_step"):
-        if name in given:  # the saved one gives way
-            values.pop(other, None)
-    values = PRESETS[(values | given).get("model", "tiny")] | values | given
+    return make_config(given, methods, simulation_class), given
+
+
+def make_config(given: dict, methods: dict, simulation_class, saved: dict | None = None):
+    """The config of a run. given: flags as name -> value; saved: those of a checkpoint. Flags of
+    other methods are left out, so that one command line can compare methods."""
+    saved = {name: value for name, value in (saved or {}).items() if name not in NOT_RESUMED}
+    if "accum" in given:  # each of the two sets the other, so the saved one gives way
+        saved.pop("tokens_per_step", None)
+    if "tokens_per_step" in given:
+        saved.pop("accum", None)
+    preset = PRESETS[given.get("model") or saved.get("model") or "tiny"]
+    values = {**preset, **saved, **given}  # the later one counts
+
     method = methods[values.get("method", Config.method)]
     bases = (method.Config, simulation_class, Config)
     run_class = dataclasses.make_dataclass("RunConfig", [], bases=bases)
     run_class.method_class = method
-    names = {f.name for f in dataclasses.fields(run_class)}
-    return run_class(**{k: v for k, v in values.items() if k in names}), given
+    fields = run_class.__dataclass_fields__
+    return run_class(**{name: value for name, value in values.items() if name in fields})
 
 
 def read_flags(argv: list, methods: dict, simulation_class) -> dict:
-    """The flags in argv, checked: name -> value."""
-    configs, fields = {name: method.Config for name, method in methods.items()}, {}
-    for config_class in (Config, simulation_class, *configs.values()):
+    """The flags in argv, checked: name -> value. methods: name -> Method class. Raises UserError
+    that names the flag."""
+    parser = Parser(usage="%(prog)s [--flag value ...]", epilog="--help all lists every flag")
+    group = parser
+    fields = {}
+    method_configs = [method.Config for method in methods.values()]
+    for config_class in (Config, simulation_class, *method_configs):
         for f in dataclasses.fields(config_class):
-            fields.setdefault(f.name, f)
-    group = parser = Parser(usage="%(prog)s [--flag value ...]")
-    for name, f in fields.items():
-        kind, default = type(f.default), f.default
-        own = {m: getattr(c, name) for m, c in configs.items() if name in c.__dataclass_fields__}
-        if len(set(own.values())) > 1:
-            default = ", ".join(f"{method}: {value}" for method, value in own.items())
-        options = {k: f.metadata[k] for k in ("choices", "nargs", "const") if k in f.metadata}
-        if name == "method":
-            options["choices"] = list(methods)
-        if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        elif "choices" not in options:
-            options |= {"type": kind, "metavar": kind.__name__.upper()}
-        if "group" in f.metadata:
-            group = parser.add_argument_group(f.metadata["group"])
-        help = f.metadata["help"] + (f" (default: {default})" if default != "" else "")
-        group.add_argument(f"--{name}", default=None, help=help, **options)
-    given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
+            if f.name in fields:
+                continue
+            fields[f.name] = f
+            if "group" in f.metadata:
+                group = parser.add_argument_group(f.metadata["group"])
+            options = argparse_options(f, methods)
+            if argv[-2:] != ["--help", "all"] and f.name not in FIRST_FLAGS:
+                options["help"] = argparse.SUPPRESS
+            group.add_argument(f"--{f.name}", **options)
+
+    found = vars(parser.parse_args(argv))
+    given = {name: value for name, value in found.items() if value is not None}
     if "data" in given:
         given["data"] = ":".join(given["data"])
     for name, value in given.items():
@@ -260,10 +266,36 @@ def read_flags(argv: list, methods: dict, simulation_class) -> dict:
     return given
 
 
+def argparse_options(f: dataclasses.Field, methods: dict) -> dict:
+    """What argparse needs to know of a flag."""
+    default = f.default
+    defaults = {}  # of the methods that have this flag
+    for name, method in methods.items():
+        if f.name in method.Config.__dataclass_fields__:
+            defaults[name] = getattr(method.Config, f.name)
+    if len(set(defaults.values())) > 1:
+        default = ", ".join(f"{name}: {value}" for name, value in defaults.items())
+
+    options = {"default": None, "help": f.metadata["help"]}
+    if default != "":
+        options["help"] += f" (default: {default})"
+    for name in "choices", "nargs", "const":
+        if name in f.metadata:
+            options[name] = f.metadata[name]
+    if f.name == "method":
+        options["choices"] = list(methods)
+    if isinstance(f.default, bool):
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["type"] = type(f.default)
+    return options
+
+
 def read_number(config: dict, key: str, flag: str):
     """A number of a config.json. Raises UserError unless it is positive and within the limits of
     the flag that has this meaning."""
-    value, f = config[key], Config.__dataclass_fields__[flag]
+    value = config[key]
+    f = Config.__dataclass_fields__[flag]
     kind = type(f.default)
     if type(value) not in (int, kind) or not value:  # 0 has a meaning in flags only
         needed = f"must be a positive {kind.__name__}"
@@ -274,12 +306,11 @@ def read_number(config: dict, key: str, flag: str):
 
 def check_limits(name: str, value, limits: dict):
     """Raise UserError unless a number is at least `low` (by default 0), above `above` and below
-    `below` (2^31; 1e30 for fractions), and unless a text is printable."""
+    `below` (2^31; 1e30 for fractions)."""
     if isinstance(value, str):
-        if not value.isprintable():
-            raise UserError(f"{name} {value[:100]!r}: must be printable text")
         return
-    low, above = limits.get("low", 0), limits.get("above", -math.inf)
+    low = limits.get("low", 0)
+    above = limits.get("above", -math.inf)
     below = limits.get("below", 2**31 if isinstance(value, int) else 1e30)
     if not (low <= value < below and value > above):  # also refuses NaN
         bound = f"above {above}" if above >= low else f"at least {low}"

@@ -56,11 +56,11 @@ def train(setup, mesh, stop):
         cluster.before_step(optimizer, method.steps)
         average, loss = method.averages_gradients, 0.0
         # The gradient is a mean over micro-steps and ranks, of this replica or of all.
-        scale = 1 / (plan.accum * (mesh.world_size if average else mesh.shards))
-        for micro_step in range(plan.accum):
+        scale = 1 / (plan.micro_steps * (mesh.world_size if average else mesh.shards))
+        for micro_step in range(plan.micro_steps):
             batch = load_batch(setup, mesh, cluster, method.steps, micro_step)
-            loss += model.forward(*batch) / plan.accum
-            last = micro_step == plan.accum - 1
+            loss += model.forward(*batch) / plan.micro_steps
+            last = micro_step == plan.micro_steps - 1
             model.backward(scale, first=micro_step == 0, sum_replicas=average and last)
         method.after_backward()
         cluster.before_metrics(method.steps)
@@ -94,7 +94,7 @@ def load_batch(setup, mesh, cluster, step: int, micro_step: int) -> list:
     """This rank's inputs and targets, (batch_size, block_size) int64 each, on its device."""
     tensors = data.train_batch(
         setup.corpus, setup.config.seed, step, micro_step, mesh.rank, mesh.world_size,
-        setup.plan.batch_size, setup.plan.accum, setup.config.block_size,
+        setup.plan.micro_batch, setup.plan.micro_steps, setup.config.block_size,
     )  # fmt: skip
     tensors = cluster.batch(tensors, setup.corpus.vocab_size, step, micro_step)
     if mesh.device.type == "cuda":  # pinned, so that the copy does not block the host
@@ -187,7 +187,7 @@ def evaluate(setup, model, method, parameters=None) -> float:
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, rows
     batches = data.validation_batches(
         setup.corpus, config.eval_batches, mesh.rank, mesh.world_size,
-        setup.plan.batch_size, config.block_size,
+        setup.plan.micro_batch, config.block_size,
     )  # fmt: skip
     method.drain()
     with method.clock, mesh.uncounted():  # the clock stops, and no bytes count
@@ -207,12 +207,12 @@ def evaluate(setup, model, method, parameters=None) -> float:
 
 
 def main(argv: list):
-    setup, store = launch.start(argv, METHODS)
+    setup, everyone = launch.start(argv, METHODS)
     setup.plan.show(setup.corpus)
     if not setup.config.dry_run:
-        mesh = launch.make_mesh(setup.config, store, setup.plan.method.barrier)
-        with launch.leave_together(store, mesh.rank, mesh.world_size):
-            train(setup, mesh, launch.StopRequest(setup.config.save_on_exit))
+        mesh = launch.make_mesh(setup.config, everyone, setup.plan.method.barrier)
+        train(setup, mesh, launch.StopRequest(setup.config.save_on_exit))
+    launch.leave_together()
 
 
 if __name__ == "__main__":

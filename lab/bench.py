@@ -179,19 +179,18 @@ def read_config(argv: list, world_size: int):
 
 
 def main(argv: list):
-    rank, world_size = launch.environment()
-    store = launch.rendezvous(rank, world_size)
-    with launch.alike(store, "flags", rank, world_size):
-        config = read_config(argv, world_size)
-        plan = Plan(config, METHODS["minibatch"], config.vocab_size, world_size)
+    everyone = launch.connect()
+    with launch.alike(everyone):
+        config = read_config(argv, everyone.world_size)
+        plan = Plan(config, METHODS["minibatch"], config.vocab_size, everyone.world_size)
         plan.check_memory()
         Path(config.json).parent.mkdir(parents=True, exist_ok=True)
         open(config.json, "a").close()  # is it possible? Now, not after the measurements
-    mesh = launch.make_mesh(config, store)
+    mesh = launch.make_mesh(config, everyone)
     shape = (2, config.batch_size, config.block_size)
     batch = torch.randint(config.vocab_size, shape, device=mesh.device)  # inputs and targets
     row = compare(plan, mesh, batch)
-    if rank == 0:
+    if mesh.rank == 0:
         print(f"{mesh.replicas} replicas x {mesh.shards} shards, {config.dtype}, ", end="")
         print(f"{plan.n_params:,} parameters, {shape[1]} x {shape[2]} tokens per rank")
         for name, x in row.items():
@@ -204,6 +203,7 @@ def main(argv: list):
         record |= {"config": vars(config), "n_params": plan.n_params, "rows": [row]}
         Path(config.json).write_text(json.dumps(record, indent=1))
         print(f"rows in {config.json}", flush=True)
+    launch.leave_together()
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 
-from config import UserError
+from config import UserError, explain
 
 NAME = re.compile(r"checkpoint-\d{8,}")
 # Maps a file: tensors are read when they are used.
@@ -52,33 +52,41 @@ def list_checkpoints(folder) -> list:
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
-def run_folder(path: str) -> Path:
-    """The folder of the run that --resume names by itself or by one of its checkpoints."""
-    return Path(path).parent if NAME.fullmatch(Path(path).name) else Path(path)
-
-
-def choose(resume: str, out_dir: str, overwrite: bool) -> Path | None:
-    """The checkpoint to continue, None to start afresh. resume: "", "auto" or a folder (a run's or
-    a checkpoint's). Raises UserError if there is none, or if two runs would mix in out_dir."""
-    if resume and overwrite:
+def choose(config) -> tuple:
+    """(the run's folder, the checkpoint to continue or None). Raises UserError if there is none, or
+    if two runs would mix in the folder."""
+    resume = config.resume
+    named = resume not in ("", "auto")
+    there = Path(resume)  # a run's folder or one of its checkpoints
+    if NAME.fullmatch(there.name):
+        there = there.parent
+    out_dir = config.out_dir
+    if not out_dir:
+        out_dir = str(there) if named else f"out/{config.method}"
+    if config.dry_run and not resume:
+        return out_dir, None
+    if resume and config.overwrite:
         raise UserError("--resume, --overwrite: give only one of them")
+
     own = list_checkpoints(out_dir)
-    found = own if resume == "auto" else []
     if own:  # a run that is writing there could remove what this one reads
         os.close(lock(out_dir, fcntl.LOCK_SH))
-    if resume not in ("", "auto"):
-        there = list_checkpoints(run_folder(resume))
-        found = [path for path in there if Path(resume) in (path, path.parent)]
+    found = own if resume else []
+    if named:
+        found = [path for path in list_checkpoints(there) if Path(resume) in (path, there)]
         if not found:
             hint = "name a run's folder or a checkpoint-... in it"
             raise UserError(f"--resume {resume[:200]}: there is no checkpoint; {hint}")
-    continues = own and found and found[-1].samefile(own[-1])
-    if (own or Path(out_dir, "model.pt").exists()) and not continues and not overwrite:
+
+    last = found[-1] if found else None
+    earlier = own or Path(out_dir, "model.pt").exists()
+    continues = own and last and last.samefile(own[-1])
+    if earlier and not continues and not config.overwrite:
         hint = "name another --out_dir, or delete that run with --overwrite"
         if own:
             hint = f"--resume auto continues {own[-1].name}; otherwise {hint}"
         raise UserError(f"--out_dir {out_dir} has an earlier run: {hint}")
-    return found[-1] if found else None
+    return out_dir, last
 
 
 def lock(folder, kind=fcntl.LOCK_EX):
@@ -104,6 +112,21 @@ class ReplicasDiffer(Exception):
     exit_code = 1  # as after a lost rank: a restart from an earlier checkpoint may go well
 
 
+@contextmanager
+def alike(mesh, doing: str = ""):
+    """If the block raises an error that explain() knows on one rank, all ranks raise UserError:
+    rank 0 with its line, which begins with `doing`, the others without one."""
+    error = ""
+    try:
+        yield
+    except Exception as wrong:
+        error = explain(wrong)[1] or "standard output is closed"
+    # [sync] all-gather of objects, all ranks, twice per start and per checkpoint
+    errors = [line for line in mesh.all_gather_object(error) if line]
+    if errors:
+        raise UserError("" if mesh.rank else doing + errors[0])
+
+
 def files(path, mesh: dict) -> list:
     """The files of all ranks, in rank order. mesh: {"replicas": M, "shards": N}."""
     return [path / f"rank-{r:05d}.pt" for r in range(mesh["replicas"] * mesh["shards"])]
@@ -111,40 +134,26 @@ def files(path, mesh: dict) -> list:
 
 def vectors(model, method) -> tuple:
     """Name -> flat vector: those that are equal in all replicas at a round end, and the others."""
+    warm_up = method.averages_gradients  # replicas differ in errors of quantized gradients only
     equal = {name: getattr(method, name) for name in method.shared}
     own = {name: getattr(method, name) for name in method.private}
-    warm_up = method.averages_gradients  # replicas differ in errors of quantized gradients only
-    for name in "exp_avg", "exp_avg_sq":
-        (equal if warm_up else own)[name] = getattr(model, name)
-    (equal if warm_up or method.equal_replicas else own)["parameters"] = model.master
+    moments = equal if warm_up else own
+    moments["exp_avg"] = model.exp_avg
+    moments["exp_avg_sq"] = model.exp_avg_sq
+    parameters = equal if warm_up or method.equal_replicas else own
+    parameters["parameters"] = model.master
     return equal, own
 
 
-def firsts(model, name: str) -> list:
-    """The first element of each layer that a vector has: with Muon exp_avg_sq has no matrices."""
-    return model.squares_from if name == "exp_avg_sq" else [0] * len(model.layers)
-
-
-def checksums(model, equal: dict) -> dict:
-    """Of each layer of these vectors, which are on the host, by its name."""
-    found = {}
-    for name, vector in equal.items():
-        sizes = model.sizes_from(firsts(model, name), model.mesh.shards, model.mesh.shard_index)
-        for l, layer in enumerate(vector.split(sizes)):
-            found[f"{name} of layer {l}"] = zlib.crc32(layer.numpy())
-    return found
-
-
-def check_equal(mesh, found: list):
-    """Raise ReplicasDiffer on all ranks, rank 0 with a line, unless each rank has found the same
-    checksums as the rank with its shard in replica 0."""
-    for rank, own in enumerate(found):
-        replica, shard_index = divmod(rank, mesh.shards)
+def check_equal(mesh, sums: list):
+    """Raise ReplicasDiffer on all ranks, rank 0 with a line, unless each rank has the same
+    checksums (by a vector's name) as the rank with its shard in replica 0."""
+    for rank, own in enumerate(sums):
         for name, checksum in own.items():
-            if checksum != found[shard_index][name]:
-                line = f"{name}: replica {replica} is not equal to replica 0, so a memory or a "
-                line += "link is faulty, or their hardware differs; --resume auto continues from "
-                line += "the last checkpoint"
+            if checksum != sums[rank % mesh.shards][name]:
+                line = f"{name}: replica {rank // mesh.shards} is not equal to replica 0, so a "
+                line += "memory or a link is faulty, or their hardware differs; --resume auto "
+                line += "continues from the last checkpoint"
                 raise ReplicasDiffer("" if mesh.rank else line)
 
 
@@ -152,64 +161,66 @@ def save(setup, model, method, state: dict) -> Path:
     """Write a checkpoint into the run's folder and remove the oldest. state: the log's. All ranks
     call it at a round end. Raises ReplicasDiffer, or UserError if a rank cannot write its
     part, on all of them; earlier checkpoints stay."""
-    mesh, flags = model.mesh, setup.describe(model.mesh)
-    state = state | {
-        "progress": method.progress,
-        "train_s": method.clock.train_s(),
-        "sent": dict(mesh.sent),
-        "tokens_per_step": setup.plan.tokens_per_step,
-    }
+    mesh = model.mesh
     if mesh.device.type == "cuda":  # --offload: copies to vectors on the host may be in flight
         torch.cuda.synchronize()
-    scalars = () if method.averages_gradients else method.scalars
-    content = {name: getattr(method, name) for name in ("steps", "rounds", *scalars)}
     equal, own = vectors(model, method)
     equal = {name: vector.cpu() for name, vector in equal.items()}
+    sums = {name: zlib.crc32(vector.numpy()) for name, vector in equal.items()}
     # [sync] all-gather of objects, all ranks, once per checkpoint
-    found = mesh.all_gather_object((method.steps, checksums(model, equal)))
-    check_equal(mesh, [own for _, own in found])
-    content |= own if mesh.replica > 0 else own | equal
+    found = mesh.all_gather_object({"steps": method.steps, "sums": sums})
+    check_equal(mesh, [each["sums"] for each in found])
+
+    content = {"steps": method.steps, "rounds": method.rounds, **own}
+    if not method.averages_gradients:
+        content |= {name: getattr(method, name) for name in method.scalars}
+    if mesh.replica == 0:
+        content |= equal
     parameters = model.master.cpu()
     for name, value in content.items():
         if torch.is_tensor(value):
             # At a round end the anchor is the parameters. torch.save writes the same tensor once.
             value = value.cpu()
             content[name] = parameters if torch.equal(value, parameters) else value
-    steps = [steps for steps, _ in found[:: mesh.shards]]  # A-EDiT's replicas differ
-    unfinished = Path(setup.config.out_dir, "checkpoint.tmp")
-    final = unfinished.with_name(f"checkpoint-{steps[0]:08d}")
-    paths = files(unfinished, flags["mesh"])
-    with all_or_none(mesh, unfinished):
-        unfinished.mkdir(exist_ok=True)
-        with open(paths[mesh.rank], "wb") as file:
-            torch.save(content, file)
-    state |= {
-        "flags": flags, "mesh": flags["mesh"], "model_config": vars(model.config), "steps": steps,
+
+    flags = setup.describe(mesh)
+    state = state | {
+        "flags": flags,
+        "mesh": flags["mesh"],
+        "model_config": vars(model.config),
+        "tokens_per_step": setup.plan.tokens_per_step,
         "averages_gradients": method.averages_gradients,
-    }  # fmt: skip
-    with all_or_none(mesh, unfinished):
-        if mesh.rank == 0:
-            if unseen := [path for path in paths if not path.is_file()]:
-                raise OSError(f"rank 0 does not see {unseen[0]}: nodes must share --out_dir")
-            (unfinished / "state.json").write_text(json.dumps(state, indent=1))
-            os.rename(unfinished, final)
-            remove(list_checkpoints(final.parent)[: -flags["keep"]])
-    return final
+        "progress": method.progress,
+        "steps": [each["steps"] for each in found[:: mesh.shards]],  # A-EDiT's replicas differ
+        "train_s": method.clock.train_s(),
+        "sent": dict(mesh.sent),
+    }
+    return write(Path(setup.config.out_dir), mesh, content, state)
 
 
-@contextmanager
-def all_or_none(mesh, unfinished):
-    """If one rank cannot write, all ranks raise UserError, rank 0 with a line."""
-    error = ""
+def write(folder: Path, mesh, content: dict, state: dict) -> Path:
+    """Write this rank's content and, on rank 0, state.json: all or nothing."""
+    unfinished = folder / "checkpoint.tmp"
+    final = folder / f"checkpoint-{state['steps'][0]:08d}"
+    paths = files(unfinished, state["mesh"])
+    failure = f"no checkpoint could be written to {folder}: "
     try:
-        yield
-    except (OSError, RuntimeError) as wrong:  # torch.save hides the OSError
-        error = one_line(wrong if isinstance(wrong, OSError) else wrong.__context__ or wrong)
-    # [sync] all-gather of objects, all ranks, twice per checkpoint
-    if errors := list(filter(None, mesh.all_gather_object(error))):
+        with alike(mesh, failure):
+            unfinished.mkdir(exist_ok=True)
+            with open(paths[mesh.rank], "wb") as file:
+                torch.save(content, file)
+        with alike(mesh, failure):
+            if mesh.rank == 0:
+                for path in paths:
+                    if not path.is_file():
+                        raise UserError(f"rank 0 does not see {path}: nodes must share --out_dir")
+                (unfinished / "state.json").write_text(json.dumps(state, indent=1))
+                os.rename(unfinished, final)
+                remove(list_checkpoints(folder)[: -state["flags"]["keep"]])
+    except UserError:
         shutil.rmtree(unfinished, ignore_errors=True)  # a full disk needs the room
-        line = f"no checkpoint could be written to {unfinished.parent}: {errors[0]}"
-        raise UserError("" if mesh.rank else line)
+        raise
+    return final
 
 
 def remove(checkpoints: list):
@@ -222,17 +233,15 @@ def remove(checkpoints: list):
 
 def clean_up(folder, overwrite: bool):
     """Remove what a killed run has left, or an earlier run. Rank 0 calls it before training."""
-    remove(list_checkpoints(folder) if overwrite else [])
+    patterns = ["timeline-*.json"]  # they may be of other spans and of more ranks
+    if overwrite:
+        remove(list_checkpoints(folder))
+        patterns += ["model.pt", "metrics.jsonl"]
     for path in Path(folder).glob("checkpoint*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
-    # Timelines may be of other spans and of more ranks.
-    for name in ["timeline-*.json"] + overwrite * ["model.pt", "metrics.jsonl"]:
-        for path in Path(folder).glob(name):
+    for pattern in patterns:
+        for path in Path(folder).glob(pattern):
             path.unlink()
-
-
-def one_line(error) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 # ---- loading ----
@@ -244,10 +253,9 @@ def readable(path):
     try:
         yield
     except Exception as error:
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
         hint = "if it is damaged, or of another version of the code, delete it"
-        if not path.exists():
-            hint = "another run writes there and has removed it; start again"
-        raise UserError(f"checkpoint {path} cannot be read ({one_line(error)}); {hint}") from None
+        raise UserError(f"checkpoint {path} cannot be read ({reason}); {hint}") from None
 
 
 def read(path, rank: int = 0, world_size: int = 1) -> dict:
@@ -261,53 +269,54 @@ def read(path, rank: int = 0, world_size: int = 1) -> dict:
 
 def check_resume(setup):
     """Raise UserError if the run cannot continue its checkpoint with its flags."""
-    saved, config, given, flags = setup.saved, setup.config, setup.given, setup.saved["flags"]
-    took, take = saved["tokens_per_step"], setup.plan.tokens_per_step
+    saved, config, flags = setup.saved, setup.config, setup.saved["flags"]
+
+    def refuse(reason):
+        raise UserError(f"checkpoint {setup.path} {reason}")
+
     was = saved["model_config"] | {"model": flags["model"]}
     now = vars(setup.plan.model_config) | {"model": config.model, "block_size": was["block_size"]}
-    optimizer = flags.get("optimizer", "adamw")
-    other = " ".join(f"--{name}" for name in sorted(was) if was[name] != now[name])
-    reasons = {
-        "has another vocabulary: give the --data that it was trained on": "--vocab_size" in other,
-        f"has another shape: leave out {other}": other,
-        "was trained on another corpus: name a corpus with --data": (
-            flags["corpus_hash"] != setup.corpus.hash and "data" not in given
-        ),
-        f"was trained with --optimizer {optimizer}: keep it": config.optimizer != optimizer,
-        f"is past the warm-up of {flags['method']}: keep this method": (
-            config.method != flags["method"] and not saved["averages_gradients"]
-        ),
-        f"took {took:,} tokens per step, these ranks take {take:,}: keep the number with "
-        f"--tokens_per_step {took}, or confirm the change with --batch_size or --accum": (
-            take != took and not {"batch_size", "accum", "tokens_per_step"} & given.keys()
-        ),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise UserError(f"checkpoint {setup.path} {reason}")
+    other = [f"--{name}" for name in sorted(was) if was[name] != now[name]]
+    if "--vocab_size" in other:
+        refuse("has another vocabulary: give the --data that it was trained on")
+    if other:
+        refuse(f"has another shape: leave out {' '.join(other)}")
+    if flags["corpus_hash"] != setup.corpus.hash and "data" not in setup.given:
+        refuse("was trained on another corpus: name a corpus with --data")
+    if flags["optimizer"] != config.optimizer:
+        refuse(f"was trained with --optimizer {flags['optimizer']}: keep it")
+    if flags["method"] != config.method and not saved["averages_gradients"]:
+        refuse(f"is past the warm-up of {flags['method']}: keep this method")
+    took, take = saved["tokens_per_step"], setup.plan.tokens_per_step
+    if took != take and not {"batch_size", "accum", "tokens_per_step"} & setup.given.keys():
+        hint = f"keep the number with --tokens_per_step {took}, or confirm the change with"
+        hint += " --batch_size or --accum"
+        refuse(f"took {took:,} tokens per step, these ranks take {take:,}: {hint}")
 
 
 def load(setup, model, optimizer, method, clock):
     """Continue setup's checkpoint or start from the model of --init_from, if there is one. No
     communication. Raises UserError for files that do not contain what state.json promises."""
     if setup.source:
-        return setup.source.copy_to(model)
+        setup.source.copy_to(model)
     if not setup.saved:
         return
-    state, mesh, N = setup.saved, model.mesh, setup.saved["mesh"]["shards"]
+    state, mesh = setup.saved, model.mesh
     clock.start_at(state)
     mesh.sent.update(state["sent"])
+    N = state["mesh"]["shards"]
+    first = N * (mesh.replica % state["mesh"]["replicas"])  # rank 0 of the replica to continue
+    paths = files(setup.path, state["mesh"])
+    same_method = setup.config.method == state["flags"]["method"]
     with clock, readable(setup.path):  # A-EDiT's round begins here
-        replica = mesh.replica % state["mesh"]["replicas"]
-        paths = files(setup.path, state["mesh"])
-        opened = [[open_file(path) for path in paths[r * N : r * N + N]] for r in (0, replica)]
-        restore(method, opened[1][0], state["averages_gradients"])
-        same_method = setup.config.method == state["flags"]["method"]
-        for saved, found in zip(opened, vectors(model, method)):
+        shared = [open_file(path) for path in paths[:N]]
+        own = [open_file(path) for path in paths[first : first + N]]
+        restore(method, own[0], state["averages_gradients"])
+        for saved, found in zip((shared, own), vectors(model, method)):
             for name, vector in found.items():
                 # In the warm-up the method may change. Vectors of another one do not fit.
                 if same_method or name not in method.shared + method.private:
-                    fill(vector, [file[name] for file in saved], model, firsts(model, name))
+                    fill(vector, [file[name] for file in saved], model, name)
     optimizer.steps = method.steps
     model.invalidate_gathered()
 
@@ -327,12 +336,14 @@ def restore(method, saved: dict, averages_gradients: bool):
         setattr(method, name, value)
 
 
-def fill(vector, saved: list, model, firsts: list):
+def fill(vector, saved: list, model, name: str):
     """vector <- this rank's shards, from the flat vectors of all saved shards."""
     shards, index = model.mesh.shards, model.mesh.shard_index
     if len(saved) == shards:
         vector.copy_(saved[index])
         return
+    # The first element of each layer that it has: with Muon exp_avg_sq has no matrices.
+    firsts = model.squares_from if name == "exp_avg_sq" else [0] * len(model.layers)
     places = vector.split(model.sizes_from(firsts, shards, index))
     files = []
     for i, file in enumerate(saved):

@@ -1,7 +1,7 @@
 """How ranks start together, and how they end.
 
-Every rank checks the whole command line, the corpus and the checkpoint before any process group
-exists. The ranks exchange the result through the store of torchrun: either all start, or all end.
+All ranks connect. Then every rank checks the whole command line, the corpus and the checkpoint, and
+the ranks exchange what they have found: either all train, or all end.
 
     reason of the end       what happens                                            exit code
     wrong input             all ranks end before training, rank 0 prints a line     2
@@ -17,7 +17,6 @@ With --save_on_exit the signal of one rank is enough. At a round end all ranks e
 signals, so replicas wait for each other there, also in a method without a barrier.
 """
 
-import atexit
 import ctypes
 import dataclasses
 import hashlib
@@ -25,7 +24,7 @@ import math
 import os
 import signal
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,9 +32,10 @@ import torch
 import torch.distributed as dist
 
 import data
-from config import STOPS, UserError, explain, parse
+from config import STOPS, UserError, make_config, read_flags
 from mesh import Mesh, translate_comm_errors
 from plumbing import checkpoint, shm, simulate
+from plumbing.checkpoint import alike
 from plumbing.load_model import open_model
 from plumbing.plan import Plan
 
@@ -52,48 +52,57 @@ class Setup:
     """The run that a command line asks for. Making it checks everything that wrong input can break,
     and writes nothing. Raises UserError.
 
-    config, given: all flags, see config.parse(), and those on the command line; corpus, plan;
+    config, given: all flags, and those on the command line; corpus, plan;
     path, saved: of the checkpoint to continue, and its state.json; source: the model to start from
     """
 
     def __init__(self, argv: list, methods: dict, rank: int, world_size: int):
-        config, self.given = parse(argv, methods, simulate.Config)
-        out_dir = config.out_dir or f"out/{config.method}"
-        if not config.out_dir and config.resume not in ("", "auto"):
-            out_dir = str(checkpoint.run_folder(config.resume))
-        self.path = self.saved = self.source = None
-        flags = {}  # in place of those that are not given
-        if config.resume or not config.dry_run:
-            self.path = checkpoint.choose(config.resume, out_dir, config.overwrite)
+        self.saved = self.source = None
+        self.given = read_flags(argv, methods, simulate.Config)
+        config = make_config(self.given, methods, simulate.Config)
+        out_dir, self.path = checkpoint.choose(config)
         if self.path:
             self.saved = checkpoint.read(self.path, rank, world_size)
-            flags = self.saved["flags"]
+            config = make_config(self.given, methods, simulate.Config, self.saved["flags"])
+            if "shards" not in self.given and not config.dry_run:
+                config.shards = math.gcd(config.shards, world_size)  # the mesh follows the ranks
         elif config.init_from:
             self.source = open_model(config.init_from)
-            flags = vars(self.source.config) | {"vocab_size": 0}
             inside = Path(config.init_from).resolve().parent == Path(out_dir).resolve()
             if inside and config.overwrite:
                 raise UserError("--overwrite deletes the model of --init_from: change --out_dir")
-        config, _ = parse(argv, methods, simulate.Config, flags)
+            shape = vars(self.source.config) | {"vocab_size": 0}
+            config = make_config(self.given, methods, simulate.Config, shape)
         config.out_dir = out_dir
-        if self.saved and "shards" not in self.given and not config.dry_run:
-            config.shards = math.gcd(config.shards, world_size)  # the mesh follows the ranks
-        if config.dry_run:
+        self.config = config
+        self.check(methods[config.method], world_size)
+
+    def check(self, method, world_size: int):
+        """Do the flags fit together, and to the corpus, this machine and the checkpoint?"""
+        config = self.config
+        if config.dry_run:  # for any mesh
             world_size = config.replicas * config.shards or max(world_size, config.shards)
         check_mesh(config, world_size)
         resolve_device(config)
         config.check(world_size // config.shards)
-        if config.profile and config.max_steps - (self.saved or {"progress": 0})["progress"] < 4:
-            raise UserError("--profile: it needs at least 4 steps; raise --max_steps")
-        self.config, self.corpus = config, data.load(config.data or None, config.vocab_size)
+        self.corpus = data.load(config.data or None, config.vocab_size)
         data.check_windows(self.corpus, config.block_size)
-        self.plan = Plan(config, methods[config.method], self.corpus.vocab_size, world_size)
-        if self.source:
-            self.source.check(self.plan.model_config, self.corpus)
+        self.plan = Plan(config, method, self.corpus.vocab_size, world_size)
         if not config.dry_run:
             self.plan.check_memory()
+        if self.source:
+            self.source.check(self.plan.model_config, self.corpus)
         if self.saved:
             checkpoint.check_resume(self)
+
+    def fingerprint(self) -> str:
+        """Equal on all ranks that may train together."""
+        # Paths may differ between nodes.
+        config = dataclasses.replace(self.config, out_dir="", data="", resume="", init_from="")
+        numbers = []  # one of each tensor
+        if self.source:
+            numbers = [tensor.flatten()[0].item() for tensor in self.source.tensors.values()]
+        return f"{config} {self.corpus.hash} {self.saved} {numbers}"
 
     def describe(self, mesh) -> dict:
         """What the record and the checkpoints say of the run."""
@@ -101,7 +110,7 @@ class Setup:
         return vars(self.config) | {
             "world_size": mesh.world_size,
             "mesh": {"replicas": mesh.replicas, "shards": mesh.shards},
-            "micro_steps": self.plan.accum, "micro_batch": self.plan.batch_size,
+            "micro_steps": self.plan.micro_steps, "micro_batch": self.plan.micro_batch,
             "n_params": self.plan.n_params, "corpus_hash": self.corpus.hash,
             "torch": str(torch.__version__), "device_name": name,
         }  # fmt: skip
@@ -131,7 +140,8 @@ def resolve_device(config):
         if gpus == 0:
             raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
         # A rank may see only its own GPU: torchrun --virtual-local-rank, srun --gpus-per-task 1.
-        local_rank, ranks = (int(os.environ.get(f"LOCAL_{x}", 0)) for x in ("RANK", "WORLD_SIZE"))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
         if config.backend == "nccl" and gpus <= local_rank < ranks:
             hint = "lower --nproc_per_node, or use --backend shm"
             raise UserError(f"--backend nccl: some ranks share a GPU; {hint}")
@@ -147,83 +157,69 @@ def has_native_bf16(device: str) -> bool:
 # ---- starting ----
 
 
-def environment() -> tuple:
-    """(rank, world size) that torchrun has set; (0, 1) without it. Raises UserError."""
-    with suppress(ValueError):
-        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        if 0 <= rank < world_size:
-            return rank, world_size
-    raise UserError("RANK and WORLD_SIZE describe no run: start the ranks with torchrun")
+def connect() -> Mesh:
+    """Start torch.distributed's default group. Returns a mesh of all ranks as one replica, for what
+    they tell each other before the run's mesh is known."""
+    rank = int(os.environ.get("RANK", 0))  # torchrun sets both
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= rank < world_size:
+        raise UserError("RANK and WORLD_SIZE describe no run: start the ranks with torchrun")
+    timeout = timedelta(seconds=START_S)
+    with translate_comm_errors():
+        if world_size > 1:
+            store = rendezvous(rank, world_size, timeout)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+            )
+        return Mesh(world_size, torch.device("cpu"), START_S)
 
 
-def rendezvous(rank: int, world_size: int):
+def rendezvous(rank: int, world_size: int, timeout: timedelta):
     """A store without keys of an earlier start. After a restart torchrun's store still has them,
     and TORCHELASTIC_RESTART_COUNT may differ between nodes. So each rank announces a random id, and
     the hash of all ids is the prefix of the new keys. When all ranks have computed it, none of them
-    has read an old id. Raises RankLostError if a rank is missing after START_S."""
-    if world_size == 1:
-        return dist.HashStore()
-    valid, deadline = False, time.monotonic() + START_S
-    with translate_comm_errors():
-        try:
-            store = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))[0]
-        except (ValueError, dist.DistNetworkError) as error:  # no variable, a port in use
-            raise UserError(f"{error}; start the ranks with torchrun") from None
-        store.set(f"hello/{rank}", os.urandom(16).hex())
-        while not valid and time.monotonic() < deadline:
-            ids = store.multi_get([f"hello/{r}" for r in range(world_size)])
-            prefix = hashlib.sha256(b"".join(ids)).hexdigest()
-            store.set(f"{prefix}/{rank}", "")
-            valid = store.check([f"{prefix}/{r}" for r in range(world_size)])
-            time.sleep(0.02)
+    has read an old id."""
+    try:
+        store = next(dist.rendezvous("env://", timeout=timeout))[0]
+    except (ValueError, dist.DistNetworkError) as error:  # no variable, a port in use
+        raise UserError(f"{error}; start the ranks with torchrun") from None
+    store.set(f"hello/{rank}", os.urandom(16).hex())
+    names = [f"hello/{r}" for r in range(world_size)]
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        prefix = hashlib.sha256(b"".join(store.multi_get(names))).hexdigest()
+        store.set(f"{prefix}/{rank}", "")
+        if store.check([f"{prefix}/{r}" for r in range(world_size)]):
+            break
+        time.sleep(0.02)
     return dist.PrefixStore(prefix, store)
 
 
-@contextmanager
-def alike(store, topic: str, rank: int, world_size: int):
-    """If the block raises an error that explain() knows on one rank, all ranks raise UserError:
-    rank 0 with its line, the others without one."""
-    error = ""
-    try:
-        yield
-    except Exception as wrong:
-        error = explain(wrong)[1] or "standard output is closed"
-    with translate_comm_errors():
-        store.set(f"{topic}/{rank}", error.encode(errors="backslashreplace"))
-        errors = [store.get(f"{topic}/{r}").decode() for r in range(world_size)]
-    if any(errors):
-        raise UserError("" if rank else next(filter(None, errors)))
-
-
 def start(argv: list, methods: dict) -> tuple:
-    """(the Setup, equal on all ranks; the store). The run's folder exists, locked and clean."""
-    rank, world_size = environment()
-    store = rendezvous(rank, world_size)
-    with alike(store, "flags", rank, world_size):
-        setup = Setup(argv, methods, rank, world_size)
-        # Paths may differ between nodes.
-        config = dataclasses.replace(setup.config, out_dir="", data="", resume="", init_from="")
-        tensors = setup.source.tensors.values() if setup.source else ()
-        model = [x.flatten()[0].item() for x in tensors]  # a number of each tensor
-        read = f"{config} {setup.corpus.hash} {setup.saved} {model}"
-        if store.compare_set("read", "", read).decode() != read:
+    """(the Setup, equal on all ranks; the mesh of connect()). The run's folder exists, locked and
+    clean."""
+    everyone = connect()
+    with alike(everyone):
+        setup = Setup(argv, methods, everyone.rank, everyone.world_size)
+    # [start] all-gather of objects, all ranks, once per start
+    fingerprints = everyone.all_gather_object(setup.fingerprint())
+    with alike(everyone):
+        if len(set(fingerprints)) > 1:
             raise UserError("the ranks differ in their flags or corpora: start them all alike")
-    with alike(store, "folder", rank, world_size):
-        out_dir = setup.config.out_dir
-        if rank == 0 and not setup.config.dry_run:
+        if everyone.rank == 0 and not setup.config.dry_run:
+            out_dir = setup.config.out_dir
             Path(out_dir).mkdir(parents=True, exist_ok=True)
             checkpoint.lock(out_dir)
             checkpoint.clean_up(out_dir, setup.config.overwrite)
-    store.set_timeout(timedelta(seconds=setup.config.timeout_s))
-    return setup, store
+    return setup, everyone
 
 
-def make_mesh(config, store, barrier: bool = True) -> Mesh:
-    """Start torch.distributed. Groups within a machine use shm, if the flags prefer it, others
-    gloo. A simulated link, and a method without a barrier (see method.py), need a transport with a
-    thread of its own between replicas, so not shm."""
+def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:
+    """The run's mesh. Groups within a machine use shm, if the flags prefer it, others gloo. A
+    simulated link, and a method without a barrier (see method.py), need a transport with a thread
+    of its own between replicas, so not shm."""
     keep_freed_memory()
-    (rank, world_size), device = environment(), torch.device(config.device)
+    device = torch.device(config.device)
     if config.device == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -231,24 +227,21 @@ def make_mesh(config, store, barrier: bool = True) -> Mesh:
     if config.backend == "nccl":
         # The GPU runs operations of the two groups in the order in which the host issued them.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    machines, timeout = [""] * world_size, timedelta(seconds=config.timeout_s)
+    # [start] all-gather of objects, all ranks, once per start
+    machines = everyone.all_gather_object(shm.machine_id())
 
     def backend(ranks, crosses_replicas):
+        if config.backend != "shm":
+            return config.backend
         one_machine = len({machines[r] or r for r in ranks}) == 1
         background = crosses_replicas and (config.limits_link or not barrier)
-        unfit = config.backend == "shm" and (background or not one_machine)
-        return "gloo" if unfit else config.backend
+        return "shm" if one_machine and not background else "gloo"
 
     link = simulate.SimulatedLink(config, config.shards, device) if config.limits_link else None
     with translate_comm_errors():
-        if world_size > 1:
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
-            )
-            atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-            # [sync] all-gather of objects, all ranks, once per run
-            dist.all_gather_object(machines, shm.machine_id())
         mesh = Mesh(config.shards, device, config.timeout_s, backend, link)
+    if dist.is_initialized():
+        dist.group.WORLD.set_timeout(mesh.timeout)
     mesh.spans = [] if config.timeline else None
     if link:
         link.note = mesh.note
@@ -275,16 +268,14 @@ def shorten_timeout(mesh):
         mesh.shard.process_group.set_timeout(min(mesh.timeout, longest))
 
 
-@contextmanager
-def leave_together(store, rank: int, world_size: int):
-    """All ranks wait at the end of the block, so no process group is destroyed while rank 0 still
-    samples. Nobody waits for a rank that has failed, and a failed rank does not wait."""
-    try:
-        yield
-    finally:
-        store.set(f"end/{rank}", "")
-    with suppress(RuntimeError):  # the store has ended with the rank that hosts it
-        store.wait([f"end/{r}" for r in range(world_size)])
+def leave_together():
+    """All ranks wait here, so no process group is destroyed while rank 0 still samples. Nobody
+    waits for a rank that has failed, and a failed rank does not come here."""
+    if dist.is_initialized():
+        with suppress(RuntimeError):  # a rank has failed
+            # [start] barrier, all ranks, once per run
+            dist.barrier()
+        dist.destroy_process_group()
 
 
 class Stopped(Exception):
@@ -306,10 +297,12 @@ class StopRequest:
     one ends the process at once."""
 
     def __init__(self, enabled: bool):
-        self.enabled, self.signal = enabled, 0
-        for number in STOPS if enabled else ():
-            signal.signal(number, self._note)
-            signal.siginterrupt(number, False)
+        self.enabled = enabled
+        self.signal = 0
+        if enabled:
+            for number in STOPS:
+                signal.signal(number, self._note)
+                signal.siginterrupt(number, False)
 
     def _note(self, number, frame):
         """Python calls this in the main thread only: a rank that waits inside gloo notes the signal

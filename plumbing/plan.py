@@ -24,12 +24,13 @@ from shard import Layout
 # Numbers that a block's backward needs, per token and channel: counted, see tests/test_plan.py.
 KEPT = 24
 NCCL_BYTES = 2e9  # its buffers and kernels take 0.5 to 2 GB
-OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
+HOST = " (host)"  # in host memory
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 class Plan:
-    """The figures of one run. config: all its flags; method: a Method subclass."""
+    """The figures of one run. config: all its flags; method: a Method subclass. micro_batch and
+    micro_steps, of a rank: what --batch_size and --accum ask for, or --tokens_per_step."""
 
     def __init__(self, config, method, vocab_size: int, world_size: int):
         self.config, self.method = config, method
@@ -48,54 +49,67 @@ class Plan:
         self.dtype = DTYPES[config.dtype]
         self.master = torch.promote_types(self.dtype, torch.float32)
         self.shard_bytes = sum(each.shard_size for each in self.layouts) * self.master.itemsize
-        self.batch_size, self.accum = self.micro_steps()
-        self.tokens_per_micro_step = self.batch_size * config.block_size
-        self.tokens_per_step = world_size * self.accum * self.tokens_per_micro_step
+        self.micro_batch = config.batch_size
+        self.micro_steps = config.accum
+        if config.tokens_per_step:
+            self.divide(config.tokens_per_step)
+        self.tokens_per_micro_step = self.micro_batch * config.block_size
+        self.tokens_per_step = world_size * self.micro_steps * self.tokens_per_micro_step
 
-    def micro_steps(self) -> tuple:
-        """(sequences per rank and micro-step, micro-steps per step). With --tokens_per_step a rank
-        has as few micro-steps as --batch_size allows."""
-        config, one = self.config, self.world_size * self.config.block_size  # a sequence per rank
-        if not config.tokens_per_step:
-            return config.batch_size, config.accum
-        sequences, rest = divmod(config.tokens_per_step, one)
-        if rest or config.accum > 1:
-            nearest = " or ".join(str(n * one) for n in (sequences, sequences + 1) if n)
-            needs = f"{self.world_size} ranks take {nearest}" if rest else "leave out --accum"
-            raise UserError(f"--tokens_per_step {config.tokens_per_step}: {needs}")
-        fits = range(1, min(config.batch_size, sequences) + 1)
-        batch_size = max(n for n in fits if sequences % n == 0)
-        return batch_size, sequences // batch_size
+    def divide(self, tokens: int):
+        """As few micro-steps as --batch_size allows."""
+        unit = self.world_size * self.config.block_size  # a sequence per rank
+        sequences, rest = divmod(tokens, unit)
+        if rest:
+            hint = f"must be a multiple of {unit}, a sequence on each of {self.world_size} ranks"
+            raise UserError(f"--tokens_per_step {tokens}: {hint}")
+        if self.micro_steps > 1:
+            raise UserError(f"--tokens_per_step {tokens}: it sets --accum; leave out --accum")
+        self.micro_batch = min(self.micro_batch, sequences)
+        while sequences % self.micro_batch:
+            self.micro_batch -= 1
+        self.micro_steps = sequences // self.micro_batch
 
     def memory(self) -> dict:
         """Bytes that one rank holds for good, by kind."""
-        shared, private, M, N = self.method.shared, self.method.private, self.replicas, self.shards
-        offload = not self.on_cpu and self.config.offload
+        config, N = self.config, self.shards
+        vector = self.shard_bytes  # 4 sum P/N
+        muon = config.optimizer == "muon"
         aliased = N == 1 and self.dtype == self.master  # a layer is a view of the parameters
         layer = max(layout.padded for layout in self.layouts)  # max P
-        block = self.layouts[1].padded * self.dtype.itemsize
-        # Slots of shm that a rank reads or writes, its own and its neighbours'
-        slots = 0.0  # for each layer in turn, bytes per element
-        gathered = 0.0  # for more than a layer, in vectors
-        if self.config.backend == "shm" and self.on_cpu and machine_id():
-            slots += self.dtype.itemsize + (2 - 1 / N) * self.master.itemsize if N > 1 else 0
-            if M > 1 and self.method.barrier:
-                slots += self.master.itemsize * M / N
-                gathered = self.config.gathered_vectors(M)
-        kinds = {
-            "parameters": self.shard_bytes,  # 4 sum P/N
-            "gradient": self.shard_bytes,
-            OPTIMIZERS[self.config.optimizer]: self.shard_bytes + self.square_bytes(),  # moments
-            " and ".join(shared) + " on the host" * offload: len(shared) * self.shard_bytes,
-            " and ".join(private): len(private) * self.shard_bytes,
-            "sync buffers": round(self.config.buffer_vectors * self.shard_bytes),
-            "two whole layers": 0 if aliased else 2 * layer * self.dtype.itemsize,
-            "a layer's gradient": 0 if N == 1 else layer * self.master.itemsize,
-            "Muon's buffer, a block": block * (aliased and self.config.optimizer == "muon"),
-            "shared memory": round(SLOTS * (layer * slots + gathered * self.shard_bytes)),
-            "NCCL": NCCL_BYTES if self.config.backend == "nccl" and self.world_size > 1 else 0,
-        }
+        place = HOST if config.offload and not self.on_cpu else ""
+
+        moments = "Muon and AdamW" if muon else "AdamW"
+        kinds = {"parameters": vector, "gradient": vector, moments: vector + self.square_bytes()}
+        for name in self.method.shared:
+            kinds[name + place] = vector
+        for name in self.method.private:
+            kinds[name] = vector
+        kinds["sync buffers"] = round(config.buffer_vectors * vector)
+        if not aliased:
+            kinds["two whole layers"] = 2 * layer * self.dtype.itemsize
+        elif muon:
+            kinds["Muon's buffer, a block"] = self.layouts[1].padded * self.dtype.itemsize
+        if N > 1:
+            kinds["a layer's gradient"] = layer * self.master.itemsize
+        kinds["shared memory"] = self.slot_bytes(layer)
+        if config.backend == "nccl" and self.world_size > 1:
+            kinds["NCCL"] = NCCL_BYTES
         return {kind: count for kind, count in kinds.items() if count}
+
+    def slot_bytes(self, layer: int) -> int:
+        """Of the slots of shm that a rank reads or writes, its own and its neighbours'. layer: P of
+        the largest one."""
+        M, N = self.replicas, self.shards
+        if self.config.backend != "shm" or not self.on_cpu or not machine_id():
+            return 0
+        count = 0.0
+        if N > 1:  # gathers, and sums of the own gradient with a piece of each other rank's
+            count += layer * (self.dtype.itemsize + (2 - 1 / N) * self.master.itemsize)
+        if M > 1 and self.method.barrier:
+            count += layer * self.master.itemsize * M / N
+            count += self.config.gathered_vectors(M) * self.shard_bytes
+        return round(SLOTS * count)
 
     def square_bytes(self) -> int:
         """exp_avg_sq, of the last shard: with Muon not of the blocks' matrices."""
@@ -124,64 +138,66 @@ class Plan:
         return numbers * self.dtype.itemsize + max(head, gradient)
 
     def check_memory(self):
-        """Raise UserError if this machine, or a GPU, has too little memory. On a GPU activations
-        do not count: how many there are depends on its kernels."""
-        elsewhere = [kind for kind in self.memory() if "shared" in kind or "on the host" in kind]
-        needed = sum((self.memory() | dict.fromkeys(elsewhere, 0)).values())
-        if self.on_cpu:
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            needed += self.activations()
-            there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            found = f"{ranks} here have {size(there)} together"
-        else:
-            ranks = 1
-            there = torch.cuda.get_device_properties(0).total_memory  # all are alike
-            found = f"its GPU has {size(there)}"
+        """Raise UserError if the ranks of this machine need more memory than it has: the system
+        would end one of them without a line. A GPU's own error says what is missing."""
+        if not self.on_cpu:
+            return
+        memory = self.memory()
+        memory.pop("shared memory", 0)
+        needed = sum(memory.values()) + self.activations()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if ranks * needed > there:
+            found = f"{ranks} here have {size(there)} together"
             hint = "lower --batch_size or the model's size, or use more --shards"
             raise UserError(f"a rank needs about {size(needed)} of memory, and {found}: {hint}")
 
     def sync_bytes(self) -> float:
         """What one rank sends over the slow links at a sync, without the row of scalars."""
-        vectors = self.config.sent_vectors(self.replicas)
-        vectors += len(self.config.averaged_moments()) * 2 * (self.replicas - 1) / self.replicas
-        return vectors * self.shard_bytes
+        moments = len(self.config.averaged_moments()) * 2 * (self.replicas - 1) / self.replicas
+        return (self.config.sent_vectors(self.replicas) + moments) * self.shard_bytes
 
     def show(self, corpus):
         config, M, N = self.config, self.replicas, self.shards
         grid = np.array2string(np.arange(M * N).reshape(M, N), threshold=32, prefix=" " * 8)
         kinds = ", ".join(f"{kind} {size(count)}" for kind, count in self.memory().items())
-        lines = [
-            f"{config.method} on {self.world_size} ranks = {M} replicas x {N} shards "
-            f"({config.device}, {str(self.dtype).removeprefix('torch.')})",
-            f"ranks   {grid}: a row is a replica",
-            f"model   {self.n_params:,} parameters: {self.model_config}",
-            f"data    {config.data or 'standard library'}: {len(corpus.tokens):,} tokens, "
-            f"{'tokenizer.json' if '{' in corpus.tokenizer else corpus.tokenizer} ({corpus.hash})",
-            f"memory  per rank: {kinds}; activations about {size(self.activations())}",
-            f"step    {self.world_size} ranks x {self.accum} micro-steps "
-            f"x {self.batch_size} sequences x {config.block_size} tokens "
-            f"= {self.tokens_per_step:,} tokens",
-        ]
+        dtype = str(self.dtype).removeprefix("torch.")
+        tokenizer = "tokenizer.json" if "{" in corpus.tokenizer else corpus.tokenizer
+        data = f"{config.data or 'standard library'}: {len(corpus.tokens):,} tokens, {tokenizer}"
+        batch = f"{self.micro_batch} sequences x {config.block_size} tokens"
+
+        print(f"{config.method} on {M * N} ranks = {M} replicas x {N} shards", end=" ")
+        print(f"({config.device}, {dtype})")
+        print(f"ranks   {grid}: a row is a replica")
+        print(f"model   {self.n_params:,} parameters: {self.model_config}")
+        print(f"data    {data} ({corpus.hash})")
+        print(f"memory  per rank: {kinds}; activations about {size(self.activations())}")
+        print(f"step    {M * N} ranks x {self.micro_steps} micro-steps x {batch}", end=" ")
+        print(f"= {self.tokens_per_step:,} tokens")
         if self.vocab_size == 257 and config.model not in ("tiny", "10m") and not config.init_from:
             gpt2 = self.n_params + 2 * (50257 - 257) * config.n_embd
-            more = f"with gpt2 tokens (data.py --tokenizer gpt2) it would have {gpt2:,} parameters"
-            lines.append(f"tokens  bytes; {more}")
+            print("tokens  bytes; with gpt2 tokens (data.py --tokenizer gpt2) it", end=" ")
+            print(f"would have {gpt2:,} parameters")
         if config.compile:
-            lines.append("compile the first steps compile the layers, which takes a minute or more")
-        if warmup := vars(config).get("sync_warmup_steps"):  # mini-batch has no such flag
+            print("compile the first steps compile the layers, which takes a minute or more")
+        warmup = getattr(config, "sync_warmup_steps", 0)  # mini-batch has no such flag
+        if warmup:
+            print(f"warm-up steps 1 to {min(warmup, config.max_steps)} average gradients", end=" ")
             then = f"{config.method} begins" if warmup < config.max_steps else "the run is over"
-            first = f"steps 1 to {min(warmup, config.max_steps)} average gradients"
-            lines.append(f"warm-up {first} (--sync_warmup_steps {warmup}), then {then}")
+            print(f"(--sync_warmup_steps {warmup}), then {then}")
         if M > 1:
-            length = config.describe_round(self.tokens_per_step)
-            sync_bytes = self.sync_bytes()
-            lines.append(f"round   {length}: {size(sync_bytes)} per rank over the slow links")
-        if M > 1 and config.link_mbps:
-            sync_s = N * sync_bytes * 8 * FRAMING / (config.link_mbps * 1e6)
+            self.show_round()
+        print(flush=True)
+
+    def show_round(self):
+        config = self.config
+        sent = self.sync_bytes()
+        length = config.describe_round(self.tokens_per_step)
+        print(f"round   {length}: {size(sent)} per rank over the slow links")
+        if config.link_mbps:
+            sync_s = self.shards * sent * 8 * FRAMING / (config.link_mbps * 1e6)
             rate = f"{config.link_mbps:,.0f} Mbit/s per replica"
-            lines.append(f"link    at {rate} a sync takes {sync_s:.3g} s")
-        print("\n".join(lines) + "\n", flush=True)
+            print(f"link    at {rate} a sync takes {sync_s:.3g} s")
 
 
 def size(count: float) -> str:

@@ -63,9 +63,6 @@ class Work(dist.Work):
             self.finish = None
         return True
 
-    def is_completed(self) -> bool:
-        return self.finish is None
-
 
 class ShmGroup(dist.ProcessGroup):
     """All-gather, all-to-all (of equal pieces), reduce-scatter and all-reduce (only sums) of
@@ -75,17 +72,22 @@ class ShmGroup(dist.ProcessGroup):
         """options: what torch.distributed tells a backend: store, group_rank, timeout, ..."""
         super().__init__(options.group_rank, options.group_size)
         self.timeout_s = options.timeout.total_seconds()
-        self.counts, self.works = [0, 0], {}  # of each kind; the last one of each (kind, slot)
-        self.file, size = open(os.memfd_create("shm"), "wb"), HEADER_BYTES + 2 * SLOTS * SLOT_BYTES
+        self.counts = [0, 0]  # operations of each kind
+        self.works = {}  # (kind, slot) -> the last one there
+        size = HEADER_BYTES + 2 * SLOTS * SLOT_BYTES
+        self.file = open(os.memfd_create("shm"), "wb")
         self.file.truncate(size)
         own_path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"  # it lives as long as the process
         options.store.set(f"shm/{self.rank()}", own_path)
         self.paths = [options.store.get(f"shm/{r}").decode() for r in range(self.size())]
-        self.written, self.released, self.slots = [], [], []
+        self.written = []
+        self.released = []
+        self.slots = []
         for path in self.paths:
             memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-            place = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(size)
-            ctypes.CDLL(None).madvise(*place, 16)  # MADV_DONTDUMP: a core dump would fill all slots
+            begin = ctypes.c_void_p(memory.data_ptr())
+            # MADV_DONTDUMP: a core dump would fill all slots
+            ctypes.CDLL(None).madvise(begin, ctypes.c_size_t(size), 16)
             words = memory[: 4 * SLOTS * 8].view(torch.int64).numpy().reshape(2, 2, SLOTS)
             self.written.append(words[0])
             self.released.append(words[1])
@@ -100,17 +102,18 @@ class ShmGroup(dist.ProcessGroup):
         """Write this rank's tensor. The work calls collect(read), where read(rank, first_byte,
         like) is what the rank has written, from first_byte on, as long as `like`: a view."""
         self.counts[kind] += 1
-        n, me = self.counts[kind], self.rank()
-        slot = kind, n % SLOTS
+        n = self.counts[kind]
+        me = self.rank()
+        slot = (kind, n % SLOTS)
         if slot in self.works:
             self.works[slot].wait()
         for rank in range(self.size()):
-            self._wait(lambda: self.released[rank][slot] >= n - SLOTS, rank)
+            self._wait(self.released, rank, slot, n - SLOTS)
         self.slots[me][slot][: flat.nbytes].view(flat.dtype).copy_(flat)
         self.written[me][slot] = n
 
         def read(rank, first_byte, like):
-            self._wait(lambda: self.written[rank][slot] >= n, rank)
+            self._wait(self.written, rank, slot, n)
             return self.slots[rank][slot][first_byte:][: like.nbytes].view(like.dtype)
 
         def finish():
@@ -120,17 +123,19 @@ class ShmGroup(dist.ProcessGroup):
         self.works[slot] = Work(finish)
         return self.works[slot]
 
-    def _wait(self, done, rank):
-        """Until done(), which depends on `rank`."""
-        tries, deadline = 0, time.monotonic() + self.timeout_s
-        while not done():
+    def _wait(self, numbers, rank, slot, n):
+        """Until this rank has written n, or more, in its word of the slot."""
+        deadline = time.monotonic() + self.timeout_s
+        tries = 0
+        while numbers[rank][slot] < n:
             tries += 1
             time.sleep(min(tries, 20) * 2e-5)
-            if tries % 50 == 0:
-                if not os.path.exists(self.paths[rank]) and not done():
-                    raise RuntimeError("a neighbour has died")
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"a neighbour is silent for {self.timeout_s:g} s")
+            if tries % 50:
+                continue
+            if not os.path.exists(self.paths[rank]) and numbers[rank][slot] < n:
+                raise RuntimeError("a neighbour has died")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"a neighbour is silent for {self.timeout_s:g} s")
 
     # ---- the operations ----
 

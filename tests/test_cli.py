@@ -20,10 +20,11 @@ import torch
 import config as config_module
 import data
 import export
+import method as method_module
 import ranks
 import sample
 import train
-from config import Config, UserError, parse, run_command
+from config import FIRST_FLAGS, Config, UserError, make_config, parse, run_command
 from mesh import Handle, Mesh
 from model import Llama, ModelConfig
 from plumbing import checkpoint, launch, load_model, simulate
@@ -77,12 +78,11 @@ train --virtual_clock --method co2      | replicas of co2 do not wait for each o
 train --virtual_clock --link_mbps 10    | leave out --link_mbps
 train --resume nowhere                  | --resume nowhere: there is no checkpoint
 train --out_dir NAME                    | File name too long
-train --out_dir a\x07b                  | --out_dir 'a\\x07b': must be printable
 train --out_dir /dev/null/run           | error: /dev/null/run: Not a directory
 train --overwrite --resume auto         | --resume, --overwrite: give only one of them
 train --profile --max_steps 3           | --profile: it needs at least 4 steps
-train --tokens_per_step 100             | --tokens_per_step 100: 1 ranks take 96 or 104
-train --tokens_per_step 3               | --tokens_per_step 3: 1 ranks take 8
+train --tokens_per_step 100             | --tokens_per_step 100: must be a multiple of 8
+train --tokens_per_step 3               | --tokens_per_step 3: must be a multiple of 8
 train --tokens_per_step 96 --accum 2    | leave out --accum
 train --backend nccl                    | --backend nccl
 train --device cuda                     | use --device cpu
@@ -326,11 +326,21 @@ def test_full_and_closed_output_and_torchrun_give_one_line_or_none(corpus_folder
         assert message or not errors
 
 
-def test_help_lists_every_flag_with_its_default(capsys):
+def show_help(capsys, *argv):
     with pytest.raises(SystemExit) as done:
-        parse(["--help"], train.METHODS, simulate.Config)
-    text = " ".join(capsys.readouterr().out.split())
+        parse(["--help", *argv], train.METHODS, simulate.Config)
     assert done.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_lists_the_flags_of_a_first_run(capsys):
+    text = show_help(capsys)
+    listed = set(re.findall(r"--(?:no-)?(\w+)", text)) - {"flag", "help"}
+    assert listed == set(FIRST_FLAGS) and "--help all" in text
+
+
+def test_help_all_lists_every_flag_with_its_default(capsys):
+    text = show_help(capsys, "all")
     configs = [Config, simulate.Config, *(method.Config for method in train.METHODS.values())]
     for f in (f for config in configs for f in dataclasses.fields(config)):
         assert f"--{f.name}" in text, f.name
@@ -365,17 +375,17 @@ def test_default_delay_follows_the_rounds(tau, delay):
 
 def test_schedule_of_rounds_is_parsed_once_and_not_in_every_step(monkeypatch):
     config = ranks.run_config(tau_schedule="2:96,4:384", tau=8)
-    for parser in config_module.re, None:
-        monkeypatch.setattr(config_module, "re", parser)
+    for parser in method_module.re, None:
+        monkeypatch.setattr(method_module, "re", parser)
         taus = [config.steps_of_round(0.0, k) for k in (0, 95, 96, 479, 480)]
         assert taus == [2, 2, 4, 4, 8]
 
 
 def test_accum_and_tokens_per_step_replace_each_other_in_a_resumed_run():
     for flag, other in ("accum", "tokens_per_step"), ("tokens_per_step", "accum"):
-        config, _ = parse([f"--{flag}", "64"], train.METHODS, simulate.Config, {other: 2})
+        config = make_config({flag: 64}, train.METHODS, simulate.Config, {other: 2})
         assert getattr(config, flag) == 64 and getattr(config, other) == getattr(Config, other)
-    config, _ = parse([], train.METHODS, simulate.Config, {"overwrite": True})
+    config = make_config({}, train.METHODS, simulate.Config, {"overwrite": True})
     assert not config.overwrite  # a resumed run is another start
 
 

@@ -164,15 +164,12 @@ def test_nccl_takes_few_sms_between_replicas_and_has_no_third_communicator(monke
 def test_groups_use_shm_within_a_machine(
     monkeypatch, backend, limits_link, barrier, machines, expected
 ):
-    monkeypatch.setattr(launch, "environment", lambda: (0, 4))
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
-    gather = lambda things, own: things.__setitem__(slice(None), machines)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+    everyone = SimpleNamespace(all_gather_object=lambda own: list(machines))
     monkeypatch.setattr(simulate, "SimulatedLink", lambda *args: SimpleNamespace())
     config = SimpleNamespace(device="cpu", backend=backend, dtype="fp32", dry_run=False, shards=1)
     vars(config).update(timeout_s=1.0, limits_link=limits_link, timeline=False)
     launch.resolve_device(config)
-    mesh = launch.make_mesh(config, None, barrier)
+    mesh = launch.make_mesh(config, everyone, barrier)
     groups = [([0, 1], False), ([0, 1], True), ([1, 2], True)]  # ranks; crosses replicas?
     assert [mesh.backend(*group) for group in groups] == expected and mesh.device == CPU
 
@@ -180,16 +177,16 @@ def test_groups_use_shm_within_a_machine(
 @pytest.mark.parametrize("given", [None, "0"])
 def test_nccl_launches_in_the_order_of_issue_by_default(monkeypatch, given):
     """Operations of two communicators in flight may hang otherwise."""
-    monkeypatch.setattr(launch, "environment", lambda: (0, 1))
+    everyone = Mesh(1, CPU)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(os, "environ", {} if given is None else {ORDER: given})
     config = SimpleNamespace(device="cuda", backend="gloo", shards=1, timeout_s=1.0)
     vars(config).update(limits_link=False, timeline=False)
-    launch.make_mesh(config, None)
+    launch.make_mesh(config, everyone)
     assert os.environ.get(ORDER) == given
     config.backend = "nccl"
-    launch.make_mesh(config, None)
+    launch.make_mesh(config, everyone)
     assert os.environ[ORDER] == (given or "1")
 
 

@@ -135,7 +135,8 @@ def test_every_command_names_real_files_modules_and_flags(text):
 
 def test_flags_in_the_text_exist(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
-    shown = [lambda: read_flags(["--help"]), lambda: read_flags(["--help"], bench.Flags)]
+    every = ["--help", "all"]
+    shown = [lambda: read_flags(every), lambda: read_flags(every, bench.Flags)]
     for show_help in (*shown, data.main, sample.main, export.main, runs.main, plot.main):
         with pytest.raises(SystemExit):
             show_help()
