@@ -68,9 +68,13 @@ def write_folder(source: Source, out: str):
     described |= {"bos_token_id": None, "eos_token_id": None}
     files = {"config.json": described}
     if source.tokenizer != UNKNOWN:
-        files["tokenizer.json"], described["eos_token_id"], end = to_json(source.tokenizer)
-        used = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-        files["tokenizer_config.json"] = used
+        tokenizer = to_json(source.tokenizer)
+        described["eos_token_id"] = tokenizer.eot_token
+        files["tokenizer.json"] = json.loads(tokenizer.text)
+        files["tokenizer_config.json"] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": tokenizer.end_of_text,
+        }
     with new_folder(out) as folder:
         from safetensors.torch import save_file
 

@@ -20,6 +20,9 @@ flat = lambda layer: parameters_to_vector(layer.parameters()).detach()  # one ve
 def train(M=4, steps=700, warmup=200, tau=16, corpus=None, shape=ModelConfig(), seed=1337):
     corpus = corpus or data.standard_library()
     models = [Llama(shape, seed) for _ in range(M)]  # all start equal
+    batches = [
+        data.Batches(corpus, shape.block_size, 8, rank=i, world_size=M, seed=seed) for i in range(M)
+    ]
     optimizers = [make_optimizer(model) for model in models]
     for step in range(steps):
         if step == warmup:  # from here on each replica trains alone, tau steps a round
@@ -27,9 +30,8 @@ def train(M=4, steps=700, warmup=200, tau=16, corpus=None, shape=ModelConfig(), 
             momenta, statistics = [0 * a for a in anchors], torch.zeros(M, 3, len(anchors))
         losses = []
         for i, model in enumerate(models):
-            batch = data.train_batch(corpus, seed, step, 0, i, M, 8, 1, shape.block_size)
             model.zero_grad()
-            losses.append(model(*batch))
+            losses.append(model(*batches[i].train(step)))
             losses[-1].backward()
         if step < warmup:  # mini-batch
             for same in zip(*(model.parameters() for model in models)):

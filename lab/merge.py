@@ -41,7 +41,8 @@ def judge(folder, eval_batches: int = 16, data_path: str | None = None) -> dict:
         models[-1].load_state_dict(torch.load(path, weights_only=True))
     M, own, together, tokens = len(models), 0.0, 0.0, 0
     corpus = data.load(data_path, 0)
-    for x, y, _ in data.validation_batches(corpus, eval_batches, 0, 1, 16, config.block_size):
+    batches = data.Batches(corpus, config.block_size, batch_size=16)
+    for x, y, _ in batches.validation(eval_batches):
         logits = torch.stack([model(x) for model in models])  # (M, B, T, V)
         logs = torch.log_softmax(logits, dim=-1).gather(3, y.expand(M, *y.shape)[..., None])
         own = own - logs.sum(dim=(1, 2, 3))  # (M)

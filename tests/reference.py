@@ -65,11 +65,11 @@ class Replica:
     def gradient(self, f, corpus, step, i, M, N):
         """Mean loss and gradient of replica i of M in a step, over its N ranks and their
         micro-steps."""
-        sizes, losses = (f.batch_size, f.accum, f.block_size), []
+        sizes, losses = (f.block_size, f.batch_size, f.accum), []
         for micro in range(f.accum):
             for rank in range(i * N, i * N + N):
-                batch = data.train_batch(corpus, f.seed, step, micro, rank, M * N, *sizes)
-                losses.append(self.net(*batch))
+                batches = data.Batches(corpus, *sizes, rank, M * N, f.seed)
+                losses.append(self.net(*batches.train(step, micro)))
         grads = torch.autograd.grad(mean(losses), self.parameters.values())
         return mean(losses).item(), torch.cat([g.flatten() for g in grads])
 
@@ -751,7 +751,7 @@ class Simulation:
     def evaluate(self, local):
         judge, f = Replica(self.config, self.f.seed), self.f
         judge.x[:] = self.method.judged() if local else self.replicas[0].x
-        batches = data.validation_batches(self.corpus, f.eval_batches, 0, 1, 16, f.block_size)
+        batches = data.Batches(self.corpus, f.block_size, 16).validation(f.eval_batches)
         with torch.no_grad():
             loss = mean([judge.net(inputs, targets).item() for inputs, targets, _ in batches])
         spread = {"spread": self.method.spread()} if local and f.method == "noloco" else {}

@@ -50,7 +50,7 @@ train --replicas 2                      | --replicas 2 --shards 1
 train --n_head 2 --n_embd 6             | --n_embd 6
 train --slow_replica 1:2                | --slow_replica 1:2: must be R:F, 0 <= R <= 0, 1 <= F
 train --slow_replica 0:0.5              | --slow_replica 0:0.5
-train --random_lag fast                 | --random_lag fast
+train --slow_replica fast               | --slow_replica fast: must be R:F
 train --random_tokens 1:2:3             | --random_tokens 1:2:3: must be R:FIRST:LAST, 0 <= R <= 0
 train --random_tokens 0:3:2             | FIRST 3 is after LAST 2
 train --method zero_one_adam --sync_warmup_steps 0 | needs --sync_warmup_steps above 0
