@@ -59,10 +59,12 @@ def save_model(path, model, tokenizer: str, flags: dict):
 
 def write_folder(source: Source, out: str):
     """Write the new folder `out`, whole or not at all. Raises UserError."""
-    config, tensors = source.config, {}
-    for name, _ in shapes(config):
+    config = source.config
+    tensors = {}
+    for name in shapes(config):
         theirs = their_names(config, name)
-        tensors |= dict(zip(theirs, map(torch.clone, source.tensors[name].chunk(len(theirs)))))
+        for part_name, part in zip(theirs, source.tensors[name].chunk(len(theirs))):
+            tensors[part_name] = part.clone()
     described = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()} | FIXED
     described |= {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
     described |= {"bos_token_id": None, "eos_token_id": None}
