@@ -5,12 +5,21 @@ A corpus is one flat array of token ids. Its last few percent are the validation
     tokens  [ ........................ train ........................ | . validation . ]
                                                                       ^ train_tokens
 
-On disk it is a folder with `tokens.bin` (uint16, or uint32 for large vocabularies) and `meta.json`.
-Token files of other programs are read as they are: nanoGPT's train.bin (and val.bin beside it), and
-shards of llm.c and modded-nanogpt. Those without a header are uint16, or with a --vocab_size above
-65536 uint32. All are memory-mapped, never copied. The built-in corpus is the source text of the
-running Python's standard library, about 12 MB. A stable hash of each file's path puts about one
-file in twenty into the validation part.
+Three kinds of corpora:
+
+    (none given)    the source text of the running Python's standard library, about 12 MB, as bytes.
+                    A hash of each file's path puts about one file in twenty into the validation
+                    part.
+    a folder        made by this program from text. `tokens.bin` has the token ids of one document
+                    after the other, uint16, or uint32 for a vocabulary above 65536. `meta.json` has
+                    tokenizer, vocab_size, dtype, tokens (their number), train_tokens,
+                    bytes_per_token (of text) and hash (of the tokens).
+    token files     of nanoGPT (no header), llm.c and modded-nanogpt (a header), or folders of them.
+                    Files without a header are uint16, or uint32 with a --vocab_size above 65536.
+                    Files with the word `val` in their name are the validation part, also a val.bin
+                    beside a train.bin; without any it is the last 5%.
+
+Files are memory-mapped, never copied.
 
 The windows of a rank are a pure function of (seed, step, micro-step, rank): a counter-based
 generator (Philox) draws the starts of *all* windows of a global step, and each rank takes its rows.
@@ -21,11 +30,13 @@ generator (Philox) draws the starts of *all* windows of a global step, and each 
 So a checkpoint needs no state of the data, and the global batch does not depend on the mesh.
 
     python data.py --input book.txt more.jsonl --tokenizer byte --out my_corpus
-    torchrun ... train.py --data my_corpus          # or --data train.bin; or --data a.bin b.bin
+    torchrun ... train.py --data my_corpus
+    torchrun ... train.py --data train.bin --vocab_size 65       # or --data shards/*.bin
 
-Input is UTF-8. A .jsonl or .ndjson file has one document per line, in its field `text`; any other
-file is one document. Each document ends with the tokenizer's end-of-text token. (The paper's corpus
-is HuggingFaceFW/fineweb-edu; the package `datasets` can write it as .jsonl.)
+The input is UTF-8. A .jsonl or .ndjson file has one document per line, in its field `text`; any
+other file is one document. Each document ends with the tokenizer's end-of-text token. --tokenizer
+is byte, gpt2, or a folder with a tokenizer.json. (The paper's corpus is HuggingFaceFW/fineweb-edu;
+the package `datasets` can write it as .jsonl.)
 """
 
 import hashlib
@@ -45,7 +56,7 @@ import numpy as np
 import torch
 
 from config import STOPS, Parser, UserError, check_limits, run_command
-from plumbing.tokenizer import UNKNOWN, encode, make_tokenizer, read_tokenizer
+from plumbing.tokenizer import UNKNOWN, ByteTokenizer, make_tokenizer, read_tokenizer
 
 VALIDATION_FRACTION = 0.05
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size
@@ -68,41 +79,28 @@ CHECKED_TOKENS = 2**24  # at the beginning of a corpus, when it is opened
 
 
 class TokenFiles:
-    """Memory-mapped arrays of token ids, one after the other, as one flat array."""
+    """Arrays of token ids, one after the other, as one flat array."""
 
     def __init__(self, arrays: list):
-        self.arrays, self.ends = arrays, np.cumsum([len(array) for array in arrays])
-        for array in arrays:
-            # Batches read at random positions. Reading ahead would cost milliseconds per batch.
-            array.base.madvise(mmap.MADV_RANDOM)
+        self.arrays = arrays
+        self.ends = np.cumsum([len(array) for array in arrays])
 
     def __len__(self):
         return int(self.ends[-1])
 
-    def _place(self, position):
-        """(which array, position in it)"""
-        which = np.searchsorted(self.ends, position, side="right")
-        return which, position - np.concatenate([[0], self.ends])[which]
-
     def __getitem__(self, positions: np.ndarray) -> np.ndarray:
-        which, places = self._place(positions)
         found = np.empty(positions.shape, self.arrays[0].dtype)
+        which = np.searchsorted(self.ends, positions, side="right")
         for i in np.unique(which):
-            found[which == i] = self.arrays[i][places[which == i]]
-        return found
-
-    def read_ahead(self, starts: np.ndarray, count: int):
-        """Let the system read these windows in the background: a network file may be slow."""
-        for i, place in zip(*self._place(starts)):
             array = self.arrays[i]
-            first = array.offset + int(place) * array.itemsize
-            page = first // mmap.PAGESIZE * mmap.PAGESIZE
-            array.base.madvise(mmap.MADV_WILLNEED, page, first - page + count * array.itemsize)
+            here = which == i
+            found[here] = array[positions[here] - (self.ends[i] - len(array))]
+        return found
 
 
 @dataclass
 class Corpus:
-    tokens: np.ndarray | TokenFiles  # flat token ids
+    tokens: TokenFiles
     train_tokens: int  # the first so many are for training, the rest for validation
     tokenizer: str  # the argument of make_tokenizer()
     vocab_size: int
@@ -122,23 +120,28 @@ def standard_library() -> Corpus:
     """The built-in corpus: the .py files of Python's standard library, byte tokens."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
-    encoding, paths, parts = make_tokenizer("byte"), [], {"train": [], "validation": []}
+    paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - left_out
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    # Sorted, because the order of the file system must not matter. Some links may be broken.
-    for path in sorted(filter(Path.is_file, paths), key=Path.as_posix):
-        text = path.read_bytes().decode("utf-8", errors="replace")
-        key = path.relative_to(root).as_posix()
-        share = hashlib.sha256(key.encode()).digest()[0] / 256
-        part = parts["validation" if share < VALIDATION_FRACTION else "train"]
-        part.append(np.append(encode(encoding, text + "\n"), encoding.eot_token).astype(np.uint16))
     if not paths:
         raise UserError(f"no .py files in {root}: use --data FOLDER (made by data.py)")
-    tokens = np.concatenate(parts["train"] + parts["validation"])
+
+    tokenizer = ByteTokenizer()
+    train = []
+    validation = []
+    # Sorted, because the order of the file system must not matter. Some links may be broken.
+    for path in sorted(filter(Path.is_file, paths), key=Path.as_posix):
+        text = path.read_bytes().decode("utf-8", errors="replace") + "\n"
+        document = np.append(tokenizer.encode(text), np.uint16(tokenizer.eot_token))
+        digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+        part = validation if digest[0] / 256 < VALIDATION_FRACTION else train
+        part.append(document)
+
+    tokens = np.concatenate(train + validation)
     digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
-    train_tokens = sum(map(len, parts["train"]))
-    return Corpus(tokens, train_tokens, "byte", encoding.n_vocab, 1.0, digest)
+    train_tokens = sum(map(len, train))
+    return Corpus(TokenFiles([tokens]), train_tokens, "byte", tokenizer.n_vocab, 1.0, digest)
 
 
 def load(data: str | None, vocab_size: int = 0) -> Corpus:
@@ -146,33 +149,38 @@ def load(data: str | None, vocab_size: int = 0) -> Corpus:
     ":" between them; or None, the built-in corpus. vocab_size: of the model, which may have more
     tokens than the corpus (0: the corpus's; of token files GPT-2's). Raises UserError if the corpus
     is missing or damaged, or has other tokens."""
-    if data is None:
-        corpus = standard_library()
-    else:
-        try:
-            is_folder = Path(data, "meta.json").exists()
-            corpus = (load_folder if is_folder else load_token_files)(data, vocab_size or GPT2)
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            reason = getattr(error, "strerror", None) or f"damaged ({str(error)[:100]})"
-            raise UserError(f"--data {data[:200]}: {reason}; {HINT}") from None
+    try:
+        if data is None:
+            corpus = standard_library()
+        elif Path(data, "meta.json").exists():
+            corpus = load_folder(data)
+        else:
+            corpus = load_token_files(data, vocab_size or GPT2)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or f"damaged ({str(error)[:100]})"
+        raise UserError(f"--data {str(data)[:200]}: {reason}; {HINT}") from None
     corpus.vocab_size = vocab_size or corpus.vocab_size
-    arrays = corpus.tokens.arrays if isinstance(corpus.tokens, TokenFiles) else [corpus.tokens]
+    arrays = corpus.tokens.arrays
     for array in arrays:
         corpus.check(array[: CHECKED_TOKENS // len(arrays)])
     return corpus
 
 
-def load_folder(folder: str, _) -> Corpus:
+def load_folder(folder: str) -> Corpus:
     meta = json.loads(Path(folder, "meta.json").read_text())
     dtype = {"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]]
-    tokens = TokenFiles([np.memmap(Path(folder, "tokens.bin"), dtype, mode="r")])
+    tokens = TokenFiles([memory_map(Path(folder, "tokens.bin"), dtype)])
     name = str(meta["tokenizer"])
     if name == "tokenizer.json":
         name = Path(folder, name).read_text()
     corpus = Corpus(
-        tokens, int(meta["train_tokens"]), name, int(meta["vocab_size"]),
-        float(meta["bytes_per_token"]), str(meta["hash"]),
-    )  # fmt: skip
+        tokens,
+        int(meta["train_tokens"]),
+        name,
+        int(meta["vocab_size"]),
+        float(meta["bytes_per_token"]),
+        str(meta["hash"]),
+    )
     if len(tokens) != meta["tokens"] or not 0 <= corpus.train_tokens <= meta["tokens"]:
         raise ValueError(f"tokens.bin has {len(tokens):,} tokens")
     if not 0 < corpus.bytes_per_token < np.inf:
@@ -181,8 +189,28 @@ def load_folder(folder: str, _) -> Corpus:
 
 
 def load_token_files(data: str, vocab_size: int) -> Corpus:
-    """Files with the word "val" in their name are the validation part; without any, the last few
-    percent."""
+    train = []
+    validation = []
+    digest = hashlib.sha256()
+    for path in find_token_files(data):
+        array = open_token_file(path, vocab_size)
+        is_validation = re.search("(^|[^a-z])val([^a-z]|$)", path.name)  # not in "interval"
+        part = validation if is_validation else train
+        part.append(array)
+        for piece in array[: 2**19], array[-(2**19) :]:  # all of it could take minutes
+            digest.update(f"{len(array)} ".encode() + piece.tobytes())
+    tokens = TokenFiles(train + validation)
+    if len({array.dtype for array in tokens.arrays}) > 1:
+        raise ValueError("some files have two bytes per token, others four")
+    train_tokens = sum(map(len, train))
+    if not validation:
+        train_tokens = int(len(tokens) * (1 - VALIDATION_FRACTION))
+    name = "gpt2" if vocab_size in (GPT2, 50304) else UNKNOWN  # 50304: padded
+    return Corpus(tokens, train_tokens, name, vocab_size, np.nan, digest.hexdigest()[:16])
+
+
+def find_token_files(data: str) -> list:
+    """The paths in --data, and those of the validation files beside them."""
     paths = []
     for path in map(Path, [data] if Path(data).exists() else data.split(":")):
         path.stat()  # an error that says what is wrong with it
@@ -193,20 +221,7 @@ def load_token_files(data: str, vocab_size: int) -> Corpus:
         raise UserError(f"--data {data[:200]}: no token files; {HINT}")
     if any(path.with_name("meta.json").exists() for path in paths):
         raise UserError(f"--data {data[:200]}: name one corpus folder, not its files")
-    parts, digest = {False: [], True: []}, hashlib.sha256()  # key: True for validation files
-    for path in paths:
-        array = open_token_file(path, vocab_size)
-        parts[bool(re.search("(^|[^a-z])val([^a-z]|$)", path.name))].append(array)
-        for piece in array[: 2**19], array[-(2**19) :]:  # all of it could take minutes
-            digest.update(f"{len(array)} ".encode() + piece.tobytes())
-    tokens = TokenFiles(parts[False] + parts[True])
-    if len({array.dtype for array in tokens.arrays}) > 1:
-        raise ValueError("some files have two bytes per token, others four")
-    train_tokens = sum(map(len, parts[False]))
-    if not parts[True]:
-        train_tokens = int(len(tokens) * (1 - VALIDATION_FRACTION))
-    name = "gpt2" if vocab_size in (GPT2, 50304) else UNKNOWN  # 50304: padded
-    return Corpus(tokens, train_tokens, name, vocab_size, np.nan, digest.hexdigest()[:16])
+    return paths
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -217,17 +232,25 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
 def open_token_file(path: Path, vocab_size: int) -> np.memmap:
     """llm.c's begin with 256 int32: magic, version, number of tokens. Others have no header."""
     header = np.fromfile(path, np.int32, 256)
-    has_header = len(header) == 256 and header[0] in HEADERS
-    dtype = HEADERS[header[0]] if has_header else smallest_dtype(vocab_size)
-    array = np.memmap(path, dtype, mode="r", offset=1024 if has_header else 0)
-    if has_header and len(array) != header[2]:
+    if len(header) < 256 or header[0] not in HEADERS:
+        return memory_map(path, smallest_dtype(vocab_size))
+    array = memory_map(path, HEADERS[header[0]], offset=1024)
+    if len(array) != header[2]:
         raise ValueError(f"{path.name} has {len(array):,} tokens, its header says {header[2]:,}")
+    return array
+
+
+def memory_map(path: Path, dtype, offset: int = 0) -> np.memmap:
+    array = np.memmap(path, dtype, mode="r", offset=offset)
+    # Batches read at random positions. Reading ahead would cost milliseconds per batch.
+    array.base.madvise(mmap.MADV_RANDOM)
     return array
 
 
 def check_windows(corpus: Corpus, block_size: int):
     """Raise UserError unless both parts have at least one window of block_size + 1 tokens."""
-    train, rest = corpus.train_tokens, len(corpus.tokens) - corpus.train_tokens
+    train = corpus.train_tokens
+    rest = len(corpus.tokens) - train
     if min(train, rest) <= block_size:
         raise UserError(
             f"the corpus has {train:,} tokens for training and {rest:,} for validation, but each "
@@ -235,39 +258,54 @@ def check_windows(corpus: Corpus, block_size: int):
         )
 
 
-def windows(corpus: Corpus, starts: np.ndarray, block_size: int):
-    """Inputs and targets, int64 (rows, block_size) each, of the windows that begin at `starts`."""
-    rows = corpus.tokens[starts[:, None] + np.arange(block_size + 1)]
-    corpus.check(rows)
-    rows = torch.from_numpy(rows.astype(np.int64))
-    return rows[:, :-1], rows[:, 1:]
+# ---- batches ----
 
 
-def train_batch(corpus, seed, step, micro_step, rank, world_size, batch_size, accum, block_size):
-    """The batch of `rank` in micro-step `micro_step` of `step`: (inputs, targets)."""
+@dataclass
+class Batches:
+    """The batches of one rank: inputs and targets, (rows, block_size) int64 each, on its device."""
 
-    def starts(step):
-        philox = np.random.Philox(key=seed, counter=[0, 0, 0, step])
-        size, last = (accum, world_size, batch_size), corpus.train_tokens - block_size
-        return np.random.Generator(philox).integers(0, last, size=size)[micro_step, rank]
+    corpus: Corpus
+    block_size: int
+    batch_size: int  # rows of a rank in a micro-step
+    accum: int = 1  # micro-steps
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 1337
+    device: torch.device = torch.device("cpu")
 
-    if isinstance(corpus.tokens, TokenFiles):
-        corpus.tokens.read_ahead(starts(step + 1), block_size + 1)
-    return windows(corpus, starts(step), block_size)
+    def train(self, step: int, micro_step: int = 0) -> tuple:
+        """(inputs, targets) of batch_size rows, at random places of the training part."""
+        philox = np.random.Philox(key=self.seed, counter=[0, 0, 0, step])
+        last = self.corpus.train_tokens - self.block_size
+        size = (self.accum, self.world_size, self.batch_size)
+        starts = np.random.Generator(philox).integers(0, last, size=size)
+        return self.windows(starts[micro_step, self.rank])
 
+    def validation(self, eval_batches: int):
+        """Yield this rank's share of eval_batches * VALIDATION_ROWS windows, spread evenly over the
+        validation part: (inputs, targets, rows that count). All ranks get the same number of
+        batches, because a sharded forward is a collective; a rank without more windows gets one
+        for 0 rows."""
+        total = eval_batches * VALIDATION_ROWS
+        last = len(self.corpus.tokens) - self.block_size - 1
+        starts = np.linspace(self.corpus.train_tokens, last, total).astype(np.int64)
+        share = -(-total // self.world_size)
+        own = starts[self.rank * share : (self.rank + 1) * share]
+        for first in range(0, share, self.batch_size):
+            rows = own[first : first + self.batch_size]
+            inputs, targets = self.windows(rows if len(rows) else starts[:1])
+            yield inputs, targets, len(rows)
 
-def validation_batches(corpus, eval_batches, rank, world_size, batch_size, block_size):
-    """Yield this rank's share of eval_batches * VALIDATION_ROWS windows, spread evenly over the
-    validation part: (inputs, targets, rows that count). All ranks get the same number of batches,
-    because a sharded forward is a collective; a rank without more windows gets one for 0 rows."""
-    total = eval_batches * VALIDATION_ROWS
-    last = len(corpus.tokens) - block_size - 1
-    starts = np.linspace(corpus.train_tokens, last, total).astype(np.int64)
-    share = -(-total // world_size)
-    mine = starts[rank * share : (rank + 1) * share]
-    for first in range(0, share, batch_size):
-        rows = mine[first : first + batch_size]
-        yield *windows(corpus, rows if len(rows) else starts[:1], block_size), len(rows)
+    def windows(self, starts: np.ndarray) -> tuple:
+        """(inputs, targets) of the windows that begin at `starts`."""
+        rows = self.corpus.tokens[starts[:, None] + np.arange(self.block_size + 1)]
+        self.corpus.check(rows)
+        rows = torch.from_numpy(rows.astype(np.int64))
+        if self.device.type == "cuda":  # pinned, so that the copy does not block the host
+            rows = rows.pin_memory()
+        rows = rows.to(self.device, non_blocking=True)
+        return rows[:, :-1], rows[:, 1:]
 
 
 # ---- making a corpus folder ----
@@ -279,15 +317,10 @@ def text_documents(paths):
         suffix = path.suffix.lower()
         if suffix in UNSUPPORTED:
             raise UserError(f"--input {path}: {UNSUPPORTED[suffix]}")
-        line_number = 0
         try:
             with open(path, encoding="utf-8-sig", newline="") as file:  # without a byte order mark
                 if suffix in (".jsonl", ".ndjson"):
-                    for line_number, line in enumerate(file, 1):
-                        text = json.loads(line)["text"] if line.strip() else ""
-                        text.encode()  # fails for half of a surrogate pair
-                        if text:
-                            yield text, True
+                    yield from json_documents(file)
                 else:
                     while lines := file.readlines(2**24):  # pieces bound the memory
                         yield "".join(lines), False
@@ -295,9 +328,20 @@ def text_documents(paths):
         except UnicodeDecodeError:
             hint = "if it is text at all, use iconv -t utf-8"
             raise UserError(f"--input {path}: not UTF-8 text; {hint}") from None
+
+
+def json_documents(file):
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+            text.encode()  # fails for half of a surrogate pair
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            line = f'line {line_number} is not a JSON object with a string "text"'
-            raise UserError(f"--input {path}: {line}") from None
+            wrong = f'line {number} is not a JSON object with a string "text"'
+            raise UserError(f"--input {file.name}: {wrong}") from None
+        if text:
+            yield text, True
 
 
 @contextmanager
@@ -322,33 +366,41 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = n
     """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json. Its
     vocabulary is the model's, unless the documents have a token that only the tokenizer has."""
     name, vocab_size = read_tokenizer(tokenizer_name)
-    encoding = make_tokenizer(name)
-    dtype = smallest_dtype(encoding.n_vocab)
-    digest, text_bytes, count = hashlib.sha256(), 0, 0
+    tokenizer = make_tokenizer(name)
+    dtype = smallest_dtype(tokenizer.n_vocab)
+    digest = hashlib.sha256()
+    text_bytes = 0
+    count = 0
     with new_folder(out) as folder:
         with open(folder / "tokens.bin", "wb") as file:
             for text, ends in documents:
-                tokens = encode(encoding, text).astype(dtype)
-                tokens = np.append(tokens, dtype.type(encoding.eot_token)) if ends else tokens
-                if len(tokens) > max_tokens - count:
-                    tokens = tokens[: int(max_tokens - count)]
-                    text = encoding.decode(tokens.tolist(), errors="ignore")
+                tokens = tokenizer.encode(text).astype(dtype)
+                if ends:
+                    tokens = np.append(tokens, dtype.type(tokenizer.eot_token))
+                if count + len(tokens) > max_tokens:
+                    tokens = tokens[: int(max_tokens) - count]
+                    text = tokenizer.decode(tokens.tolist())
                 vocab_size = max(vocab_size, 1 + int(tokens.max(initial=0)))
                 file.write(tokens.tobytes())
                 digest.update(tokens.tobytes())
-                text_bytes, count = text_bytes + len(text.encode()), count + len(tokens)
+                text_bytes += len(text.encode())
+                count += len(tokens)
                 if count >= max_tokens:
                     break
         if text_bytes == 0:
             raise UserError("the input has no text: nothing was written")
         meta = {
-            "tokenizer": encoding.name, "vocab_size": vocab_size, "dtype": dtype.name,
-            "tokens": count, "train_tokens": int(count * (1 - VALIDATION_FRACTION)),
-            "bytes_per_token": text_bytes / count, "hash": digest.hexdigest()[:16],
-        }  # fmt: skip
+            "tokenizer": tokenizer.name,
+            "vocab_size": vocab_size,
+            "dtype": dtype.name,
+            "tokens": count,
+            "train_tokens": int(count * (1 - VALIDATION_FRACTION)),
+            "bytes_per_token": text_bytes / count,
+            "hash": digest.hexdigest()[:16],
+        }
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        if encoding.name == "tokenizer.json":
-            (folder / encoding.name).write_text(name)
+        if tokenizer.name == "tokenizer.json":
+            (folder / "tokenizer.json").write_text(name)
     return meta
 
 

@@ -59,18 +59,24 @@ def save_model(path, model, tokenizer: str, flags: dict):
 
 def write_folder(source: Source, out: str):
     """Write the new folder `out`, whole or not at all. Raises UserError."""
-    config, tensors = source.config, {}
-    for name, _ in shapes(config):
+    config = source.config
+    tensors = {}
+    for name in shapes(config):
         theirs = their_names(config, name)
-        tensors |= dict(zip(theirs, map(torch.clone, source.tensors[name].chunk(len(theirs)))))
+        for part_name, part in zip(theirs, source.tensors[name].chunk(len(theirs))):
+            tensors[part_name] = part.clone()
     described = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()} | FIXED
     described |= {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
     described |= {"bos_token_id": None, "eos_token_id": None}
     files = {"config.json": described}
     if source.tokenizer != UNKNOWN:
-        files["tokenizer.json"], described["eos_token_id"], end = to_json(source.tokenizer)
-        used = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-        files["tokenizer_config.json"] = used
+        tokenizer = to_json(source.tokenizer)
+        described["eos_token_id"] = tokenizer.eot_token
+        files["tokenizer.json"] = json.loads(tokenizer.text)
+        files["tokenizer_config.json"] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": tokenizer.end_of_text,
+        }
     with new_folder(out) as folder:
         from safetensors.torch import save_file
 

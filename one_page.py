@@ -41,12 +41,13 @@ def train(M=4, steps=140, sync_warmup=20, tau=8, disturbed_round=13, penalty=Tru
     corpus = data.standard_library()
     models = [Llama(SHAPE, SEED) for _ in range(M)]  # equal: they have the same seed
     optimizers = [make_optimizer(model) for model in models]
+    batches = []  # of each replica: 8 windows of the corpus a step
+    for i in range(M):
+        batches.append(data.Batches(corpus, SHAPE.block_size, 8, rank=i, world_size=M, seed=SEED))
 
     def compute_gradient(i, step):
         """The gradient of replica i on its own batch. Returns the loss."""
-        own = {"rank": i, "world_size": M, "micro_step": 0}
-        size = {"batch_size": 8, "block_size": SHAPE.block_size, "accum": 1}
-        inputs, targets = data.train_batch(corpus, SEED, step, **own, **size)
+        inputs, targets = batches[i].train(step)
         models[i].zero_grad()
         loss = models[i](inputs, targets)
         loss.backward()

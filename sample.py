@@ -43,7 +43,7 @@ def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0,
 
 def continue_text(model, encoding, prompt: str, **options) -> str:
     """The prompt and the model's continuation. An empty prompt starts a new document."""
-    tokens = encoding.encode(prompt, disallowed_special=())
+    tokens = encoding.encode(prompt).tolist()
     start = tokens or [encoding.eot_token]
     count = model.config.vocab_size
     if max(start) >= count:  # an added token of the tokenizer
@@ -53,7 +53,7 @@ def continue_text(model, encoding, prompt: str, **options) -> str:
         if token == encoding.eot_token:  # the document ends here
             break
         tokens.append(token)
-    return encoding.decode(tokens, errors="replace")
+    return encoding.decode(tokens)
 
 
 def print_sample(path):

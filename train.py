@@ -37,13 +37,21 @@ METHODS = {"minibatch": MiniBatch, "diloco": DiLoCo, "edit": EDiT, "a_edit": AED
 
 def train(setup, mesh, stop):
     """setup: plumbing.launch.Setup; stop: plumbing.launch.StopRequest."""
-    config, plan = setup.config, setup.plan
+    config = setup.config
+    plan = setup.plan
     model = ShardedModel(plan.model_config, mesh, plan.dtype, config.seed, config.recompute)
-    for layer in model.layers if config.compile else ():
-        layer.compile()
+    if config.compile:
+        for layer in model.layers:
+            layer.compile()
     optimizer = make_optimizer(model, config)
     clock = VirtualClock(config, mesh) if config.virtual_clock else Clock(mesh.device)
     cluster = Cluster(config, mesh, clock)  # simulates stragglers and sick replicas, if asked to
+    batches = cluster.disturb(
+        data.Batches(
+            setup.corpus, config.block_size, plan.micro_batch, plan.micro_steps,
+            mesh.rank, mesh.world_size, config.seed, mesh.device,
+        )
+    )  # fmt: skip
     log = Log(setup, mesh, clock)
     method = METHODS[config.method](model, mesh, config, RoundRecord(mesh), clock)
     checkpoint.load(setup, model, optimizer, method, clock)  # with --resume or --init_from
@@ -51,19 +59,20 @@ def train(setup, mesh, stop):
     round_end = method.progress  # at the last round end
 
     while method.progress < config.max_steps:
+        began = time.perf_counter()
         method.before_step()
         lr = optimizer.lr = learning_rate(method.progress, config)
-        cluster.before_step(optimizer, method.steps)
-        average, loss = method.averages_gradients, 0.0
+        average = method.averages_gradients
+        loss = 0.0
         # The gradient is a mean over micro-steps and ranks, of this replica or of all.
         scale = 1 / (plan.micro_steps * (mesh.world_size if average else mesh.shards))
-        for micro_step in range(plan.micro_steps):
-            batch = load_batch(setup, mesh, cluster, method.steps, micro_step)
-            loss += model.forward(*batch) / plan.micro_steps
-            last = micro_step == plan.micro_steps - 1
-            model.backward(scale, first=micro_step == 0, sum_replicas=average and last)
-        method.after_backward()
-        cluster.before_metrics(method.steps)
+        with cluster.step(optimizer, method):
+            for micro_step in range(plan.micro_steps):
+                inputs, targets = batches.train(method.steps, micro_step)
+                loss += model.forward(inputs, targets) / plan.micro_steps
+                last = micro_step == plan.micro_steps - 1
+                model.backward(scale, first=micro_step == 0, sum_replicas=average and last)
+            method.after_backward()
         # Norm, loss and votes share one small all-reduce. A vote ends the round or, in the warm-up,
         # says that this rank has a signal to stop.
         metrics = model.step_metrics(loss, stop.vote() if average else method.vote(), average)
@@ -71,16 +80,16 @@ def train(setup, mesh, stop):
         method.inner_step(optimizer)
         model.invalidate_gathered()
         if method.after_step(lr, metrics):
-            cluster.before_sync(method)
-            method.end_round()  # a sync starts here
-        cluster.after_step(method)
+            with cluster.sync(method):
+                method.end_round()  # a sync starts here
+        mesh.note("step", began, time.perf_counter())  # for --timeline
         write_syncs(method, log)
         log.step(method, lr, metrics)
         check_finite(model, method)
         if method.local_steps == 0:
-            at_round_end(setup, model, method, log, stop, round_end)
+            at_round_end(setup, batches, model, method, log, stop, round_end)
             round_end = method.progress
-    finish(setup, model, method, log)
+    finish(setup, batches, model, method, log)
 
 
 def make_optimizer(model, config):
@@ -88,18 +97,6 @@ def make_optimizer(model, config):
     if config.optimizer == "muon":
         return Muon(model, config.weight_decay, betas, ratio=config.muon_lr / config.lr)
     return AdamW(model, config.weight_decay, betas)
-
-
-def load_batch(setup, mesh, cluster, step: int, micro_step: int) -> list:
-    """This rank's inputs and targets, (batch_size, block_size) int64 each, on its device."""
-    tensors = data.train_batch(
-        setup.corpus, setup.config.seed, step, micro_step, mesh.rank, mesh.world_size,
-        setup.plan.micro_batch, setup.plan.micro_steps, setup.config.block_size,
-    )  # fmt: skip
-    tensors = cluster.batch(tensors, setup.corpus.vocab_size, step, micro_step)
-    if mesh.device.type == "cuda":  # pinned, so that the copy does not block the host
-        tensors = [tensor.contiguous().pin_memory() for tensor in tensors]
-    return [tensor.to(mesh.device, non_blocking=True) for tensor in tensors]
 
 
 def check_finite(model, method):
@@ -128,7 +125,7 @@ def due(progress: float, last: float, interval: int) -> bool:
     return interval > 0 and progress // interval > last // interval
 
 
-def at_round_end(setup, model, method, log, stop, last: float):
+def at_round_end(setup, batches, model, method, log, stop, last: float):
     """Evaluate, save and stop, each if it is due. last: the progress at the round end before."""
     launch.shorten_timeout(model.mesh)  # the first steps, which may compile, are over
     config = setup.config
@@ -136,7 +133,7 @@ def at_round_end(setup, model, method, log, stop, last: float):
     over = progress >= config.max_steps
     stopping = stop.agreed(method)
     if due(progress, last, config.eval_interval) and not over:
-        val_loss = evaluate(setup, model, method)
+        val_loss = evaluate(setup, batches, model, method)
         write_syncs(method, log)
         log.eval(method, val_loss)
     if stopping or over or due(progress, last, config.checkpoint_interval):
@@ -155,10 +152,10 @@ def at_round_end(setup, model, method, log, stop, last: float):
             raise launch.Stopped(stopping, method.steps, path)
 
 
-def finish(setup, model, method, log):
+def finish(setup, batches, model, method, log):
     """The last evaluation, model.pt, a sample."""
     method.finish()
-    val_loss = evaluate(setup, model, method, parameters=model.master)
+    val_loss = evaluate(setup, batches, model, method, parameters=model.master)
     write_syncs(method, log)
     log.eval(method, val_loss)
     if not math.isfinite(val_loss):
@@ -180,23 +177,19 @@ def learning_rate(progress: float, config) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
-def evaluate(setup, model, method, parameters=None) -> float:
+def evaluate(setup, batches, model, method, parameters=None) -> float:
     """Mean loss over the validation windows, nats per token; the ranks share the work. parameters:
     evaluate these; by default those of method.evaluation_model()."""
     config, mesh = setup.config, model.mesh
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, rows
-    batches = data.validation_batches(
-        setup.corpus, config.eval_batches, mesh.rank, mesh.world_size,
-        setup.plan.micro_batch, config.block_size,
-    )  # fmt: skip
     method.drain()
     with method.clock, mesh.uncounted():  # the clock stops, and no bytes count
         if parameters is None:
             parameters = model.master if method.averages_gradients else method.evaluation_model()
         if parameters is not model.master:
             model.swap(parameters)
-        for inputs, targets, rows in batches:
-            loss = model.forward(inputs.to(mesh.device), targets.to(mesh.device), train=False)
+        for inputs, targets, rows in batches.validation(config.eval_batches):
+            loss = model.forward(inputs, targets, train=False)
             total += torch.tensor([loss.item() * rows, rows], dtype=torch.float64)
         # [sync] sum over all ranks, 2 scalars, once per evaluation
         total = mesh.sum_over_ranks(total.to(mesh.device))

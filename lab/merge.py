@@ -48,7 +48,8 @@ def judge(folder, eval_batches: int = 16, data_path: str | None = None) -> dict:
     together = 0.0
     tokens = 0
     corpus = data.load(data_path, 0)
-    for x, y, _ in data.validation_batches(corpus, eval_batches, 0, 1, 16, config.block_size):
+    batches = data.Batches(corpus, config.block_size, batch_size=16)
+    for x, y, _ in batches.validation(eval_batches):
         logits = torch.stack([model(x) for model in models])  # (M, B, T, V)
         y = y.expand(M, *y.shape)[..., None]
         logs = logits.log_softmax(dim=-1).gather(3, y)  # (M, B, T, 1)

@@ -71,16 +71,17 @@ class Source:
             raise UserError(f"--init_from {self.path} has another shape: leave out {other}")
 
 
-def shapes(config: ModelConfig):
-    """Yield (name in model.Llama's state dict, shape). Blocks are alike, so one is built, and
-    without its rotary angles: a long context would take gigabytes."""
+def shapes(config: ModelConfig) -> dict:
+    """Name in model.Llama's state dict -> shape. Blocks are alike, so one is made, and without its
+    rotary angles: those of a long context would take gigabytes."""
     small = replace(config, block_size=1)
-    with torch.device("meta"):
+    with torch.device("meta"):  # without memory
         embedding, block, head = [make_layer(small, l) for l in (0, 1, -1)]
-    for l in range(config.n_layer + 2):
-        layer = {0: embedding, config.n_layer + 1: head}.get(l, block)
+    found = {}
+    for l, layer in enumerate([embedding, *[block] * config.n_layer, head]):
         for name, parameter in layer.named_parameters():
-            yield f"layers.{l}.{name}", parameter.shape
+            found[f"layers.{l}.{name}"] = parameter.shape
+    return found
 
 
 def their_names(config: ModelConfig, name: str) -> list:
@@ -100,7 +101,7 @@ def open_model(path: str) -> Source:
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             config = ModelConfig(**saved["model_config"])
             source = Source(path, config, str(saved["tokenizer"]), saved["model"])
-        for name, shape in shapes(source.config):
+        for name, shape in shapes(source.config).items():
             found = source.tensors[name]
             if found.shape != shape or not found.is_floating_point():
                 raise ValueError(f"{name} has shape {tuple(found.shape)}, {found.dtype}")
@@ -118,37 +119,52 @@ def open_model(path: str) -> Source:
 
 def open_folder(folder: Path) -> Source:
     theirs = json.loads((folder / "config.json").read_text())
-    (config, kv_heads), index = read_config(theirs), folder / "model.safetensors.index.json"
-    names, files, tensors = {"model.safetensors"}, {}, {}
-    if index.exists():  # a large model
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    import safetensors.torch
+    config, kv_heads = read_config(theirs)
+    files = read_tensors(folder)
+    notes = []
 
-    for name in sorted(names):
-        try:
-            files |= safetensors.torch.load_file(folder / name)
-        except Exception as error:  # not all of its errors name the file
-            raise ValueError(f"{name}: {error}") from None
-    if tied := theirs.get("tie_word_embeddings", False):
+    copies = config.n_head // kv_heads
+    if copies > 1:
+        notes.append(f"{kv_heads} heads of keys and values are copied to {config.n_head}")
+        for name in files:
+            if ".k_proj." in name or ".v_proj." in name:
+                heads = files[name].unflatten(0, (kv_heads, -1))  # (heads, D, C)
+                files[name] = heads.repeat_interleave(copies, dim=0).flatten(0, 1)
+
+    if theirs.get("tie_word_embeddings", False):
+        notes.append("the tied output matrix is a copy of the embedding")
         embedding = files["model.embed_tokens.weight"]
         if not torch.equal(files.setdefault("lm_head.weight", embedding), embedding):
             raise ValueError("tie_word_embeddings is true, but lm_head is not the embedding")
-    copies = config.n_head // kv_heads  # of each head of keys and values
-    unused = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
-    for name, _ in shapes(config):
-        found = [files[each] for each in their_names(config, name)]
-        unused -= set(their_names(config, name))
-        if len(found) == 3:  # queries, keys, values
-            heads = [x.unflatten(0, (kv_heads, -1)) for x in found[1:]]  # (heads, D, C)
-            found[1:] = [x.repeat_interleave(copies, dim=0).flatten(0, 1) for x in heads]
-        tensors[name] = torch.cat(found) if len(found) > 1 else found[0]
-    if unused:
-        raise ValueError(f"{min(unused)} has no place in model.py")
-    notes = [f"{kv_heads} heads of keys and values are copied to {config.n_head}"] * (copies > 1)
-    notes += ["the tied output matrix is a copy of the embedding"] * tied
+
+    tensors = {}
+    for name in shapes(config):
+        parts = [files.pop(each) for each in their_names(config, name)]
+        tensors[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
+    for name in sorted(files):
+        if not name.endswith("rotary_emb.inv_freq"):
+            raise ValueError(f"{name} has no place in model.py")
+
     path = folder / "tokenizer.json"
     tokenizer = path.read_text() if path.exists() else UNKNOWN
     return Source(str(folder), config, tokenizer, tensors, "; ".join(notes))
+
+
+def read_tensors(folder: Path) -> dict:
+    """Their name -> tensor, from all files of the model."""
+    from safetensors.torch import load_file
+
+    names = {"model.safetensors"}
+    index = folder / "model.safetensors.index.json"
+    if index.exists():  # a large model
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    found = {}
+    for name in sorted(names):
+        try:
+            found |= load_file(folder / name)
+        except Exception as error:  # not all of its errors name the file
+            raise ValueError(f"{name}: {error}") from None
+    return found
 
 
 def read_config(theirs: dict) -> tuple:

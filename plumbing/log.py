@@ -20,6 +20,17 @@ has no communication between replicas. A sync row has lists with one entry per r
 over the round), `steps` (of the round), `pseudo_grad_norm`, `weight`, `dropped` (layers it was left
 out of). Of stall_ms, wait_others_ms is the host's waiting for other replicas and wait_link_ms for a
 simulated link (plumbing/simulate.py); the rest is arithmetic.
+
+To read a record: pandas.read_json("out/edit/metrics.jsonl", lines=True). To see it in TensorBoard
+(pip install tensorboard):
+
+    import json
+    from torch.utils.tensorboard import SummaryWriter
+    with SummaryWriter("out/edit") as writer, open("out/edit/metrics.jsonl") as file:
+        for row in map(json.loads, file):
+            for name, value in row.items():
+                if row["event"] in ("step", "eval") and isinstance(value, float):
+                    writer.add_scalar(f"{row['event']}/{name}", value, row["step"])
 """
 
 import json
@@ -27,7 +38,7 @@ import math
 import os
 import resource
 import time
-from collections import Counter, deque
+from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,7 +53,8 @@ class Clock:
     """Seconds of training: without what happens in `with clock:`, evaluation and saving."""
 
     def __init__(self, device: torch.device):
-        self.device, self.started = device, time.perf_counter()
+        self.device = device
+        self.started = time.perf_counter()
 
     def start_at(self, saved: dict):
         """Continue a checkpoint. saved: its state.json."""
@@ -76,9 +88,12 @@ class RoundRecord:
 
     def start_round(self):
         """From here on losses, stalls, waits and bytes count for the next row."""
-        self.loss_sum, self.fields, self.stalls = 0.0, {}, []
+        self.loss_sum = 0.0
+        self.fields = {}
+        self.stalls = []
         self.gather = Handle()  # of the round's exchange, if it is still in flight
-        self.waited_before, self.sent_before = dict(self.mesh.waited_s), self.mesh.sent["sync"]
+        self.waited_before = dict(self.mesh.waited_s)
+        self.sent_before = self.mesh.sent["sync"]
 
     @contextmanager
     def stall(self):
@@ -93,14 +108,21 @@ class RoundRecord:
 
     def done(self, method):
         """A sync of the method is complete. Reads nothing from the device."""
-        mesh, all_, M = self.mesh, method.exchanged, self.mesh.replicas
+        mesh = self.mesh
+        exchanged = method.exchanged
         row = {
-            "round": method.rounds, "step": method.steps, "tau": all_.steps[mesh.replica],
-            "steps": all_.steps, "loss": all_.losses,
-            "pseudo_grad_norm": getattr(all_, "norms", None),
-            "weight": [1 / M] * M, "dropped": [0] * M, "clip": 1.0, **self.fields,
-            "stall_ms": self.stalls,
-        }  # fmt: skip
+            "round": method.rounds,
+            "step": method.steps,
+            "tau": exchanged.steps[mesh.replica],
+            "steps": exchanged.steps,
+            "loss": exchanged.losses,
+            "pseudo_grad_norm": getattr(exchanged, "norms", None),
+            "weight": [1 / mesh.replicas] * mesh.replicas,
+            "dropped": [0] * mesh.replicas,
+            "clip": 1.0,
+        }
+        row |= self.fields
+        row["stall_ms"] = self.stalls
         for cause, seconds in mesh.waited_s.items():
             row[f"wait_{cause}_ms"] = 1e3 * (seconds - self.waited_before[cause])
         row["sync_bytes"] = mesh.sent["sync"] - self.sent_before
@@ -114,10 +136,14 @@ class RoundRecord:
             return None
         row, gather = self.rows.popleft()
         gather.wait()  # raises an error if another rank was lost
-        row = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in row.items()}
-        row |= {"tau": int(row["tau"]), "steps": [int(steps) for steps in row["steps"]]}
+        for name, value in row.items():
+            if isinstance(value, torch.Tensor):
+                row[name] = value.tolist()
+        row["tau"] = int(row["tau"])
+        row["steps"] = [int(steps) for steps in row["steps"]]
+        row["stall_ms"] = sum(passed_ms(begin, end) for begin, end in row["stall_ms"])
         self.lost_rounds = 0 if any(row["weight"]) else self.lost_rounds + 1
-        return row | {"stall_ms": sum(passed_ms(*marks) for marks in row["stall_ms"])}
+        return row
 
     def wait(self):
         """Wait for the exchanges in flight."""
@@ -142,68 +168,69 @@ def passed_ms(begin, end) -> float:
     return begin.elapsed_time(end)
 
 
-LINES = {  # what is printed of a row
-    "resume": "resume  {path}: step {step}, {replicas} replicas x {shards} shards{differ}",
-    "step": "step {step:05d}/{max_steps:05d} | loss {loss:.4f} | lr {lr:.1e} | "
-    "gnorm {grad_norm:.2f} | {step_ms:.0f} ms | {tokens_per_s:,.0f} tok/s | "
-    "{minutes}m{seconds:02d}s left",
-    "sync": "sync {round:04d} | tau {taus} | pseudo-grad {norms} | weights {weights} | "
-    "dropped {left_out} | clip {clip:.2f} | {sent} | stall {stall_ms:.0f} ms "
-    "(others {wait_others_ms:.0f}, link {wait_link_ms:.0f})",
-    "eval": "eval {step:05d} | val loss {val_loss:.4f} nats/token{more}",
-    "end": "done | {step} steps in {train_s:.0f} s | {tokens_per_s:,.0f} tok/s | "
-    "val loss {val_loss:.4f} | peak {peak} on rank 0",
-}
-
-
 class Log:
+    """Writes the rows and prints a line for each. It decides nothing."""
+
     def __init__(self, setup, mesh, clock):
-        self.setup, self.config, self.mesh, self.clock = setup, setup.config, mesh, clock
-        self.path, self.file = Path(self.config.out_dir, "metrics.jsonl"), None
-        self.tracer = None
-        self.first = self.last = setup.saved or Counter()  # of zeros; last: step row
-        self.tokens = self.first["tokens"]
+        self.setup = setup
+        self.config = setup.config
+        self.mesh = mesh
+        self.clock = clock
+        self.path = Path(self.config.out_dir, "metrics.jsonl")
+        self.file = None  # on rank 0
+        self.profiler = None
+        nothing = {"step": 0, "progress": 0, "tokens": 0, "train_s": 0.0, "metrics_bytes": 0}
+        self.at_start = setup.saved or nothing  # state.json of the checkpoint that is continued
+        self.tokens = self.at_start["tokens"]
+        self.last = self.at_start  # the last row `step`
 
     def start(self, method):
         """Open the file. The record of the run that this one continues may be its beginning."""
-        setup, saved = self.setup, self.setup.saved
         if self.config.profile:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would report its starts and stops
-            trace = Path(self.config.out_dir, f"trace-{self.mesh.rank}.json")
-            self.tracer = torch.profiler.profile(
-                schedule=torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1),
-                on_trace_ready=lambda tracer: tracer.export_chrome_trace(str(trace)),
-            )
-            self.tracer.start()
-            print(f"profile {trace}: steps 2 to 4; open it in chrome://tracing or ui.perfetto.dev")
+            self.start_profiler()
         if self.mesh.rank != 0:
             return
-        same_file = saved and setup.path.parent.resolve() == self.path.parent.resolve()
-        self.file = open(self.path, "a" if same_file else "w", buffering=1)  # whole lines
-        self.file.truncate(min(self.file.tell(), self.first["metrics_bytes"]))
+        setup = self.setup
+        continues = setup.saved and setup.path.parent.resolve() == self.path.parent.resolve()
+        self.file = open(self.path, "a" if continues else "w", buffering=1)  # whole lines
+        self.file.truncate(min(self.file.tell(), self.at_start["metrics_bytes"]))
         description = setup.describe(self.mesh)
         if self.file.tell() == 0:
             self.write("config", description)
-        if saved:
-            differ, mesh = "", description["mesh"]
-            if saved["mesh"] != mesh:
-                differ = " -> {replicas} x {shards}".format(**mesh)
-            for name in setup.given:
-                was, now = saved["flags"].get(name), description.get(name)
-                if was != now and name not in NOT_RESUMED:
-                    differ += f"; --{name} {was} -> {now}"
-            row = {"step": method.steps} | description
-            self.write("resume", row, path=setup.path, **saved["mesh"], differ=differ)
+        if setup.saved:
+            self.write("resume", {"step": method.steps} | description)
+            self.print_resume(method.steps, description)
         if setup.source:
             print("init   ", setup.source.path, setup.source.notes)
 
-    def write(self, event: str, row: dict, **printed):
-        """Write a row and print its line. printed: what the line has beside the row."""
-        if event in LINES:
-            print(LINES[event].format(**row | printed), flush=True)
-        row = json.loads(json.dumps(row), parse_constant=lambda name: None)  # JSON has no NaN
+    def print_resume(self, step: int, now: dict):
+        """now: what setup.describe() says of this start."""
+        saved = self.setup.saved
+        line = f"resume  {self.setup.path}: step {step}, "
+        line += "{replicas} replicas x {shards} shards".format(**saved["mesh"])
+        if saved["mesh"] != now["mesh"]:
+            line += " -> {replicas} x {shards}".format(**now["mesh"])
+        for name in self.setup.given:
+            was = saved["flags"].get(name)
+            if was != now.get(name) and name not in NOT_RESUMED:
+                line += f"; --{name} {was} -> {now.get(name)}"
+        print(line, flush=True)
+
+    def start_profiler(self):
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would report its starts and stops
+        path = Path(self.config.out_dir, f"trace-{self.mesh.rank}.json")
+        schedule = torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1)
+        self.profiler = torch.profiler.profile(
+            schedule=schedule,
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        )
+        self.profiler.start()
+        print(f"profile {path}: steps 2 to 4; open it in chrome://tracing or ui.perfetto.dev")
+
+    def write(self, event: str, row: dict):
         if not self.file:
             return
+        row = json.loads(json.dumps(row), parse_constant=lambda name: None)  # JSON has no NaN
         try:
             self.file.write(json.dumps({"event": event} | row) + "\n")
         except OSError as error:  # a failed write does not say of which file
@@ -211,74 +238,118 @@ class Log:
             raise
 
     def saved(self, path, seconds: float):
-        count = sum(file.stat().st_size for file in path.iterdir()) if self.file else 0
+        count = 0
+        if self.file:
+            count = sum(file.stat().st_size for file in path.iterdir())
         print(f"saved   {path}: {size(count)} in {seconds:.2f} s", flush=True)
 
     def now(self, method) -> dict:
         """tokens: that all ranks have trained on. A-EDiT extrapolates its progress between syncs;
         the count never falls."""
-        passed = (method.progress - self.first["progress"]) * self.setup.plan.tokens_per_step
-        self.tokens = max(self.tokens, round(self.first["tokens"] + passed))
+        passed = method.progress - self.at_start["progress"]
+        tokens = self.at_start["tokens"] + passed * self.setup.plan.tokens_per_step
+        self.tokens = max(self.tokens, round(tokens))
         return {"step": method.steps, "tokens": self.tokens, "train_s": self.clock.train_s()}
 
     def state(self, method) -> dict:
         """What a checkpoint must know to continue this file."""
-        length = self.path.stat().st_size if self.file else 0
-        return self.now(method) | {"metrics_bytes": length}
+        state = self.now(method)
+        state["metrics_bytes"] = self.path.stat().st_size if self.file else 0
+        return state
 
     def step(self, method, lr: float, metrics):
         """metrics: shard.Metrics. Reading them waits for the step."""
-        if self.tracer:
-            self.tracer.step()
-        step, max_steps = method.steps, self.config.max_steps
+        if self.profiler:
+            self.profiler.step()
+        step = method.steps
+        max_steps = self.config.max_steps
         if step % self.config.log_interval == 0 or step in (1, max_steps):
-            self._step_row(method, lr, metrics)
+            row = self.step_row(method, lr, metrics)
+            self.write("step", row)
+            self.print_step(row, method.progress)
         if step == getattr(self.config, "sync_warmup_steps", 0) < max_steps:
             print(f"warm-up ends after step {step}: {self.config.method} begins", flush=True)
 
-    def _step_row(self, method, lr, metrics):
-        step, max_steps = method.steps, self.config.max_steps
+    def step_row(self, method, lr: float, metrics) -> dict:
         grad_norm, loss, _ = metrics.read()
-        now, last = self.now(method), self.last
-        self.last, train_s = now, max(now["train_s"] - last["train_s"], 1e-9)
-        row = now | {"loss": loss, "lr": lr, "grad_norm": grad_norm}
-        row["step_ms"] = 1e3 * train_s / max(step - last["step"], 1)
-        row["tokens_per_s"] = speed = (now["tokens"] - last["tokens"]) / train_s
-        row |= {f"{group}_bytes": round(count) for group, count in self.mesh.sent.items()}
-        left = (max_steps - method.progress) * self.setup.plan.tokens_per_step
-        minutes, seconds = divmod(round(left / speed) if speed else 0, 60)
-        self.write("step", row, max_steps=max_steps, minutes=minutes, seconds=seconds)
+        last = self.last
+        row = self.last = self.now(method)
+        seconds = max(row["train_s"] - last["train_s"], 1e-9)
+        steps = max(row["step"] - last["step"], 1)
+        row |= {"loss": loss, "lr": lr, "grad_norm": grad_norm, "step_ms": 1e3 * seconds / steps}
+        row["tokens_per_s"] = (row["tokens"] - last["tokens"]) / seconds
+        for group, count in self.mesh.sent.items():
+            row[f"{group}_bytes"] = round(count)
+        return row
+
+    def print_step(self, row: dict, progress: float):
+        max_steps = self.config.max_steps
+        speed = row["tokens_per_s"]
+        left_s = 0
+        if speed:
+            left_s = round((max_steps - progress) * self.setup.plan.tokens_per_step / speed)
+        print(
+            f"step {row['step']:05d}/{max_steps:05d} | loss {row['loss']:.4f} | "
+            f"lr {row['lr']:.1e} | gnorm {row['grad_norm']:.2f} | {row['step_ms']:.0f} ms | "
+            f"{speed:,.0f} tok/s | {left_s // 60}m{left_s % 60:02d}s left",
+            flush=True,
+        )
 
     def sync(self, row: dict):
         """row: of RoundRecord.take()."""
-        each = lambda counts: "/".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
-        bounds = lambda x, digits: f"[{min(x):.{digits}f} .. {max(x):.{digits}f}]"
-        norms, weights = row["pseudo_grad_norm"], row["weight"]
-        about = f"{sum(norms) / len(norms):.3f} {bounds(norms, 3)}" if norms else "-"
-        printed = {"taus": each(row["steps"]), "norms": about, "weights": bounds(weights, 2)}
-        printed |= {"left_out": each(row["dropped"]), "sent": size(row["sync_bytes"])}
-        self.write("sync", row, **printed)
+        self.write("sync", row)
+        norms = "-"
+        if found := row["pseudo_grad_norm"]:
+            norms = f"{sum(found) / len(found):.3f} [{min(found):.3f} .. {max(found):.3f}]"
+        weights = f"[{min(row['weight']):.2f} .. {max(row['weight']):.2f}]"
+        print(
+            f"sync {row['round']:04d} | tau {counts(row['steps'])} | pseudo-grad {norms} | "
+            f"weights {weights} | dropped {counts(row['dropped'])} | clip {row['clip']:.2f} | "
+            f"{size(row['sync_bytes'])} | stall {row['stall_ms']:.0f} ms "
+            f"(others {row['wait_others_ms']:.0f}, link {row['wait_link_ms']:.0f})",
+            flush=True,
+        )
 
     def eval(self, method, val_loss: float):
-        spread = method.record.spread
         bits = val_loss / math.log(2) / self.setup.corpus.bytes_per_token
-        row = self.now(method) | {"val_loss": val_loss, "bits_per_byte": bits}
+        row = self.now(method)
+        row |= {"val_loss": val_loss, "bits_per_byte": bits}
         row["sync_bytes"] = round(self.mesh.sent["sync"])
-        more = f" | {bits:.3f} bits/byte" if math.isfinite(bits) else ""  # not of token files
-        if spread is not None:
-            row["spread"], more = spread, f"{more} | spread {spread:.3g}"
-        self.write("eval", row, more=more)
+        line = f"eval {row['step']:05d} | val loss {val_loss:.4f} nats/token"
+        if math.isfinite(bits):  # not of token files
+            line += f" | {bits:.3f} bits/byte"
+        if method.record.spread is not None:
+            row["spread"] = method.record.spread
+            line += f" | spread {row['spread']:.3g}"
+        self.write("eval", row)
+        print(line, flush=True)
 
     def end(self, method, val_loss: float):
         if self.mesh.spans:
-            # "step", "wait for others", "wait for link", "link" (a transfer on the simulated link)
-            zero = time.time() - time.perf_counter()  # in seconds since 1970
-            spans = [(name, begin + zero, end + zero) for name, begin, end in self.mesh.spans]
-            path = Path(self.config.out_dir, f"timeline-{self.mesh.rank}.json")
-            path.write_text(json.dumps({"replica": self.mesh.replica, "spans": spans}))
-        peak, now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, self.now(method)
+            self.write_timeline()
+        now = self.now(method)
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self.mesh.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated()
+            peak_bytes = torch.cuda.max_memory_allocated()
         row = {"step": method.steps, "val_loss": val_loss, "train_s": now["train_s"]}
-        row |= {"tokens_per_s": now["tokens"] / max(now["train_s"], 1e-9)}
-        self.write("end", row | {"peak_memory_bytes": peak, "exit": "done"}, peak=size(peak))
+        row["tokens_per_s"] = now["tokens"] / max(now["train_s"], 1e-9)
+        row |= {"peak_memory_bytes": peak_bytes, "exit": "done"}
+        self.write("end", row)
+        print(
+            f"done | {row['step']} steps in {row['train_s']:.0f} s | "
+            f"{row['tokens_per_s']:,.0f} tok/s | val loss {val_loss:.4f} | "
+            f"peak {size(peak_bytes)} on rank 0",
+            flush=True,
+        )
+
+    def write_timeline(self):
+        """Names: step, wait for others, wait for link, link (a transfer on the simulated link)."""
+        zero = time.time() - time.perf_counter()  # in seconds since 1970
+        spans = [(name, begin + zero, end + zero) for name, begin, end in self.mesh.spans]
+        path = Path(self.config.out_dir, f"timeline-{self.mesh.rank}.json")
+        path.write_text(json.dumps({"replica": self.mesh.replica, "spans": spans}))
+
+
+def counts(found: list) -> str:
+    """The counts of all replicas; one number if they are equal."""
+    return str(found[0]) if len(set(found)) == 1 else "/".join(map(str, found))

@@ -1,15 +1,14 @@
 """A slow, uneven, unreliable cluster on one machine, to show what methods gain.
 
-Stragglers. `--slow_replica R:F`: replica R takes F times as long for every step. `--random_lag
-P:SECONDS`: in each step, with probability P, one replica (drawn from the seed) pauses for SECONDS.
-(With NCCL the time in which a step waits for other replicas counts as its work.)
+Stragglers. `--slow_replica R:F`: replica R takes F times as long for every step. (With NCCL the
+time in which a step waits for other replicas counts as its work.)
 
-The virtual clock. With `--virtual_clock` nothing sleeps. A step takes 1 virtual second (on the slow
-replica F) plus its random lag. A-EDiT's tau_time_s and all times in the record except stall_ms and
-wait_*_ms are virtual: two runs are equal, bit by bit. Where replicas wait for each other, all
-continue at the time of the latest one: after every step with averaged gradients, and at a round
-end. Every rank computes this from the steps that each replica has taken. (On CUDA votes are read
-one step late, so A-EDiT's rounds have one step more.)
+The virtual clock. With `--virtual_clock` nothing sleeps. A step takes 1 virtual second, on the slow
+replica F. A-EDiT's tau_time_s and all times in the record except stall_ms and wait_*_ms are
+virtual: two runs are equal, bit by bit. Where replicas wait for each other, all continue at the
+time of the latest one: after every step with averaged gradients, and at a round end. Every rank
+computes this from the steps that each replica has taken. (On CUDA votes are read one step late, so
+A-EDiT's rounds have one step more.)
 
 Disturbances of one replica, in its steps FIRST to LAST, counted from 1 as in the record.
 `--random_tokens R:FIRST:LAST`: its inputs and targets are uniform random tokens. `--scale_lr
@@ -37,10 +36,10 @@ default and then costs nothing.
     torchrun --standalone --nproc_per_node 2 train.py --method minibatch --link_mbps 100
 """
 
-import queue
-import threading
+import math
 import time
-from contextlib import nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +53,6 @@ FRAMING = 1538 / 1448  # TCP over Ethernet: 1448 bytes of payload take 1538 on t
 @dataclass
 class Config:
     slow_replica: str = option("", "R:F, replica R is F times slower", group="simulated cluster")
-    random_lag: str = option("", "P:SECONDS, with probability P a step of one replica pauses")
     virtual_clock: bool = option(
         False, "count virtual seconds: a step takes 1, on a slow replica its factor"
     )
@@ -70,7 +68,7 @@ class Config:
 
     def check(self, replicas: int):
         super().check(replicas)
-        Disturbances(self, replicas)
+        read_disturbances(self, replicas)
         method = self.method_class
         has_anchor = "anchor" in method.shared + method.private
         if self.flip and not (has_anchor and method.syncs_at_round_end):
@@ -88,62 +86,47 @@ class Config:
             )
 
 
-def numbers(flag: str, text: str, **bounds) -> tuple:
-    """The numbers in "A:B:...", () in "". bounds: name -> (lowest, highest); ints for a whole
-    number. Raises UserError."""
-    if not text:
-        return ()
-    try:
-        parts = zip(text.split(":"), bounds.values(), strict=True)
-        found = tuple(type(low)(part) for part, (low, _) in parts)
-        fits = all(low <= x <= high for x, (low, high) in zip(found, bounds.values()))
-    except ValueError:
-        fits = False
-    if not fits:
-        limits = [f"{low:g} <= {name} <= {high:g}" for name, (low, high) in bounds.items()]
-        raise UserError(f"--{flag} {text}: must be {':'.join(bounds)}, {', '.join(limits)}")
+FORMS = {  # flag -> its numbers
+    "slow_replica": ("R", "F"),
+    "random_tokens": ("R", "FIRST", "LAST"),
+    "scale_lr": ("R", "FIRST", "LAST", "FACTOR"),
+    "flip": ("R", "FIRST", "LAST"),
+}
+LIMITS = {"F": (1.0, 1e6), "FIRST": (1, 2**31), "LAST": (1, 2**31), "FACTOR": (0.0, 1e6)}
+
+
+def read_disturbances(config, replicas: int) -> dict:
+    """Flag -> its numbers by name, for the flags that are given. Raises UserError for flags that
+    name no replica, or that do not fit together."""
+    found = {}
+    for flag in FORMS:
+        if text := getattr(config, flag):
+            found[flag] = read_numbers(flag, text, replicas)
+    if "scale_lr" in found and found["scale_lr"]["FIRST"] <= config.sync_warmup_steps:
+        raise UserError(
+            f"--scale_lr {config.scale_lr}: replicas must stay equal while gradients are "
+            "averaged: choose FIRST after --sync_warmup_steps, or a method with local steps"
+        )
     return found
 
 
-class Disturbances:
-    """What the flags say of each replica's steps. Raises UserError for flags that name no replica,
-    or that do not fit together."""
-
-    def __init__(self, config, replicas: int):
-        self.replicas, self.seed, R = replicas, config.seed, (0, replicas - 1)
-        place = {"R": R, "FIRST": (1, 2**31), "LAST": (1, 2**31)}
-        self.slow = numbers("slow_replica", config.slow_replica, R=R, F=(1.0, 1e6))
-        self.lag = numbers("random_lag", config.random_lag, P=(0.0, 1.0), SECONDS=(0.0, 1e6))
-        self.tokens = numbers("random_tokens", config.random_tokens, **place)
-        self.scaled = numbers("scale_lr", config.scale_lr, **place, FACTOR=(0.0, 1e6))
-        self.flipped = numbers("flip", config.flip, **place)
-        for _, first, last, *_ in filter(None, (self.tokens, self.scaled, self.flipped)):
-            if first > last:
-                flags = "--random_tokens, --scale_lr, --flip"
-                raise UserError(f"{flags}: FIRST {first} is after LAST {last}")
-        if self.scaled and self.scaled[1] <= config.sync_warmup_steps:
-            raise UserError(
-                f"--scale_lr {config.scale_lr}: replicas must stay equal while gradients are "
-                "averaged: choose FIRST after --sync_warmup_steps, or a method with local steps"
-            )
-
-    def draw(self, kind: int, step: int, index: int = 0) -> np.random.Generator:
-        """Kind 0 draws the batches (data.py), kind 2 NoLoCo's pairs."""
-        counter = [0, index, kind, step]
-        return np.random.Generator(np.random.Philox(key=self.seed, counter=counter))
-
-    def hits(self, place: tuple, step: int, replica: int) -> bool:
-        """place: R, FIRST, LAST, ... or (); step: of the replica, counted from 0."""
-        return bool(place) and replica == place[0] and place[1] <= step + 1 <= place[2]
-
-    def pause_s(self, step: int, replica: int, busy_s: float) -> float:
-        """How long `replica` pauses in `step`, which kept it busy for busy_s seconds."""
-        pause = (self.slow[1] - 1) * busy_s if self.slow and replica == self.slow[0] else 0.0
-        if self.lag:
-            generator = self.draw(1, step)
-            late, unlucky = generator.random() < self.lag[0], generator.integers(self.replicas)
-            pause += self.lag[1] if late and unlucky == replica else 0.0
-        return pause
+def read_numbers(flag: str, text: str, replicas: int) -> dict:
+    names = FORMS[flag]
+    limits = LIMITS | {"R": (0, replicas - 1)}
+    found = {}
+    try:
+        for name, word in zip(names, text.split(":"), strict=True):
+            low, high = limits[name]
+            found[name] = type(low)(word)
+            if not low <= found[name] <= high:
+                raise ValueError
+    except ValueError:
+        bounds = ((name, *limits[name]) for name in names)
+        needed = ", ".join(f"{low:g} <= {name} <= {high:g}" for name, low, high in bounds)
+        raise UserError(f"--{flag} {text}: must be {':'.join(names)}, {needed}") from None
+    if "FIRST" in found and found["FIRST"] > found["LAST"]:
+        raise UserError(f"--{flag}: FIRST {found['FIRST']} is after LAST {found['LAST']}")
+    return found
 
 
 class VirtualClock(nullcontext):
@@ -151,100 +134,126 @@ class VirtualClock(nullcontext):
 
     def __init__(self, config, mesh):
         super().__init__()
-        self.disturbances, self.replica = Disturbances(config, mesh.replicas), mesh.replica
-        self.now = self.synced_at = 0.0
-        self.steps = [0] * mesh.replicas  # that each replica had taken at synced_at
+        self.replica = mesh.replica
+        self.step_s = [1.0] * mesh.replicas
+        if slow := read_disturbances(config, mesh.replicas).get("slow_replica"):
+            self.step_s[slow["R"]] = slow["F"]
+        self.now = 0.0
+        self.synced_at = 0.0
 
     def start_at(self, saved: dict):
         """Continue a checkpoint. saved: its state.json."""
         self.now = self.synced_at = saved["train_s"]
-        self.steps = [saved["steps"][r % len(saved["steps"])] for r in range(len(self.steps))]
 
     def train_s(self) -> float:
         return self.now
 
-    def step_s(self, step: int, replica: int) -> float:
-        return 1.0 + self.disturbances.pause_s(step, replica, busy_s=1.0)
-
-    def end_step(self, step: int):
-        self.now += self.step_s(step, self.replica)
+    def end_step(self, averages_gradients: bool):
+        if averages_gradients:  # all wait for the slowest
+            self.now = self.synced_at = self.now + max(self.step_s)
+        else:
+            self.now += self.step_s[self.replica]
 
     def end_round(self, counts: list):
-        """Replica r has taken counts[r] steps since the last call. All go on at the same time."""
-        ends = [self.synced_at] * len(counts)
-        for replica, count in enumerate(counts):
-            for _ in range(count):
-                ends[replica] += self.step_s(self.steps[replica], replica)
-                self.steps[replica] += 1
+        """Replica r has taken counts[r] steps since the last one. All go on at the same time."""
+        ends = []
+        for step_s, count in zip(self.step_s, counts):
+            end = self.synced_at
+            for _ in range(int(count)):
+                end += step_s
+            ends.append(end)
         self.now = self.synced_at = max(ends)
 
 
 class Cluster:
-    """The disturbances of this rank's replica during the training: what train.py calls around a
-    step. Does nothing without flags."""
+    """The disturbances of this rank's replica during the training. train.py puts step() around the
+    forward and backward passes of a step, and sync() around a sync. Does nothing without flags."""
 
     def __init__(self, config, mesh, clock):
-        self.mesh, self.disturbances = mesh, Disturbances(config, mesh.replicas)
-        self.virtual_clock = clock if config.virtual_clock else None
-        self.pauses = (self.disturbances.slow or self.disturbances.lag) and not self.virtual_clock
+        self.config = config
+        self.mesh = mesh
+        self.clock = clock
+        self.disturbances = read_disturbances(config, mesh.replicas)
 
-    def before_step(self, optimizer, step: int):
-        """Change the learning rate that train.py has just set for this step."""
-        if self.disturbances.hits(self.disturbances.scaled, step, self.mesh.replica):
-            optimizer.lr *= self.disturbances.scaled[3]
-        self.began, self.waited = time.perf_counter(), sum(self.mesh.waited_s.values())
+    def hits(self, flag: str, step: int) -> bool:
+        """Is this replica disturbed in this step? step: counted from 0."""
+        numbers = self.disturbances.get(flag)
+        if not numbers or numbers["R"] != self.mesh.replica:
+            return False
+        return numbers["FIRST"] <= step + 1 <= numbers["LAST"]
 
-    def batch(self, tensors: tuple, vocab_size: int, step: int, micro_step: int) -> tuple:
-        """The batch (inputs, targets), (B, T) each, or random tokens in its place."""
-        mesh, disturbances = self.mesh, self.disturbances
-        if not disturbances.hits(disturbances.tokens, step, mesh.replica):
-            return tensors
-        generator = disturbances.draw(3, step, micro_step * mesh.shards + mesh.shard_index)
-        return tuple(torch.from_numpy(generator.integers(vocab_size, size=(2, *tensors[0].shape))))
-
-    def before_metrics(self, step: int):
-        """The step's delay."""
-        if self.virtual_clock:
-            self.virtual_clock.end_step(step)
-        if self.pauses:
+    @contextmanager
+    def step(self, optimizer, method):
+        """Before: change the learning rate that train.py has just set. After: the step's delay."""
+        if self.hits("scale_lr", method.steps):
+            optimizer.lr *= self.disturbances["scale_lr"]["FACTOR"]
+        began = time.perf_counter()
+        waited_s = sum(self.mesh.waited_s.values())
+        yield
+        slow = self.disturbances.get("slow_replica")
+        if self.config.virtual_clock:
+            self.clock.end_step(method.averages_gradients)
+        elif slow and slow["R"] == self.mesh.replica:
             if self.mesh.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
             # Waiting for other replicas is not work, so it does not get slower.
-            waited_s = sum(self.mesh.waited_s.values()) - self.waited
-            busy_s = time.perf_counter() - self.began - waited_s
-            time.sleep(self.disturbances.pause_s(step, self.mesh.replica, busy_s))
+            waited_s = sum(self.mesh.waited_s.values()) - waited_s
+            busy_s = time.perf_counter() - began - waited_s
+            time.sleep((slow["F"] - 1) * busy_s)
 
-    def before_sync(self, method):
-        """The replica's progress since its anchor may get the wrong sign."""
-        if self.disturbances.hits(self.disturbances.flipped, method.steps - 1, self.mesh.replica):
+    @contextmanager
+    def sync(self, method):
+        """Before: the replica's progress since its anchor may get the wrong sign. After: replicas
+        have waited for each other."""
+        if self.hits("flip", method.steps - 1):
             x = method.model.master
             torch.sub(2 * method.anchor.to(x.device), x, out=x)
+        yield
+        if self.config.virtual_clock:
+            self.clock.end_round(method.exchanged.steps.tolist())
 
-    def after_step(self, method):
-        """Each step with averaged gradients is a round."""
-        self.mesh.note("step", self.began, time.perf_counter())
-        if self.virtual_clock and method.local_steps == 0:
-            steps = [1] * self.mesh.replicas
-            if not method.averages_gradients:
-                steps = [int(count) for count in method.exchanged.steps.tolist()]
-            self.virtual_clock.end_round(steps)
+    def disturb(self, batches):
+        """data.Batches, or in their place RandomTokens."""
+        return RandomTokens(self, batches) if self.config.random_tokens else batches
+
+
+class RandomTokens:
+    """data.Batches with uniform random inputs and targets in some steps of a replica."""
+
+    def __init__(self, cluster: Cluster, batches):
+        self.cluster = cluster
+        self.batches = batches
+        self.validation = batches.validation
+
+    def train(self, step: int, micro_step: int):
+        batch = self.batches.train(step, micro_step)
+        if not self.cluster.hits("random_tokens", step):
+            return batch
+        mesh = self.cluster.mesh
+        # The third number: 0 draws the batches, 2 NoLoCo's pairs.
+        counter = [0, micro_step * mesh.shards + mesh.shard_index, 3, step]
+        philox = np.random.Philox(key=self.batches.seed, counter=counter)
+        size = (2, *batch[0].shape)
+        tokens = np.random.Generator(philox).integers(self.batches.corpus.vocab_size, size=size)
+        return torch.from_numpy(tokens).to(mesh.device)
 
 
 class Transfer:
     """A collective on the link. wait() returns when it has arrived, like torch's Work."""
 
-    def __init__(self, works, seconds, latency_s, on_cuda):
-        self.works, self.seconds, self.latency_s, self.on_cuda = works, seconds, latency_s, on_cuda
-        self.begun, self.finish, self.error = threading.Event(), None, None
+    def __init__(self, works: list, on_cuda: bool, finish: Future):
+        """finish: when the link has delivered it, in seconds of perf_counter()."""
+        self.works = works
+        self.on_cuda = on_cuda
+        self.finish = finish
         self.link_s = 0.0  # how long wait() waited for the link, not for other ranks
 
     def wait(self):
-        self.begun.wait()
-        if self.error:
-            raise self.error
-        for work in self.works if self.on_cuda else []:
-            work.wait()  # it has finished, but the caller's stream must be ordered after it
-        self.link_s = max(0.0, self.finish - time.perf_counter())
+        finish = self.finish.result()  # raises the error of a lost neighbour
+        if self.on_cuda:
+            for work in self.works:
+                work.wait()  # it has finished, but the caller's stream must be ordered after it
+        self.link_s = max(0.0, finish - time.perf_counter())
         time.sleep(min(self.link_s, 1e6))
 
 
@@ -252,39 +261,32 @@ class SimulatedLink:
     """One replica's link to the others; this rank has 1/N of its rate."""
 
     def __init__(self, config, ranks: int, device: torch.device):
-        rate = config.link_mbps * 1e6 / 8
-        self.bytes_per_s = rate / ranks if config.link_mbps else float("inf")
-        self.latency_s, self.device = config.link_latency_ms / 1e3, device
-        self.transfers, self.note = queue.Queue(), lambda *span: None  # Mesh.note
-        threading.Thread(target=self._run, daemon=True).start()
+        self.bytes_per_s = math.inf
+        if config.link_mbps:
+            self.bytes_per_s = config.link_mbps * 1e6 / 8 / ranks
+        self.latency_s = config.link_latency_ms / 1e3
+        self.on_cuda = device.type == "cuda"
+        self.free = 0.0  # when it has sent what was queued
+        self.note = None  # Mesh.note
+        self.thread = ThreadPoolExecutor(max_workers=1)  # so collectives are carried in order
 
     def carry(self, works: list, sent_bytes: float, hops: int) -> Transfer:
         """Queue a collective in flight, torch's works, behind what is on the link already."""
         seconds = sent_bytes * FRAMING / self.bytes_per_s
-        transfer = Transfer(works, seconds, hops * self.latency_s, self.device.type == "cuda")
-        self.transfers.put(transfer)
-        return transfer
+        finish = self.thread.submit(self._finish, works, seconds, hops * self.latency_s)
+        return Transfer(works, self.on_cuda, finish)
 
-    def _run(self):
-        """Wait for each collective to really happen, in order, and compute when the link would
-        have finished it."""
-        free = 0.0
-        while True:
-            transfer = self.transfers.get()
-            try:
-                for work in transfer.works:
-                    self._wait(work)
-                begin = max(time.perf_counter(), free)
-                free = begin + transfer.seconds
-                transfer.finish = free + transfer.latency_s
-                self.note("link", begin, free)
-            except Exception as error:  # a lost neighbour: transfer.wait() raises it
-                transfer.error = error
-            transfer.begun.set()
-
-    def _wait(self, work):
-        if self.device.type != "cuda":
-            work.wait()
-            return
-        while not work.is_completed():  # wait() would end NCCL's hold on its input tensors
-            time.sleep(1e-4)
+    def _finish(self, works, seconds, latency_s) -> float:
+        """Wait until the collective has really happened. Then compute when the link would have
+        finished it."""
+        for work in works:
+            if self.on_cuda:
+                while not work.is_completed():  # wait() would end NCCL's hold on its input tensors
+                    time.sleep(1e-4)
+            else:
+                work.wait()
+        begin = max(time.perf_counter(), self.free)
+        self.free = begin + seconds
+        if self.note:
+            self.note("link", begin, self.free)
+        return self.free + latency_s

@@ -1,4 +1,5 @@
-"""Text -> token ids and back, with one interface, that of tiktoken's Encoding.
+"""Text -> token ids and back. A tokenizer has a name, n_vocab, eot_token (end of text),
+encode(text) -> an array, and decode(ids) -> text.
 
     byte                    256 bytes and end-of-text; works offline
     gpt2                    tiktoken's, which downloads the vocabulary once
@@ -9,7 +10,7 @@ or UNKNOWN, for token files of other programs. to_json() translates the first tw
 """
 
 import json
-import threading
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -22,67 +23,91 @@ UNKNOWN = "unknown"
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # in a tokenizer.json
 
 
-def encode(encoding, text: str) -> np.ndarray:
-    return encoding.encode_to_numpy(text, disallowed_special=())
-
-
 def make_tokenizer(name: str):
-    """A tiktoken.Encoding, or a FromJson, from the text that names it. Raises UserError."""
+    """The tokenizer that this text names. Raises UserError."""
     if name.lstrip().startswith("{"):
-        return FromJson(name)
-    if name not in ("byte", "gpt2"):
-        raise UserError("the tokenizer of this model is not known")
+        return JsonTokenizer(name)
     if name == "byte":
-        return tiktoken.Encoding(
-            "byte",
-            pat_str=r"[\s\S]{1,64}",  # short pieces keep tiktoken's merge loop linear
-            mergeable_ranks={bytes([i]): i for i in range(256)},
-            special_tokens={"<|endoftext|>": 256},
-        )
-    found, reason = [], [f"no answer in {DOWNLOAD_S} s"]
+        return ByteTokenizer()
+    if name == "gpt2":
+        return GPT2Tokenizer()
+    raise UserError("the tokenizer of this model is not known")
 
-    def fetch():
-        try:
-            found.append(tiktoken.get_encoding(name))
-        except Exception as error:  # requests raises many kinds; all mean that it failed
-            reason.append(type(error).__name__)
 
-    thread = threading.Thread(target=fetch, daemon=True)  # a firewall may never answer
-    thread.start()
-    thread.join(DOWNLOAD_S)
-    if not found:
+class ByteTokenizer:
+    name = "byte"
+    eot_token = 256
+    n_vocab = 257
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint16)
+
+    def decode(self, tokens: list) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
+
+class GPT2Tokenizer:
+    name = "gpt2"
+
+    def __init__(self):
+        self.encoding = download("gpt2")
+        self.eot_token = self.encoding.eot_token
+        self.n_vocab = self.encoding.n_vocab
+        self.decode = self.encoding.decode
+        self.token_bytes = self.encoding.decode_single_token_bytes
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+
+def download(name: str) -> tiktoken.Encoding:
+    """From tiktoken's cache or from the network. Raises UserError."""
+
+    def give_up(number, frame):
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, give_up)  # tiktoken would wait for a silent firewall for ever
+    signal.alarm(DOWNLOAD_S)
+    try:
+        return tiktoken.get_encoding(name)
+    except Exception as error:  # of many kinds
         raise UserError(
-            f"cannot download the {name} vocabulary ({reason[-1]}): connect once, point "
+            f"cannot download the {name} vocabulary ({type(error).__name__}): connect once, point "
             "TIKTOKEN_CACHE_DIR at a folder that has it, or use --tokenizer byte"
-        )
-    return found[0]
+        ) from None
+    finally:
+        signal.alarm(0)
 
 
-class FromJson:
-    """The tokenizer of a tokenizer.json, with those methods of tiktoken.Encoding that are used."""
+class JsonTokenizer:
+    """The tokenizer of a tokenizer.json."""
+
+    name = "tokenizer.json"
 
     def __init__(self, text: str):
         import tokenizers
 
+        self.text = text
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the package has no class of its own for its errors
             raise UserError(f"tokenizer.json is damaged ({str(error)[:100]})") from None
         self.tokenizer.encode_special_tokens = True  # <|endoftext|> in a text is text
         ids = self.tokenizer.get_vocab()
-        self.name, self.n_vocab = "tokenizer.json", 1 + max(ids.values())
-        self.end = next((name for name in ENDS_OF_TEXT if name in ids), None)
-        if self.end is None:
+        self.n_vocab = 1 + max(ids.values())
+        ends = [name for name in ENDS_OF_TEXT if name in ids]
+        if not ends:
             raise UserError(f"tokenizer.json has no end-of-text token ({', '.join(ENDS_OF_TEXT)})")
-        self.eot_token = ids[self.end]
+        self.end_of_text = ends[0]
+        self.eot_token = ids[self.end_of_text]
 
-    def encode(self, text: str, disallowed_special=()) -> list:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
-    def encode_to_numpy(self, text: str, disallowed_special=()) -> np.ndarray:
-        return np.array(self.encode(text), dtype=np.int64)
-
-    def decode(self, tokens: list, errors="replace") -> str:
+    def decode(self, tokens: list) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
 
@@ -104,39 +129,39 @@ def read_tokenizer(name: str) -> tuple:
     return text, make_tokenizer(text).n_vocab
 
 
-def to_json(name: str) -> tuple:
-    """(the tokenizer.json with the same tokens as make_tokenizer(name); its end-of-text token, as
-    an id and as text)"""
-    encoding = make_tokenizer(name)
-    eot = encoding.eot_token
-    if isinstance(encoding, FromJson):
-        return json.loads(name), eot, encoding.end
-    tokens = [encoding.decode_single_token_bytes(i) for i in range(eot)]
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    # The format has no bytes, but letters: printable bytes are their own, the others follow U+0100.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable}
-    letters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
-    spell = lambda token: "".join(letters[byte] for byte in token)
-    vocab = {spell(token): rank for token, rank in ranks.items()}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    level["use_regex"] = encoding.name != "byte"  # GPT-2's pattern
-    merges = [list(map(spell, merged_from(token, ranks))) for token in tokens if len(token) > 1]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {
-        "version": "1.0",
-        "added_tokens": [{"id": eot, "content": ENDS_OF_TEXT[0], "special": True} | flags],
-        "pre_tokenizer": level, "decoder": level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
-    }, eot, ENDS_OF_TEXT[0]  # fmt: skip
+def to_json(name: str) -> JsonTokenizer:
+    """The tokenizer.json with the same tokens as make_tokenizer(name)."""
+    if name not in ("byte", "gpt2"):
+        return make_tokenizer(name)
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = make_tokenizer(name)
+    letters = letters_of_bytes(pre_tokenizers.ByteLevel.alphabet())
+    ids = {}
+    for token in range(tokenizer.eot_token):
+        word = "".join(letters[byte] for byte in tokenizer.token_bytes(token))
+        ids[word] = token
+
+    merges = []  # in the order of the tokens that they make, as in tiktoken
+    for word in ids:
+        for i in range(1, len(word)):
+            if word[:i] in ids and word[i:] in ids:
+                merges.append((word[:i], word[i:]))
+
+    written = Tokenizer(models.BPE(ids, merges))
+    words = name == "gpt2"  # the pattern that divides a text; bytes need none
+    written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    written.decoder = decoders.ByteLevel()
+    written.add_special_tokens([ENDS_OF_TEXT[0]])  # with the next id
+    return JsonTokenizer(written.to_str())
 
 
-def merged_from(token: bytes, ranks: dict) -> list:
-    """The two tokens of lower rank that are merged into this one."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        pairs = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:])]
-        i = pairs.index(min(pairs))
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts
+def letters_of_bytes(alphabet: list) -> list:
+    """The letter of each byte in a tokenizer.json. Printable bytes are their own letters, those of
+    the others follow U+0100."""
+    others = sorted(letter for letter in alphabet if ord(letter) >= 256)
+    letters = []
+    for byte in range(256):
+        letter = chr(byte) if chr(byte) in alphabet else others.pop(0)
+        letters.append(letter)
+    return letters

@@ -12,6 +12,7 @@ import pytest
 import torch
 from gpu import CPU, CUDA, Gpu, ImaginedMesh
 
+import data
 import train
 from a_edit import AEDiT
 from plumbing import checkpoint, launch
@@ -53,11 +54,11 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
         assert self.metrics_lag == (device == CUDA)
         self.metrics_lag, self.metrics = 1, deque(maxlen=2)
 
-    def load_batch(setup, mesh, cluster, step, micro_step):
+    def load_batch(batches, step, micro_step):
         if gpu and micro_step == 0:
             gpu.step, gpu.waits = step, []
             steps.append([False, gpu.waits])
-        return load(setup, mesh, cluster, step, micro_step)
+        return load(batches, step, micro_step)
 
     def note(function):
         def noted(*args, **options):
@@ -73,9 +74,9 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
         assert not gpu or gpu.waits[before] == "device"
         return path
 
-    load, save_checkpoint = train.load_batch, checkpoint.save
+    load, save_checkpoint = data.Batches.train, checkpoint.save
     monkeypatch.setattr(ShardedModel, "__init__", make_late)
-    monkeypatch.setattr(train, "load_batch", load_batch)
+    monkeypatch.setattr(data.Batches, "train", load_batch)
     monkeypatch.setattr(Log, "write", note(Log.write))
     monkeypatch.setattr(checkpoint, "save", note(save))
     for name in "sync", "end_sync":  # A-EDiT reads the steps, and waits for the clock

@@ -112,8 +112,9 @@ def test_round_trip_is_exact(transformers, model_pt, tmp_path):
     assert all(torch.equal(x, second.tensors[name]) for name, x in first.tensors.items())
     text = "def naïve():\r\n\treturn '\u03c0 \U0001f642'\n" * 7000
     byte, fast = tokenizer.make_tokenizer("byte"), tokenizer.make_tokenizer(second.tokenizer)
-    tokens = byte.encode(text)
-    assert len(tokens) > 200_000 and fast.encode(text) == tokens and fast.decode(tokens) == text
+    tokens = byte.encode(text).tolist()
+    assert len(tokens) > 200_000 and fast.encode(text).tolist() == tokens
+    assert fast.decode(tokens) == byte.decode(tokens) == text
     assert (fast.eot_token, fast.n_vocab) == (256, 257)
     again = exported(tmp_path / "out", tmp_path / "again")  # keeps their tokenizer.json
     for name in "config.json", "model.safetensors", "tokenizer.json":
@@ -121,7 +122,8 @@ def test_round_trip_is_exact(transformers, model_pt, tmp_path):
         assert json.loads(same[0]) == json.loads(same[1]) if name[-4:] == "json" else same[0] == same[1]
 
 
-def test_byte_pairs_of_tiktoken_give_the_same_tokens_in_a_tokenizer_json(transformers):
+def test_byte_pairs_of_tiktoken_give_the_same_tokens_in_a_tokenizer_json(monkeypatch):
+    pytest.importorskip("tokenizers")
     pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""  # GPT-2's
     text, ranks = (ROOT / "RESULTS.md").read_text(), {bytes([i]): i for i in range(256)}
     pairs = Counter(text[i : i + 2].encode() for i in range(len(text) - 1))
@@ -130,16 +132,16 @@ def test_byte_pairs_of_tiktoken_give_the_same_tokens_in_a_tokenizer_json(transfo
     for triple, _ in Counter(text[i : i + 3].encode() for i in range(len(text) - 2)).most_common(99):
         if triple[:-1] in ranks:
             ranks.setdefault(triple, len(ranks))
+    for word in b"--", b"----":
+        ranks.setdefault(word, len(ranks))
     special = {"<|endoftext|>": len(ranks)}
     encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    monkey = tokenizer.make_tokenizer
-    tokenizer.make_tokenizer = lambda name: encoding if name == "gpt2" else monkey(name)
-    try:
-        content, eot, _ = tokenizer.to_json("gpt2")
-    finally:
-        tokenizer.make_tokenizer = monkey
-    fast = tokenizer.make_tokenizer(json.dumps(content))
-    assert eot == fast.eot_token == len(ranks) and fast.encode(text) == encoding.encode(text)
+    monkeypatch.setattr(tokenizer, "download", lambda name: encoding)
+    fast = tokenizer.to_json("gpt2")
+    assert fast.eot_token == len(ranks) and fast.end_of_text == "<|endoftext|>"
+    plain = tokenizer.make_tokenizer("gpt2")
+    for each in text, *("-" * count for count in range(20)):  # of equal pairs the first
+        assert fast.encode(each).tolist() == plain.encode(each).tolist()
 
 
 @pytest.mark.parametrize("size, added", [(290, []), (300, ["<pad>"])])  # the model has 300 tokens
@@ -238,5 +240,5 @@ def test_tokenizer_with_gaps_keeps_marks_in_the_text(transformers):
     })  # fmt: skip
     encoding = tokenizer.make_tokenizer("\n" + text)
     assert (encoding.n_vocab, encoding.eot_token) == (10, 9)
-    assert 9 not in encoding.encode("a</s>b")
+    assert 9 not in encoding.encode("a</s>b").tolist()
     assert "</s>" in encoding.decode([0, 9, 1])

@@ -15,6 +15,7 @@ from collections import deque
 import pytest
 import torch
 
+import data
 import ranks
 import shard
 import train
@@ -100,19 +101,19 @@ def patched(patch, *more, of=range(4)):
 def wait_for_signal(rank, step, lag, *waiting):
     """These ranks wait for a signal before this step. lag: the host reads metrics so many steps
     late (on CUDA 1)."""
-    make, enable, load_batch = shard.ShardedModel.__init__, launch.StopRequest, train.load_batch
+    make, enable, load_batch = shard.ShardedModel.__init__, launch.StopRequest, data.Batches.train
     stops = []
 
     def make_late(self, *args, **options):
         make(self, *args, **options)
         self.metrics_lag, self.metrics = lag, deque(maxlen=1 + lag)
 
-    def wait_and_load(setup, mesh, cluster, at, micro_step):
+    def wait_and_load(batches, at, micro_step):
         while rank in waiting and at == step and not stops[0].signal:
             time.sleep(0.001)
-        return load_batch(setup, mesh, cluster, at, micro_step)
+        return load_batch(batches, at, micro_step)
 
-    shard.ShardedModel.__init__, train.load_batch = make_late, wait_and_load
+    shard.ShardedModel.__init__, data.Batches.train = make_late, wait_and_load
     launch.StopRequest = lambda *args: stops.append(enable(*args)) or stops[0]
 
 
@@ -331,7 +332,7 @@ def test_run_never_starts_beside_another_run(start, tmp_path):
 def test_torchrun_on_two_nodes_restarts_from_the_last_checkpoint(start, tmp_path, corpus_folder):
     """Two agents with a rank each, --max-restarts, kill -9 of one rank, --resume auto: as one node
     trains without a kill. Data and groups go by global rank."""
-    more = "--checkpoint_interval 5 --random_lag 1:0.02 --resume auto"
+    more = "--checkpoint_interval 5 --slow_replica 1:3 --resume auto"
     store = agent_store()
     launcher = "-m torch.distributed.run --nnodes 2 --nproc_per_node 1 --max-restarts 1 "
     launcher += f"--rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{store.port} --local_addr 127.0.0.1"

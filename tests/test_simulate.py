@@ -1,7 +1,6 @@
 """The slow, uneven, unreliable cluster: what happens is what the flags say, and nothing else. That
 it changes no bit is in test_checkpoint.py, virtual seconds of runs are in test_methods.py."""
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +8,9 @@ import torch
 
 import data
 import shard
+from config import UserError
 from plumbing import simulate
-from plumbing.simulate import FRAMING, Cluster, Disturbances, SimulatedLink, VirtualClock
+from plumbing.simulate import FRAMING, Cluster, SimulatedLink, VirtualClock, read_disturbances
 from ranks import run_training, train_all
 
 CPU = torch.device("cpu")
@@ -49,8 +49,7 @@ def test_transfers_arrive_when_the_link_allows(clock, ranks, latency_ms, transfe
     busy = []
     link.note = lambda *span: busy.append(span)
     issued = [carry(*transfer) for transfer in transfers]
-    [transfer.begun.wait() for transfer in issued]
-    assert [transfer.finish for transfer in issued] == pytest.approx(expected_s)
+    assert [transfer.finish.result() for transfer in issued] == pytest.approx(expected_s)
     assert clock.sleeps == []  # only wait() blocks
     seconds = [end - begin for _, begin, end in busy]  # of the link, for --timeline
     assert seconds == pytest.approx([1.0 * FRAMING * ranks * n / 1e6 for _, n, _ in transfers])
@@ -61,29 +60,16 @@ def test_transfers_arrive_when_the_link_allows(clock, ranks, latency_ms, transfe
 
 
 def test_slow_replica_takes_f_times_as_long_without_its_waiting(clock):
-    flags = config(slow_replica="1:2.5")
-    slow = Disturbances(flags, replicas=2)
-    assert slow.pause_s(0, 1, busy_s=0.2) == pytest.approx(0.3)  # 0.2 + 0.3 = 2.5 * 0.2
-    assert slow.pause_s(0, 0, busy_s=0.2) == 0
-    waited_s = {"others": 3.0, "link": 1.0}
-    mesh = SimpleNamespace(replica=1, replicas=2, device=CPU, waited_s=waited_s)
-    cluster = Cluster(flags, mesh, clock)
-    cluster.before_step(None, 0)
-    clock.now, mesh.waited_s = 2.0, {"others": 3.5, "link": 2.0}
-    cluster.before_metrics(0)  # of 2 seconds it has waited 1.5 for others
-    assert clock.sleeps == [pytest.approx(0.75)]
-
-
-def test_random_lag_hits_one_replica_with_its_probability_reproducibly():
-    def draw(seed):
-        lag = Disturbances(config(seed, random_lag="0.25:0.5"), replicas=4)
-        return [[lag.pause_s(step, replica, 1.0) for replica in range(4)] for step in range(2000)]
-
-    pauses = draw(3)
-    assert pauses == draw(3) != draw(4)
-    assert all(sorted(row) == [0, 0, 0, 0.5] for row in pauses if any(row))
-    late = [sum(map(bool, column)) / 2000 for column in zip(*pauses)]
-    assert late == pytest.approx([0.25 / 4] * 4, abs=0.02)
+    sleeps = []
+    for replica in 0, 1:
+        mesh = SimpleNamespace(replica=replica, replicas=2, device=CPU)
+        mesh.waited_s = {"others": 3.0, "link": 1.0}
+        cluster = Cluster(config(slow_replica="1:1.5"), mesh, clock)
+        with cluster.step(None, SimpleNamespace(steps=0)):
+            clock.now += 2.0
+            mesh.waited_s = {"others": 3.5, "link": 2.0}  # of 2 seconds it has waited 1.5
+        sleeps.append(clock.sleeps[:])
+    assert sleeps == [[], [pytest.approx(0.25)]]  # 0.5 + 0.25 = 1.5 * 0.5
 
 
 def test_virtual_clock_worked_out_by_hand():
@@ -91,29 +77,45 @@ def test_virtual_clock_worked_out_by_hand():
     clock = VirtualClock(config(slow_replica="1:2"), SimpleNamespace(replica=0, replicas=2))
     seconds = []
     for steps in [4, 4], [5, 2]:
-        [clock.end_step(step) for step in range(steps[0])]
+        for _ in range(steps[0]):
+            clock.end_step(averages_gradients=False)
         seconds.append(clock.train_s())
         clock.end_round(steps)
         seconds.append(clock.train_s())
     assert seconds == [4, 8, 13, 13]
 
 
-def test_virtual_clock_counts_the_lag_of_each_replicas_own_steps():
-    flags = config(random_lag="0.5:8")
-    lag, clock = Disturbances(flags, 2), VirtualClock(flags, SimpleNamespace(replica=0, replicas=2))
-    take_s = lambda r, *steps: sum(1 + lag.pause_s(step, r, 1.0) for step in range(*steps))
-    clock.end_round([9, 4])
-    first = max(take_s(0, 9), take_s(1, 4))
-    clock.end_round([5, 7])
-    assert clock.train_s() == first + max(take_s(0, 9, 14), take_s(1, 4, 11))
+def test_virtual_clock_counts_the_slowest_replica_while_gradients_are_averaged():
+    clock = VirtualClock(config(slow_replica="1:2.5"), SimpleNamespace(replica=0, replicas=2))
+    seconds = []
+    for averages_gradients in True, True, False:
+        clock.end_step(averages_gradients)
+        seconds.append(clock.train_s())
+    assert seconds == [2.5, 5.0, 6.0]
+    clock.end_round([1, 1])
+    assert clock.train_s() == 7.5
 
 
-def test_each_step_kind_and_index_has_draws_of_its_own_and_one_step_may_be_hit():
-    disturbances = Disturbances(config(flip="0:5:5"), 1)
-    hits = [disturbances.hits(disturbances.flipped, step, 0) for step in range(7)]
-    assert hits == [False] * 4 + [True] + [False] * 2
-    places = list(itertools.product((0, 1, 2, 3), (4, 5), (0, 1)))
-    assert len({disturbances.draw(*place).random() for place in places}) == len(places)
+def test_one_step_of_one_replica_may_be_hit():
+    flags = config(flip="1:5:5")
+    hits = {}
+    for replica in 0, 1:
+        mesh = SimpleNamespace(replica=replica, replicas=2, device=CPU)
+        cluster = Cluster(flags, mesh, None)
+        hits[replica] = [cluster.hits("flip", step) for step in range(7)]
+        assert not any(cluster.hits("scale_lr", step) for step in range(7))
+    assert hits == {0: [False] * 7, 1: [False] * 4 + [True] + [False] * 2}
+
+
+def test_flags_are_read_as_numbers_or_refused():
+    found = read_disturbances(config(slow_replica="1:2", scale_lr="0:3:4:0.5"), 2)
+    assert found == {
+        "slow_replica": {"R": 1, "F": 2.0},
+        "scale_lr": {"R": 0, "FIRST": 3, "LAST": 4, "FACTOR": 0.5},
+    }
+    for flag, text in ("slow_replica", "1:nan"), ("slow_replica", "1"), ("flip", "0:1:2:3"):
+        with pytest.raises(UserError, match=f"^--{flag} {text}: must be R:"):
+            read_disturbances(config(**{flag: text}), 2)
 
 
 def keep_progress(method, model, mesh):
@@ -171,7 +173,7 @@ def test_disturbances_hit_the_named_replica_and_steps_only(corpus, corpus_folder
         for step, (rate, *batch) in enumerate(run.ranks[rank]["watched"]):
             scaled = rank < 2 and step + 1 in (5, 6)
             assert rate == (lr[step] * 3.5 if scaled else lr[step])
-            theirs = data.train_batch(corpus, 1337, step, 0, rank, 4, 2, 1, 8)
+            theirs = data.Batches(corpus, 8, 2, rank=rank, world_size=4).train(step)
             random = rank >= 2 and step + 1 in (2, 3, 4)
             assert all(torch.equal(a, b) != random for a, b in zip(batch, theirs))
             assert all(map(torch.equal, batch, repeated["watched"][step][1:]))

@@ -98,11 +98,11 @@ class Replica:
         """Mean loss and gradient of replica i of M in a step, over its N ranks and their
         micro-steps."""
         losses = []
-        sizes = (f.batch_size, f.accum, f.block_size)
+        sizes = (f.block_size, f.batch_size, f.accum)
         for micro_step in range(f.accum):
             for rank in range(i * N, i * N + N):
-                batch = data.train_batch(corpus, f.seed, step, micro_step, rank, M * N, *sizes)
-                losses.append(self.net(*batch))
+                batches = data.Batches(corpus, *sizes, rank, M * N, f.seed)
+                losses.append(self.net(*batches.train(step, micro_step)))
         loss = mean(losses)
         gradients = torch.autograd.grad(loss, self.parameters.values())
         return loss.item(), torch.cat([g.flatten() for g in gradients])

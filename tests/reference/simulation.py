@@ -238,9 +238,7 @@ class Simulation:
         judge = Replica(self.config, self.f.seed)
         judge.x[:] = x
         losses = []
-        batches = data.validation_batches(
-            self.corpus, self.f.eval_batches, 0, 1, 16, self.f.block_size
-        )
+        batches = data.Batches(self.corpus, self.f.block_size, 16).validation(self.f.eval_batches)
         with torch.no_grad():
             for inputs, targets, _ in batches:
                 losses.append(judge.net(inputs, targets).item())
