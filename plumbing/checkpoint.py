@@ -311,7 +311,16 @@ def load(setup, model, optimizer, method, clock):
     with clock, readable(setup.path):  # A-EDiT's round begins here
         shared = [open_file(path) for path in paths[:N]]
         own = [open_file(path) for path in paths[first : first + N]]
-        restore(method, own[0], state["averages_gradients"])
+        method.steps = own[0]["steps"]
+        method.rounds = own[0]["rounds"]
+        method.averages_gradients = state["averages_gradients"]
+        if not method.averages_gradients:  # in place of begin()
+            method.record.start_round()
+            for name in method.scalars:
+                value = own[0][name]
+                if torch.is_tensor(value):
+                    value = value.to(mesh.device, copy=True)
+                setattr(method, name, value)
         for saved, found in zip((shared, own), vectors(model, method)):
             for name, vector in found.items():
                 # In the warm-up the method may change. Vectors of another one do not fit.
@@ -319,21 +328,6 @@ def load(setup, model, optimizer, method, clock):
                     fill(vector, [file[name] for file in saved], model, name)
     optimizer.steps = method.steps
     model.invalidate_gathered()
-
-
-def restore(method, saved: dict, averages_gradients: bool):
-    """Counters and scalars, in place of begin()."""
-    method.steps = saved["steps"]
-    method.rounds = saved["rounds"]
-    method.averages_gradients = averages_gradients
-    if averages_gradients:
-        return
-    method.record.start_round()
-    for name in method.scalars:
-        value = saved[name]
-        if torch.is_tensor(value):
-            value = value.to(method.mesh.device, copy=True)
-        setattr(method, name, value)
 
 
 def fill(vector, saved: list, model, name: str):
