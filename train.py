@@ -46,12 +46,7 @@ def train(setup, mesh, stop):
     optimizer = make_optimizer(model, config)
     clock = VirtualClock(config, mesh) if config.virtual_clock else Clock(mesh.device)
     cluster = Cluster(config, mesh, clock)  # simulates stragglers and sick replicas, if asked to
-    batches = cluster.disturb(
-        data.Batches(
-            setup.corpus, config.block_size, plan.micro_batch, plan.micro_steps,
-            mesh.rank, mesh.world_size, config.seed, mesh.device,
-        )
-    )  # fmt: skip
+    batches = cluster.disturb(make_batches(setup, mesh))
     log = Log(setup, mesh, clock)
     method = METHODS[config.method](model, mesh, config, RoundRecord(mesh), clock)
     checkpoint.load(setup, model, optimizer, method, clock)  # with --resume or --init_from
@@ -97,6 +92,19 @@ def make_optimizer(model, config):
     if config.optimizer == "muon":
         return Muon(model, config.weight_decay, betas, ratio=config.muon_lr / config.lr)
     return AdamW(model, config.weight_decay, betas)
+
+
+def make_batches(setup, mesh) -> data.Batches:
+    return data.Batches(
+        setup.corpus,
+        setup.config.block_size,
+        setup.plan.micro_batch,
+        setup.plan.micro_steps,
+        mesh.rank,
+        mesh.world_size,
+        setup.config.seed,
+        mesh.device,
+    )
 
 
 def check_finite(model, method):
