@@ -145,9 +145,19 @@ def vectors(model, method) -> tuple:
     return equal, own
 
 
+def firsts(model, name: str) -> list:
+    """The first element of each layer that a vector has: with Muon exp_avg_sq has no matrices."""
+    return model.squares_from if name == "exp_avg_sq" else [0] * len(model.layers)
+
+
+def own_sizes(model, name: str) -> list:
+    """How many elements of each layer this rank's shards in a vector have."""
+    return model.sizes_from(firsts(model, name), model.mesh.shards, model.mesh.shard_index)
+
+
 def check_equal(mesh, sums: list):
     """Raise ReplicasDiffer on all ranks, rank 0 with a line, unless each rank has the same
-    checksums (by a vector's name) as the rank with its shard in replica 0."""
+    checksums (of each layer of a vector, by name) as the rank with its shard in replica 0."""
     for rank, own in enumerate(sums):
         for name, checksum in own.items():
             if checksum != sums[rank % mesh.shards][name]:
@@ -166,7 +176,10 @@ def save(setup, model, method, state: dict) -> Path:
         torch.cuda.synchronize()
     equal, own = vectors(model, method)
     equal = {name: vector.cpu() for name, vector in equal.items()}
-    sums = {name: zlib.crc32(vector.numpy()) for name, vector in equal.items()}
+    sums = {}
+    for name, vector in equal.items():
+        for l, layer in enumerate(vector.split(own_sizes(model, name))):
+            sums[f"{name} of layer {l}"] = zlib.crc32(layer.numpy())
     # [sync] all-gather of objects, all ranks, once per checkpoint
     found = mesh.all_gather_object({"steps": method.steps, "sums": sums})
     check_equal(mesh, [each["sums"] for each in found])
@@ -283,7 +296,7 @@ def check_resume(setup):
         refuse(f"has another shape: leave out {' '.join(other)}")
     if flags["corpus_hash"] != setup.corpus.hash and "data" not in setup.given:
         refuse("was trained on another corpus: name a corpus with --data")
-    if flags["optimizer"] != config.optimizer:
+    if flags.get("optimizer", "adamw") != config.optimizer:
         refuse(f"was trained with --optimizer {flags['optimizer']}: keep it")
     if flags["method"] != config.method and not saved["averages_gradients"]:
         refuse(f"is past the warm-up of {flags['method']}: keep this method")
@@ -336,13 +349,12 @@ def fill(vector, saved: list, model, name: str):
     if len(saved) == shards:
         vector.copy_(saved[index])
         return
-    # The first element of each layer that it has: with Muon exp_avg_sq has no matrices.
-    firsts = model.squares_from if name == "exp_avg_sq" else [0] * len(model.layers)
-    places = vector.split(model.sizes_from(firsts, shards, index))
+    begins = firsts(model, name)
+    places = vector.split(own_sizes(model, name))
     files = []
     for i, file in enumerate(saved):
-        files.append(file.split(model.sizes_from(firsts, len(saved), i)))
-    for layout, first, place, *pieces in zip(model.layouts, firsts, places, *files):
+        files.append(file.split(model.sizes_from(begins, len(saved), i)))
+    for layout, first, place, *pieces in zip(model.layouts, begins, places, *files):
         whole = torch.cat(pieces)[: layout.used - first]
         whole = pad(whole, (first, layout.padded - layout.used))
         own = whole.chunk(shards)[index]

@@ -138,17 +138,22 @@ class Plan:
         return numbers * self.dtype.itemsize + max(head, gradient)
 
     def check_memory(self):
-        """Raise UserError if the ranks of this machine need more memory than it has: the system
-        would end one of them without a line. A GPU's own error says what is missing."""
-        if not self.on_cpu:
-            return
-        memory = self.memory()
-        memory.pop("shared memory", 0)
-        needed = sum(memory.values()) + self.activations()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if ranks * needed > there:
+        """Raise UserError if this machine, or a GPU, has too little memory. On a GPU activations
+        do not count: how many there are depends on its kernels."""
+        needed = 0
+        for kind, count in self.memory().items():
+            if kind != "shared memory" and not kind.endswith(" (host)"):
+                needed += count
+        if self.on_cpu:
+            needed += self.activations()
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             found = f"{ranks} here have {size(there)} together"
+        else:
+            ranks = 1
+            there = torch.cuda.get_device_properties(0).total_memory  # all are alike
+            found = f"its GPU has {size(there)}"
+        if ranks * needed > there:
             hint = "lower --batch_size or the model's size, or use more --shards"
             raise UserError(f"a rank needs about {size(needed)} of memory, and {found}: {hint}")
 
