@@ -32,8 +32,9 @@ def whole_model(model) -> dict:
         whole.chunk(mesh.shards)[mesh.shard_index].copy_(master)
         # [shard] all-gather, P fp32, once per call and layer
         mesh.all_gather(whole, mesh.shard).wait()
-        for name, value in layout.cut(whole).items() if mesh.rank == 0 else ():
-            state[f"layers.{l}.{name}"] = value.to("cpu", torch.float32, copy=True)
+        if mesh.rank == 0:
+            for name, value in layout.cut(whole).items():
+                state[f"layers.{l}.{name}"] = value.to("cpu", torch.float32, copy=True)
     return state
 
 
