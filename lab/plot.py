@@ -8,16 +8,16 @@ lines from the lowest to the highest. Most colors are Okabe and Ito's, safe for 
 lines and markers differ, too. Needs matplotlib.
 """
 
-import json
 import math
-import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 from config import NOT_RESUMED, Parser, UserError, run_command
+from lab import timeline
 from lab.rows import GRAY, METHODS, in_order, read_run
+from lab.svg import save, settings
 
 # These may differ between the runs of a line.
 SAME_LINE = NOT_RESUMED | {"seed", "mesh", "micro_steps", "micro_batch", "n_params"}
@@ -78,24 +78,6 @@ def lines_of(rows, panel) -> dict:
             xs, ys = zip(*seeds)
             lines[label].append((fmean(xs), fmean(ys), min(ys), max(ys)))
     return lines
-
-
-def checksum(data) -> str:
-    """A line in the SVG: it shows whether a picture belongs to its data."""
-    return f"crc32 of its data: {zlib.crc32(json.dumps(data).encode())}"
-
-
-def settings():
-    """Of matplotlib, in all pictures: a context."""
-    import matplotlib
-    fonts = {"font.size": 9, "font.sans-serif": ["DejaVu Sans"]}
-    return matplotlib.rc_context(fonts | {"svg.fonttype": "none", "svg.hashsalt": ""})
-
-
-def save(figure, data, path):
-    """As SVG. Without a date the same data give the same file."""
-    metadata = {"Date": None, "Description": checksum(data)}
-    figure.savefig(path, format="svg", metadata=metadata)
 
 
 def styles_of(panels_lines, frontier=False) -> dict:
@@ -206,7 +188,6 @@ def main():
         raise UserError(f"--out {args.out}: pictures are SVG; name it {name}")
 
     if args.timeline or args.overlap:
-        from lab import timeline  # it imports this module
         rows = []
         for run in args.runs:
             rows += timeline.read_timeline(run)

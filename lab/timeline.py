@@ -14,8 +14,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from config import UserError
-from lab.plot import save, settings
 from lab.rows import case_cell, read_run
+from lab.svg import save, settings
 
 SPANS = {  # name -> color, text in the legend
     "step": ("#0072b2", "computes"),
@@ -186,5 +186,6 @@ def draw_overlap(rows, path):
 
             axes.set(xlim=(first - 0.4 * longest, first + 1.8 * longest), ylim=(-0.8, 0.85))
             axes.set_xticks([first, last], ["0", f"{last - first:.2f} s"])
-            axes.set_yticks([-0.45, 0.4], ["its link, by layer", f"{case_cell(row, 'method')}, replica 0"])
+            name = case_cell(row, "method")
+            axes.set_yticks([-0.45, 0.4], ["its link, by layer", f"{name}, replica 0"])
         finish(picture, rows, path)

@@ -15,6 +15,7 @@ import torch
 import lab.__main__ as lab
 from config import UserError, explain, run_command
 from lab import merge, plot, rows, runs, timeline
+from lab.svg import checksum
 from plumbing.checkpoint import list_checkpoints
 from ranks import ROOT, context, run_training
 
@@ -184,7 +185,7 @@ def test_figure_table_and_experiment_say_what_the_json_says(path):
     panels_lines = [plot.lines_of(found, panel) for panel in experiment.panels]
     if panels_lines:
         svg = path.with_suffix(".svg").read_text()
-        assert plot.checksum([list(lines.values()) for lines in panels_lines]) in svg
+        assert checksum([list(lines.values()) for lines in panels_lines]) in svg
         styles = plot.styles_of(panels_lines, experiment.panels[0].frontier)
         assert all(f">{style['label']}<" in svg for style in styles.values() if style["label"])
 
@@ -193,7 +194,7 @@ def test_pictures_of_the_timelines_are_drawn_from_their_rows():
     found = json.loads((ROOT / "lab/results/timeline.json").read_text())
     for name, variant in ("timeline", ""), ("overlap", "overlap"):
         shown = [row["spans"] for row in found if row["variant"] == variant]
-        assert plot.checksum(shown) in (ROOT / f"lab/results/{name}.svg").read_text()
+        assert checksum(shown) in (ROOT / f"lab/results/{name}.svg").read_text()
 
 
 def test_each_row_of_the_results_stands_in_a_table_of_the_laboratory():
@@ -481,7 +482,7 @@ def test_timeline_of_a_run_is_drawn(tmp_path, corpus_folder, monkeypatch):
     plot.main()
     shown = [row["spans"] for row in rows_]
     assert ">DiLoCo, replica 3<" in Path(out).read_text()
-    assert plot.checksum(shown) in Path(out).read_text()
+    assert checksum(shown) in Path(out).read_text()
 
     monkeypatch.setattr(sys, "argv", ["plot.py", "--overlap", str(tmp_path), "--out", out])
     plot.main()

@@ -1,0 +1,22 @@
+"""How all pictures look, and how they are written."""
+
+import json
+import zlib
+
+
+def checksum(data) -> str:
+    """A line in the SVG: it shows whether a picture belongs to its data."""
+    return f"crc32 of its data: {zlib.crc32(json.dumps(data).encode())}"
+
+
+def settings():
+    """Of matplotlib, in all pictures: a context."""
+    import matplotlib
+    fonts = {"font.size": 9, "font.sans-serif": ["DejaVu Sans"]}
+    return matplotlib.rc_context(fonts | {"svg.fonttype": "none", "svg.hashsalt": ""})
+
+
+def save(figure, data, path):
+    """As SVG. Without a date the same data give the same file."""
+    metadata = {"Date": None, "Description": checksum(data)}
+    figure.savefig(path, format="svg", metadata=metadata)
