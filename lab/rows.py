@@ -54,9 +54,9 @@ CURVES = (*COUNTS, "val_loss")  # columns of the evaluations
 
 def read_run(folder) -> dict:
     """The record of a run: its folder and method, its rows `config` and `end` (None: not yet), a
-    list per column of its evaluations, `steps`, the list of its step rows, and `rounds`, the steps of
-    each replica in each. A val_loss that is not finite is None. Raises UserError for a file that is
-    not a record."""
+    list per column of its evaluations, `steps`, the list of its step rows, and `rounds`, the steps
+    of each replica in each. A val_loss that is not finite is None. Raises UserError for a file that
+    is not a record."""
     path = Path(folder, "metrics.jsonl")
     rows = defaultdict(list)
     try:
