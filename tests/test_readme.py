@@ -15,6 +15,7 @@ import test_ladder
 
 import data
 import export
+import lab.__main__  # the experiments
 import ranks
 import sample
 from config import UserError, parse
