@@ -3,9 +3,9 @@
 The problem. Averaging gradients sends the whole model over the slow links in every step. DiLoCo
 lets each replica train alone for tau steps and exchanges once: 1/tau of the traffic.
 
-The mean of M walks is shorter than a walk where they disagree. The outer momentum makes up for it:
-in directions that stay the same from round to round, the steps add up. A step of all replicas'
-mean alone (lr 1, mu 0) is Post Local SGD.
+Where replicas disagree, their mean progress is shorter than that of each. The outer momentum makes
+up for it: in directions that stay the same from round to round, the steps add up. The mean alone
+(lr 1, mu 0) is Post Local SGD.
 
     warm-up: sync_warmup_steps steps of mini-batch, so that all replicas are equal; then
     anchor = x
@@ -26,7 +26,7 @@ mean alone (lr 1, mu 0) is Post Local SGD.
 The inner AdamW's moments stay with their replica (but see --average_moments). Deviation: the paper
 starts from a model that was pretrained on one worker, not from a mini-batch warm-up.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 12 (M-1) for losses, steps and norms.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 12 (M-1) for losses, steps and norms.
 Run: torchrun --nproc_per_node 4 train.py --method diloco --shards 2
 Source: DiLoCo, arXiv 2311.08105 (algorithm 1); Post Local SGD, arXiv 1808.07217.
 Plain version: tests/reference/local.py.

@@ -1,13 +1,13 @@
 """EDiT: local SGD on sharded parameters, synchronized layer by layer inside the forward pass.
 
 The problem. DiLoCo's outer step blocks until the whole model has crossed the slow links, and it
-trusts every replica alike, even one whose loss has just exploded. EDiT (1) synchronizes layer l
-just before the forward needs it, so that the traffic of later layers overlaps with the computation
-of earlier ones, and (2) applies a *pseudo-gradient penalty*: eliminate anomalies, weight by norm,
-clip, or roll back.
+trusts every replica alike, even one whose loss has just exploded. EDiT (1) completes layer l just
+before the forward needs it, so that the traffic of later layers overlaps with the computation of
+earlier ones, and (2) applies a *pseudo-gradient penalty*: eliminate anomalies, weight by norm,
+clip, or, if all replicas are flagged, keep the anchor (roll back).
 
     sync_warmup_steps steps of mini-batch; anchor = x; then repeat tau inner steps and, for all
-    layers l at the round's end (the result is the same as layer by layer in the forward):
+    layers l at the round's end (the paper does this in the forward, with the same result):
         d_i   = anchor - x_i                                    # in the storage of x_i
         G_i   = ||d_i||                                         # [shard] one all-reduce, all layers
         limit_i = mean_i + delta sigma_i                        # running statistics of replica i
@@ -32,7 +32,7 @@ clip, or roll back.
     w_i            weights               (M, L)       all ranks
     mean_i, sigma_i  statistics          (3, L)       replica i: count, mean, variance
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) (L + 1) for the exchange.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 8 (M-1) (L + 1) for the exchange.
 
 What the overlap saves, on NCCL and gloo. Let each of L equal layers take c seconds to all-reduce
 and f seconds to compute. DiLoCo waits L c. EDiT waits for layer 0 and then, if c > f, at each layer
@@ -51,14 +51,14 @@ import torch
 from config import option
 from method import LocalConfig, Method
 
-SIGMA_FLOOR = 0.05  # of the mean: no norm within threshold * 5% of the mean is an anomaly
+SIGMA_FLOOR = 0.05  # of the mean: no norm below (1 + threshold * 5%) mean is an anomaly
 
 
 @dataclass
 class Penalty:
     anomaly_threshold: float = option(3.0, "delta, standard deviations above the mean norm")
     anomaly_ema: float = option(0.02, "alpha, a new norm's share in the statistics", below=1)
-    anomaly_warmup_rounds: int = option(10, "norms seen before a finite one can be flagged")
+    anomaly_warmup_rounds: int = option(10, "norms seen before the first one can be flagged")
     pseudo_grad_clip: float = option(10.0, "phi, largest norm of a layer's dbar", above=0)
     anomaly_elimination: bool = option(True, "leave out replicas with anomalous norms")
     weighted_averaging: bool = option(True, "weight replicas by exp(-norm), else equally")

@@ -11,10 +11,10 @@ the other three replicas count:
 
     round 13 | norms 1.0 0.9 0.9 87.8 | weights .33 .34 .33 .00 | flagged layers 0 0 0 6 | loss ...
 
-train(penalty=False) is DiLoCo. There the next round ends at a loss of 3.5, here at 2.1.
+train(penalty=False) is DiLoCo. Replica 0's loss in the next round is then 3.5, here 2.1.
 
-Not here: overlap (edit.py), shards (shard.py). One process sends nothing, so nothing can be hidden.
-The sums are those of the distributed run, where each replica is a rank. The losses differ by
+Not here: overlap (edit.py), shards (shard.py). One process sends nothing, so nothing can overlap.
+This computes what the distributed run does, where each replica is a rank. The losses differ by
 rounding only, but that grows:
 
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 4 train.py --method edit --device cpu --dtype fp32 \
@@ -112,7 +112,7 @@ def synchronize(models, anchors, outer, accepted, penalty):
         if penalty:
             dbar *= (PHI / (dbar.norm() + 1e-6)).clamp(max=1.0)
 
-        # For the outer optimizer this is a gradient. Without one it leaves the layer as it is.
+        # For the outer optimizer this is a gradient. A layer without a gradient stays as it is.
         anchor.grad = None if flagged.all() else dbar
         judged.append((G, w, flagged))
 

@@ -25,13 +25,13 @@ means that the next such layer overwrites it. For an embedding 0, blocks 1 and 2
 
                forward                  backward
     computes   0   1   2   3            3   2   1   0
-    buffer     A   B   A   B            B   A   B   (the embedding's needs no parameters)
-    gathers    1   2   3                    1       while the layer above it computes
+    buffer     A   B   A   B            B   A   B   (layer 0's backward needs no parameters)
+    gathers    1   2   3                    1       (meanwhile; 3 and 2 are still there)
 
 A layer's parameters are views of its buffer. Autograd saves these views. The backward gathers the
 layer into the same buffer first, so they hold the right values again. The two layers that the
 forward gathered last are still there: of L layers the first micro-step gathers 2 L - 3, a later one
-2 L - 4. With N = 1 in fp32 the parameters are views of `master`: no buffer, copy or collective.
+2 L - 4, because layer 1 is there from the backward before. With N = 1 in fp32 the parameters are views of `master`: no buffer, copy or collective.
 
 While a layer computes, the next all-gather is in flight, and in the backward also the
 reduce-scatter of the layer before. If gradients are averaged over replicas, too, the all-reduce of

@@ -59,7 +59,7 @@ def train(setup, mesh, stop):
         lr = optimizer.lr = learning_rate(method.progress, config)
         average = method.averages_gradients
         loss = 0.0
-        # The gradient is a mean over micro-steps and ranks, of this replica or of all.
+        # The gradient is a mean over micro-steps and ranks: of this replica, in the warm-up of all.
         scale = 1 / (plan.micro_steps * (mesh.world_size if average else mesh.shards))
         with cluster.step(optimizer, method):
             for micro_step in range(plan.micro_steps):
@@ -68,7 +68,7 @@ def train(setup, mesh, stop):
                 last = micro_step == plan.micro_steps - 1
                 model.backward(scale, first=micro_step == 0, sum_replicas=average and last)
             method.after_backward()
-        # Norm, loss and votes share one small all-reduce. A vote ends the round or, in the warm-up,
+        # Norm, loss and votes share one small exchange. A vote ends the round or, in the warm-up,
         # says that this rank has a signal to stop.
         metrics = model.step_metrics(loss, stop.vote() if average else method.vote(), average)
         model.clip_gradient(config.grad_clip)
@@ -76,7 +76,7 @@ def train(setup, mesh, stop):
         model.invalidate_gathered()
         if method.after_step(lr, metrics):
             with cluster.sync(method):
-                method.end_round()  # a sync starts here
+                method.end_round()  # a sync starts here; EDiT's ends in the next forward
         mesh.note("step", began, time.perf_counter())  # for --timeline
         write_syncs(method, log)
         log.step(method, lr, metrics)

@@ -23,8 +23,8 @@ Replicas differ by the progress of the last round. The model to evaluate is the 
 Deviation: the last outer step is ours. Only 1/M of the progress is immediate. With few rounds, as
 on a laptop, the late rest costs loss: eager ends behind EDiT (RESULTS.md).
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N. Exposed: max(0, T - tau * time of a step),
-where T is the time of the all-reduce.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N. Exposed: max(0, T - tau * time of a
+step), where T is the time of the all-reduce.
 Run: torchrun --nproc_per_node 4 train.py --method eager
 Source: eager updates for overlapped communication in DiLoCo, arXiv 2502.12996.
 Plain version: tests/reference/local.py.

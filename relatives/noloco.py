@@ -29,7 +29,7 @@ the same sum. Its equation 2 prints - lr mean(d_i, d_j), but only the plus sign 
 of the authors' code makes progress.
 
 Slow-link bytes per rank and round: 4 P/N, or 0 if it is alone; one hop. In a global round
-2 (M-1)/M * 4 P/N.
+2 (M-1)/M * 4 sum P/N.
 Run: torchrun --nproc_per_node 4 train.py --method noloco
 Source: NoLoCo, arXiv 2506.10911, and its authors' code; Gossip-PGA, arXiv 2105.09080.
 Plain version: tests/reference/local.py.

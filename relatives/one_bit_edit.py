@@ -2,8 +2,8 @@
 
 The problem. EDiT (edit.py) sends 32 bits an element once per round. In 1 bit most of a vector is
 lost in each message. Error feedback keeps what was lost and adds it to the next message, so that in
-the long run nothing is lost. With Muon inside (muon.py) this costs almost no loss: its steps have
-the same size in all directions, and one code fits all elements. With AdamW inside it costs more.
+the long run nothing is lost. It is meant for Muon inside (muon.py), whose steps have the same size
+in all directions. Figures: RESULTS.md (f).
 
     as edit.py, but at the round's end, for all layers l:
         d_i  = anchor - x_i;  norms, flags and weights w_i from d_i, as in edit.py
@@ -17,8 +17,8 @@ the same size in all directions, and one code fits all elements. With AdamW insi
 
 C rounds blocks of 256 elements, see quantize.py. --quantize none sends w_i d_i as edit.py does, and
 is EDiT. So is one replica alone. A flagged replica forgets its errors. The weights come before C: a
-replica with a large norm and a small weight would otherwise send in the next rounds, with a normal
-weight, what is left of it.
+replica with a large norm and a small weight would otherwise send its errors later, with a normal
+weight.
 
 In the forward, the first hop of all layers is waited for before layer 0. The second hops travel
 while earlier layers compute.
@@ -35,7 +35,7 @@ A resumed run on another mesh keeps e_i of the replicas that go on, and of E wha
 old and in the new piece of a replica.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N, and 8 (M-1) (L + 1) for the exchange. A
-step of the warm-up sends 2 (M-1)/M * 4 P/N, with int8 1.016 P/N.
+step of the warm-up sends 2 (M-1)/M * 4 sum P/N, with int8 1.016 P/N.
 Run: torchrun --nproc_per_node 4 train.py --method one_bit_edit --optimizer muon
 Source: 1-bit Adam, arXiv 2102.02888, for errors that are fed back at both hops.
 Plain version: tests/reference/one_bit.py.

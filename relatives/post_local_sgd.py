@@ -7,8 +7,8 @@ Local SGD begins with mini-batch, where progress is fast, and continues with loc
         tau inner steps: x_i <- AdamW(x_i)
         x_i <- 1/M sum_j x_j               # [sync] all-reduce per layer, once per round, blocking
 
-x_i is model.master, (sum P/N,): every rank its shard. There is no outer optimizer and no vector
-between syncs. The inner AdamW's moments stay with their replica (but see --average_moments).
+M replicas, N shards, P elements of a layer. x_i is model.master, (sum P/N,): every rank its shard.
+There is no outer optimizer and no vector between syncs. The inner AdamW's moments stay with their replica (but see --average_moments).
 
 Equal to SlowMo with --outer_lr 1 --outer_momentum 0, and to DiLoCo with the same flags.
 
@@ -18,7 +18,7 @@ own momentum step. (2) Rounds are counted from the end of the warm-up; the code 
 start of training. (3) The number of warm-up steps is a flag; the paper switches at the first drop
 of the learning rate.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 8 (M-1) for losses and steps.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 8 (M-1) for losses and steps.
 Run: torchrun --nproc_per_node 4 train.py --method post_local_sgd --shards 2
 Source: Post Local SGD, arXiv 1808.07217 (read: its code, epfml/LocalSGD-Code).
 Plain version: tests/reference/local.py.

@@ -22,7 +22,7 @@ sum_i <y, u_i> is positive. Elements of d_i that are not finite count as 0.
 
 Deviations: the authors' code drops the length of d, starts at a random y and takes one step.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, 12 (M-1) for losses, steps and norms,
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, 12 (M-1) for losses, steps and norms,
 and with flag 4 (M-1) + 4 M^2 (M-1) N (if N = 1: 4 (M-1) + 8 M (M-1)).
 Run: torchrun --nproc_per_node 4 train.py --method robust --aggregate flag --flip 1:300:700
 Source: Flag Aggregator, ICLR 2024, and its authors' code; the median and the trimmed mean,

@@ -27,7 +27,7 @@ with heavy-ball instead of Nesterov momentum.
 Deviation from the paper: the warm-up is mini-batch. (The inner AdamW keeps its moments at a sync,
 as in the paper, which sets only SGD's momentum to zero.)
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N, and 12 (M-1) for losses, steps and norms.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 12 (M-1) for losses, steps and norms.
 Run: torchrun --nproc_per_node 4 train.py --method slowmo --shards 2
 Source: SlowMo, arXiv 1910.00643.
 Plain version: tests/reference/local.py.
