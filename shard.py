@@ -31,7 +31,8 @@ means that the next such layer overwrites it. For an embedding 0, blocks 1 and 2
 A layer's parameters are views of its buffer. Autograd saves these views. The backward gathers the
 layer into the same buffer first, so they hold the right values again. The two layers that the
 forward gathered last are still there: of L layers the first micro-step gathers 2 L - 3, a later one
-2 L - 4, because layer 1 is there from the backward before. With N = 1 in fp32 the parameters are views of `master`: no buffer, copy or collective.
+2 L - 4, because layer 1 is there from the backward before. With N = 1 in fp32 the parameters are
+views of `master`: no buffer, copy or collective.
 
 While a layer computes, the next all-gather is in flight, and in the backward also the
 reduce-scatter of the layer before. If gradients are averaged over replicas, too, the all-reduce of

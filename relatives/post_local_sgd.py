@@ -8,7 +8,8 @@ Local SGD begins with mini-batch, where progress is fast, and continues with loc
         x_i <- 1/M sum_j x_j               # [sync] all-reduce per layer, once per round, blocking
 
 M replicas, N shards, P elements of a layer. x_i is model.master, (sum P/N,): every rank its shard.
-There is no outer optimizer and no vector between syncs. The inner AdamW's moments stay with their replica (but see --average_moments).
+There is no outer optimizer and no vector between syncs. The inner AdamW's moments stay with their
+replica (but see --average_moments).
 
 Equal to SlowMo with --outer_lr 1 --outer_momentum 0, and to DiLoCo with the same flags.
 
