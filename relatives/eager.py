@@ -21,7 +21,7 @@ Replicas differ by the progress of the last round. The model to evaluate is the 
     dbar       mean            (sum P/N,)   the asynchronous all-reduce's own buffer
 
 Deviation: the last outer step is ours. Only 1/M of the progress is immediate. With few rounds, as
-on a laptop, the late rest costs loss: eager ends behind EDiT (RESULTS.md).
+on a laptop, the late rest costs loss: eager ends behind EDiT (lab/results/quality.md).
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N. Exposed: max(0, T - tau * time of a
 step), where T is the time of the all-reduce.

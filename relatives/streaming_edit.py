@@ -28,7 +28,7 @@ those of edit.py and streaming_diloco.py; norms, flags and weights are (M, layer
 With all parts off it is Streaming DiLoCo, bit for bit. With --fragments 1 --delay 0 --quantize none
 it is EDiT.
 
-Measured (RESULTS.md, 4 replicas, 700 steps, tau 16): validation loss within 1% of EDiT's over three
+Measured (lab/results/by_hand.md, 4 replicas, 700 steps, tau 16): loss within 1% of EDiT's over three
 seeds, at 1/8 of its bytes over the slow links.
 
 Slow-link bytes per rank and round: those of Streaming DiLoCo, and 8 (M-1) L for norms and flags.
