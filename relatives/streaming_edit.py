@@ -28,8 +28,8 @@ those of edit.py and streaming_diloco.py; norms, flags and weights are (M, layer
 With all parts off it is Streaming DiLoCo, bit for bit. With --fragments 1 --delay 0 --quantize none
 it is EDiT.
 
-Measured (lab/results/by_hand.md, 4 replicas, 700 steps, tau 16): loss within 1% of EDiT's over three
-seeds, at 1/8 of its bytes over the slow links.
+Measured (lab/results/by_hand.md, 4 replicas, 700 steps, tau 16): its loss is within 1% of EDiT's
+over three seeds, at 1/8 of the bytes over the slow links.
 
 Slow-link bytes per rank and round: those of Streaming DiLoCo, and 8 (M-1) L for norms and flags.
 Run: torchrun --nproc_per_node 4 train.py --method streaming_edit
