@@ -332,7 +332,7 @@ def test_run_never_starts_beside_another_run(start, tmp_path):
 def test_torchrun_on_two_nodes_restarts_from_the_last_checkpoint(start, tmp_path, corpus_folder):
     """Two agents with a rank each, --max-restarts, kill -9 of one rank, --resume auto: as one node
     trains without a kill. Data and groups go by global rank."""
-    more = "--checkpoint_interval 5 --slow_replica 1:3 --resume auto"
+    more = "--checkpoint_interval 5 --slow_replica 0:3 --resume auto"
     store = agent_store()
     launcher = "-m torch.distributed.run --nnodes 2 --nproc_per_node 1 --max-restarts 1 "
     launcher += f"--rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{store.port} --local_addr 127.0.0.1"
