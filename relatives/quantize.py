@@ -126,23 +126,24 @@ def decode(coded: torch.Tensor, format: str, dtype=torch.float32) -> torch.Tenso
     scale = coded[:, -4:].contiguous().view(torch.float32).to(dtype)
     if format == "int8":
         return codes.view(torch.int8).to(dtype).mul_(scale)
-    words = codes.reshape(-1)
-    if format == "two_bits":
-        words = words.view(torch.uint16)
-    values = decoded_words(format, coded.device, dtype).index_select(0, words.int())
+    table = decoded_bytes(format, coded.device, dtype)
+    if format == "two_bits":  # a byte of 8 signs, a byte of 8 sizes, ...
+        signs = decoded_bytes("sign", coded.device, dtype)
+        values = signs.index_select(0, codes[:, ::2].reshape(-1).int())
+        values.mul_(table.index_select(0, codes[:, 1::2].reshape(-1).int()))
+    else:
+        values = table.index_select(0, codes.reshape(-1).int())
     return values.view(-1, BLOCK).mul_(scale)
 
 
 @functools.cache  # A table is copied to a GPU once, because the host waits for the copy.
-def decoded_words(format: str, device, dtype) -> torch.Tensor:
-    """A table: word -> its elements, in scales. A word is a byte; of two_bits two bytes, the low
-    one for 8 signs and the high one for 8 sizes."""
+def decoded_bytes(format: str, device, dtype) -> torch.Tensor:
+    """A table: byte -> its elements, in scales; two_bits: the sizes of 8."""
     signs = torch.tensor(SIGNS, device=device, dtype=dtype)  # (256, 8)
     if format == "sign":
         return signs
     if format == "two_bits":
-        sizes = torch.where(signs > 0, LARGE, SMALL)
-        return (sizes[:, None] * signs).view(-1, 8)
+        return torch.full_like(signs, SMALL).masked_fill_(signs > 0, LARGE)
     values = torch.tensor(VALUES[format], device=device, dtype=dtype)
     if format == "log8":
         return values.view(-1, 1)
