@@ -63,6 +63,11 @@ def read_run(folder) -> dict:
         for line in path.read_text().splitlines():
             row = json.loads(line)
             rows[row["event"]].append(row)
+        for row in rows["step"] + rows["eval"]:
+            check_numbers(row, *COUNTS)
+        for row in rows["eval"]:
+            if row["val_loss"] is not None:
+                check_numbers(row, "val_loss")
 
         record = {"folder": folder, "config": rows["config"][0], "steps": rows["step"]}
         record["method"] = record["config"]["method"]
@@ -73,6 +78,12 @@ def read_run(folder) -> dict:
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is not the record of a run ({error})") from None
     return record
+
+
+def check_numbers(row: dict, *names):
+    for name in names:
+        if not isinstance(row[name], (int, float)):
+            raise TypeError(f"{name} is not a number")
 
 
 def after_warmup(record, warmup) -> dict:

@@ -384,6 +384,10 @@ RECORDS = [  # rows, what the line must say
     ([CONFIG, STEP, EVALUATION, 5], NOT_A_RECORD),
     ([CONFIG, STEP | dict(event=[]), EVALUATION], NOT_A_RECORD),
     ([CONFIG, STEP, dict(event="eval")], NOT_A_RECORD),
+    ([CONFIG, STEP, EVALUATION | dict(val_loss="x")], NOT_A_RECORD),
+    ([CONFIG, STEP, EVALUATION | dict(tokens="x")], NOT_A_RECORD),
+    ([CONFIG, STEP | dict(train_s=[]), EVALUATION], NOT_A_RECORD),
+    ([CONFIG, STEP | dict(step=None), EVALUATION], NOT_A_RECORD),
 ]
 
 
