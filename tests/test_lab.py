@@ -210,6 +210,7 @@ def test_each_row_of_the_results_stands_in_a_table_of_the_laboratory():
 
 
 def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
+    pytest.importorskip("matplotlib")
     found = [
         {"method": "edit", "variant": "", "tau": tau, "seed": seed, "x": tau, "val_loss": loss}
         for tau, seed, loss in [(16, 1, 2.0), (4, 1, 1.0), (16, 2, 4.0), (4, 2, 1.5)]
