@@ -139,10 +139,9 @@ def make_layer(config: ModelConfig, layer: int) -> nn.Module:
     return Head(config)
 
 
-def build_layer(config: ModelConfig, layer: int, seed: int) -> nn.Module:
-    """Layer number `layer`: matrices normal(0, 0.02), the two that write into the residual stream
-    smaller by sqrt(2 n_layer) (GPT-2), norm gains 1."""
-    module = make_layer(config, layer)
+def initialize(module: nn.Module, config: ModelConfig, layer: int, seed: int):
+    """Set the parameters of layer number `layer`: matrices normal(0, 0.02), the two that write into
+    the residual stream smaller by sqrt(2 n_layer) (GPT-2), norm gains 1."""
     # torch's generator uses only the low 32 bits of its seed, so mix seed and layer into those.
     mixed = np.random.SeedSequence([seed, layer]).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(mixed))
@@ -152,17 +151,23 @@ def build_layer(config: ModelConfig, layer: int, seed: int) -> nn.Module:
             if name in ("out.weight", "down.weight"):  # they write into the residual stream
                 std /= math.sqrt(2 * config.n_layer)
             nn.init.normal_(parameter, std=std, generator=generator)
-    return module
+        else:
+            nn.init.ones_(parameter)
 
 
 class Llama(nn.Module):
-    """The whole model on one device. model.pt has its state dict: `layers.<l>.<name>`."""
+    """The whole model on one device. model.pt has its state dict: `layers.<l>.<name>`. seed None:
+    the parameters will be loaded."""
 
-    def __init__(self, config: ModelConfig, seed: int = 0):
+    def __init__(self, config: ModelConfig, seed: int | None = None):
         super().__init__()
         self.config = config
         layers = range(config.n_layer + 2)
-        self.layers = nn.ModuleList(build_layer(config, layer, seed) for layer in layers)
+        self.layers = nn.ModuleList(make_layer(config, layer) for layer in layers)
+        if seed is None:
+            return
+        for layer, module in enumerate(self.layers):
+            initialize(module, config, layer, seed)
 
     def forward(self, tokens, targets=None):
         x = tokens

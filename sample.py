@@ -14,8 +14,11 @@ from plumbing.tokenizer import make_tokenizer
 def load(path: str):
     """(Llama, tokenizer) from a model.pt or a folder of export.py. Raises UserError."""
     source = open_model(path)
-    encoding, model = make_tokenizer(source.tokenizer), Llama(source.config)
-    model.load_state_dict(source.tensors)
+    encoding = make_tokenizer(source.tokenizer)
+    with torch.device("meta"):
+        model = Llama(source.config)
+    tensors = {name: tensor.float() for name, tensor in source.tensors.items()}
+    model.load_state_dict(tensors, assign=True)  # without a copy: model.pt is memory-mapped
     return model, encoding
 
 

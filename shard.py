@@ -49,7 +49,7 @@ from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
 from mesh import Handle
-from model import ModelConfig, build_layer
+from model import ModelConfig, initialize, make_layer
 
 ALIGNED = 16
 
@@ -59,8 +59,8 @@ class Layout:
 
     def __init__(self, layer: nn.Module, shards: int):
         # Matrices first: a shard has at most one border between what decays and what does not.
-        self.parameters = sorted(layer.named_parameters(), key=lambda item: -item[1].dim())
-        self.shapes = {name: parameter.shape for name, parameter in self.parameters}
+        parameters = sorted(layer.named_parameters(), key=lambda item: -item[1].dim())
+        self.shapes = {name: parameter.shape for name, parameter in parameters}
         self.used = self.decayed = 0  # elements of all parameters, of matrices
         for shape in self.shapes.values():
             self.used += shape.numel()
@@ -114,21 +114,16 @@ class ShardedModel:
         self.config, self.mesh = config, mesh
         self.dtype = dtype
         self.recompute = recompute
-        self.layers = []
-        self.layouts = []
-        shards = []
-        for l in range(config.n_layer + 2):  # one at a time: no rank builds the whole model
-            layer = build_layer(config, l, seed).to(mesh.device)
-            layout = Layout(layer, mesh.shards)
-            shards.append(self.own_shard(layout, layer.state_dict()))
-            for parameter in layer.parameters():  # frees the layer
-                parameter.data = parameter.new_empty(0, dtype=dtype)
-            self.layers.append(layer)
-            self.layouts.append(layout)
-        self.master = torch.cat(shards)  # (sum P/N,)
+        with torch.device("meta"):  # shapes without memory
+            self.layers = [make_layer(config, l) for l in range(config.n_layer + 2)]
+        self.layouts = [Layout(layer, mesh.shards) for layer in self.layers]
+        count = sum(layout.shard_size for layout in self.layouts)
+        master_dtype = torch.promote_types(dtype, torch.float32)
+        self.master = torch.zeros(count, dtype=master_dtype, device=mesh.device)  # (sum P/N,)
         self.grad = torch.zeros_like(self.master)
         self.masters = self.views(self.master)
         self.grads = self.views(self.grad)
+        self._initialize(seed)
         self._place_parameters()
         self.tape = []  # (input, output) of each layer, from forward to backward
         self.pre_layer_hook = None  # EDiT: called with l before the forward gathers layer l
@@ -139,13 +134,22 @@ class ShardedModel:
         self.metrics = deque(maxlen=1 + self.metrics_lag)
         self.squares_from = [0] * len(self.layers)  # first element of a layer in exp_avg_sq
 
-    def own_shard(self, layout: Layout, tensors: dict) -> torch.Tensor:
-        """This rank's shard (P/N,) of a layer with these parameters, in the dtype of `master`."""
-        master = torch.promote_types(self.dtype, torch.float32)
-        whole = torch.zeros(layout.padded, dtype=master, device=self.mesh.device)
+    def _initialize(self, seed: int):
+        """One layer at a time, in the same memory: no rank ever holds the whole model."""
+        memory = torch.empty(max(layout.padded for layout in self.layouts))
+        for l, (layer, layout) in enumerate(zip(self.layers, self.layouts)):
+            whole = memory[: layout.padded].zero_()
+            layer.load_state_dict(layout.cut(whole), assign=True)
+            initialize(layer, self.config, l, seed)
+            self.masters[l].copy_(whole.chunk(self.mesh.shards)[self.mesh.shard_index])
+
+    def set_layer(self, l: int, tensors: dict):
+        """This rank's shard of layer l <- its piece of these whole parameters, by name."""
+        layout = self.layouts[l]
+        whole = self.master.new_zeros(layout.padded)
         for name, place in layout.cut(whole).items():
             place.copy_(tensors[name])
-        return whole.chunk(self.mesh.shards)[self.mesh.shard_index].clone()
+        self.masters[l].copy_(whole.chunk(self.mesh.shards)[self.mesh.shard_index])
 
     def _place_parameters(self):
         """Create the buffers and make every layer's parameters views of them."""
@@ -160,9 +164,11 @@ class ShardedModel:
         for l, (layer, master) in enumerate(zip(self.layers, self.masters)):
             buffer = master if self.aliased else self.gathered[l % 2]
             # .data has a version counter of its own: autograd does not see the buffer change.
-            for name, place in self.layouts[l].cut(buffer.data).items():
-                layer.get_parameter(name).data = place
-        self.parameters = [[p for _, p in layout.parameters] for layout in self.layouts]
+            layer.load_state_dict(self.layouts[l].cut(buffer.data), assign=True)
+            layer.to(self.mesh.device)  # its buffers
+        self.parameters = []
+        for layer, layout in zip(self.layers, self.layouts):
+            self.parameters.append([layer.get_parameter(name) for name in layout.shapes])
         self.invalidate_gathered()
 
     def views(self, vector: torch.Tensor) -> list:

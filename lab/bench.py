@@ -89,7 +89,7 @@ def fsdp2_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
         mesh_dim_names=tuple(sizes),
         backend_override=dict.fromkeys(sizes, backend),
     )
-    model = Llama(plan.model_config).to(mesh.device)
+    model = Llama(plan.model_config, seed=0).to(mesh.device)
     policy = MixedPrecisionPolicy(param_dtype=plan.dtype, reduce_dtype=torch.float32)
     for layer in model.layers:
         if plan.config.compile:

@@ -45,9 +45,9 @@ class Source:
 
     def copy_to(self, model):
         """Set the parameters of a shard.ShardedModel."""
-        for l, (layout, master) in enumerate(zip(model.layouts, model.masters)):
+        for l, layout in enumerate(model.layouts):
             tensors = {name: self.tensors.pop(f"layers.{l}.{name}") for name in layout.shapes}
-            master.copy_(model.own_shard(layout, tensors))
+            model.set_layer(l, tensors)
         model.invalidate_gathered()
 
     def check(self, config: ModelConfig, corpus):

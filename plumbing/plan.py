@@ -137,6 +137,10 @@ class Plan:
         gradient = max(layout.used for layout in self.layouts) * self.dtype.itemsize  # of a layer
         return numbers * self.dtype.itemsize + max(head, gradient)
 
+    def model_bytes(self) -> int:
+        """Of the whole model, fp32, which rank 0 holds on the host at the end, for model.pt."""
+        return 4 * self.n_params
+
     def check_memory(self):
         """Raise UserError if this machine, or a GPU, has too little memory. On a GPU activations
         do not count: how many there are depends on its kernels."""
@@ -145,8 +149,8 @@ class Plan:
             if kind != "shared memory" and not kind.endswith(" (host)"):
                 needed += count
         if self.on_cpu:
-            needed += self.activations()
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            needed += self.activations() + self.model_bytes() / ranks
             there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             found = f"{ranks} here have {size(there)} together"
         else:
@@ -176,7 +180,8 @@ class Plan:
         print(f"ranks   {grid}: a row is a replica")
         print(f"model   {self.n_params:,} parameters: {self.model_config}")
         print(f"data    {data} ({corpus.hash})")
-        print(f"memory  per rank: {kinds}; activations about {size(self.activations())}")
+        print(f"memory  per rank: {kinds}; activations about {size(self.activations())},", end=" ")
+        print(f"at the end for model.pt {size(self.model_bytes())} on rank 0")
         print(f"step    {M * N} ranks x {self.micro_steps} micro-steps x {batch}", end=" ")
         print(f"= {self.tokens_per_step:,} tokens")
         if self.vocab_size == 257 and config.model not in ("tiny", "10m") and not config.init_from:

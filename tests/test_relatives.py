@@ -24,7 +24,7 @@ SENDING = [  # test_plan.py has the bytes of the methods with a barrier
 
 def layer_sizes(f):
     """P/N of each layer."""
-    layers = Llama(ModelConfig(f.n_layer, f.n_head, f.n_embd, f.block_size, 257)).layers
+    layers = Llama(ModelConfig(f.n_layer, f.n_head, f.n_embd, f.block_size, 257), seed=0).layers
     counts = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     return [-(-count // (16 * f.shards)) * 16 for count in counts]
 

@@ -175,26 +175,27 @@ def test_backward_reads_no_layer_but_its_own(backend, recompute):
 
 
 def whole_elements():
-    """The most elements of whole parameters that existed at a time while the model was built, and
-    layers' sizes."""
-    modules, whole, build = [], [], shard.build_layer
+    """The elements of whole parameters that existed while each layer was initialized; the model's
+    layouts."""
+    whole = []
 
-    def watched(*args):
-        modules.append(build(*args))
-        whole.append(sum(p.numel() for module in modules for p in module.parameters()))
-        return modules[-1]
+    def watched(module, *args):
+        storages = {}
+        for parameter in module.parameters():
+            storage = parameter.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes() // 4
+        whole.append(sum(storages.values()))
+        kept.append(storages)
+        return initialize(module, *args)
 
-    shard.build_layer = watched
+    kept = []
+    initialize = shard.initialize
+    shard.initialize = watched
     model = ShardedModel(CONFIG, Mesh(4, CPU), FP32)
+    assert all(storages.keys() == kept[0].keys() for storages in kept)  # the same memory
     storages = {p.untyped_storage() for layer in model.layers for p in layer.parameters()}
     assert len({storage.data_ptr() for storage in storages}) == 2
-    return max(whole), [layout.used for layout in model.layouts]
-
-
-def test_at_most_two_layers_are_whole_and_no_rank_builds_the_model():
-    """The size of the two is in test_plan.py."""
-    for building, sizes in run_ranks(4, whole_elements):
-        assert building <= max(sizes)  # one layer at a time
+    return max(whole), [layout.padded for layout in model.layouts]
 
 
 def order_of_events():
