@@ -4,8 +4,8 @@
 
 Every run prints this first. With --dry_run it is all that happens, for any mesh, on any machine.
 
-P: elements of a layer's flat vector. Not counted: the program itself (some 300 MB on CPUs), what
-the allocator does not give back.
+P: elements of a layer's flat vector. Not counted: the program itself (on CPUs the 230 MB that
+`import torch` takes), the corpus, what the allocator does not give back.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from shard import Layout
 
 # Numbers that a block's backward needs, per token and channel: counted, see tests/test_plan.py.
 KEPT = 24
+KERNEL_BYTES = 75e6  # on CPUs: torch's kernels and threads, gloo; measured after a first step
 NCCL_BYTES = 2e9  # its buffers and kernels take 0.5 to 2 GB
 HOST = " (host)"  # in host memory
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -93,6 +94,8 @@ class Plan:
         if N > 1:
             kinds["a layer's gradient"] = layer * self.master.itemsize
         kinds["shared memory"] = self.slot_bytes(layer)
+        if self.on_cpu:
+            kinds["torch's kernels"] = KERNEL_BYTES
         if config.backend == "nccl" and self.world_size > 1:
             kinds["NCCL"] = NCCL_BYTES
         return {kind: count for kind, count in kinds.items() if count}
@@ -138,8 +141,10 @@ class Plan:
         return numbers * self.dtype.itemsize + max(head, gradient)
 
     def model_bytes(self) -> int:
-        """Of the whole model, fp32, which rank 0 holds on the host at the end, for model.pt."""
-        return 4 * self.n_params
+        """What rank 0 takes more at the end, on the host: the whole model in fp32, for model.pt. The
+        sync buffers are free then."""
+        free = self.memory().get("sync buffers", 0) if self.on_cpu else 0
+        return max(0, 4 * self.n_params - free)
 
     def check_memory(self):
         """Raise UserError if this machine, or a GPU, has too little memory. On a GPU activations
@@ -181,7 +186,7 @@ class Plan:
         print(f"model   {self.n_params:,} parameters: {self.model_config}")
         print(f"data    {data} ({corpus.hash})")
         print(f"memory  per rank: {kinds}; activations about {size(self.activations())},", end=" ")
-        print(f"at the end for model.pt {size(self.model_bytes())} on rank 0")
+        print(f"for model.pt {size(self.model_bytes())} more on rank 0")
         print(f"step    {M * N} ranks x {self.micro_steps} micro-steps x {batch}", end=" ")
         print(f"= {self.tokens_per_step:,} tokens")
         if self.vocab_size == 257 and config.model not in ("tiny", "10m") and not config.init_from:
