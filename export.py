@@ -29,7 +29,7 @@ def whole_model(model) -> dict:
     mesh, state = model.mesh, {}
     for l, (layout, master) in enumerate(zip(model.layouts, model.masters)):
         whole = master.new_empty(layout.padded)
-        whole.chunk(mesh.shards)[mesh.shard_index].copy_(master)
+        mesh.shard.own_piece(whole).copy_(master)
         # [shard] all-gather, P fp32, once per call and layer
         mesh.all_gather(whole, mesh.shard).wait()
         if mesh.rank == 0:

@@ -97,6 +97,10 @@ class Group:
         self.index = ranks.index(rank)
         self.process_group = process_group
 
+    def own_piece(self, whole: torch.Tensor) -> torch.Tensor:
+        """A view of this rank's piece of a flat vector."""
+        return whole.chunk(self.size)[self.index]
+
 
 class Mesh:
     """The grid as seen by one rank. backend(ranks, crosses_replicas) names the backend of a group;
@@ -198,7 +202,7 @@ class Mesh:
 
     def all_gather(self, whole: torch.Tensor, group: Group) -> Handle:
         """Fill `whole` (flat, group.size equal pieces); this rank's own piece is in place."""
-        own = whole.chunk(group.size)[group.index]
+        own = group.own_piece(whole)
         return self._issue(group, "all-gather", all_gather_single, whole, own)
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, group: Group) -> Handle:

@@ -141,15 +141,10 @@ class ShardedModel:
             whole = memory[: layout.padded].zero_()
             layer.load_state_dict(layout.cut(whole), assign=True)
             initialize(layer, self.config, l, seed)
-            self.masters[l].copy_(whole.chunk(self.mesh.shards)[self.mesh.shard_index])
-
-    def set_layer(self, l: int, tensors: dict):
-        """This rank's shard of layer l <- its piece of these whole parameters, by name."""
-        layout = self.layouts[l]
-        whole = self.master.new_zeros(layout.padded)
-        for name, place in layout.cut(whole).items():
-            place.copy_(tensors[name])
-        self.masters[l].copy_(whole.chunk(self.mesh.shards)[self.mesh.shard_index])
+            self.masters[l].copy_(self.mesh.shard.own_piece(whole))
+            for parameter in layer.parameters():  # it gets its place below
+                parameter.data = parameter.new_empty(0, dtype=self.dtype)
+            layer.to(self.mesh.device)
 
     def _place_parameters(self):
         """Create the buffers and make every layer's parameters views of them."""
@@ -164,8 +159,8 @@ class ShardedModel:
         for l, (layer, master) in enumerate(zip(self.layers, self.masters)):
             buffer = master if self.aliased else self.gathered[l % 2]
             # .data has a version counter of its own: autograd does not see the buffer change.
-            layer.load_state_dict(self.layouts[l].cut(buffer.data), assign=True)
-            layer.to(self.mesh.device)  # its buffers
+            for name, place in self.layouts[l].cut(buffer.data).items():
+                layer.get_parameter(name).data = place
         self.parameters = []
         for layer, layout in zip(self.layers, self.layouts):
             self.parameters.append([layer.get_parameter(name) for name in layout.shapes])
@@ -221,8 +216,7 @@ class ShardedModel:
         if self.aliased or not 0 <= l < len(self.layers) or self.gathered_layer[l % 2] == l:
             return
         whole = self.gathered[l % 2][: self.layouts[l].padded]
-        shards = whole.chunk(self.mesh.shards)
-        shards[self.mesh.shard_index].copy_(self.masters[l])  # casts to the compute dtype
+        self.mesh.shard.own_piece(whole).copy_(self.masters[l])  # casts to the compute dtype
         # [shard] all-gather, P in the compute dtype, both passes, once per layer and micro-step
         self.handles[l % 2] = self.mesh.all_gather(whole, self.mesh.shard)
         self.gathered_layer[l % 2] = l
@@ -300,7 +294,7 @@ class ShardedModel:
         torch._foreach_copy_(list(layout.cut(whole).values()), gradients)
         whole[layout.used :].zero_()
         if not first:  # add the gradient so far to our slice, for the reduce-scatter to sum
-            whole.chunk(self.mesh.shards)[self.mesh.shard_index].add_(grad)
+            self.mesh.shard.own_piece(whole).add_(grad)
         # [shard] reduce-scatter, P fp32, backward, once per layer and micro-step
         return self.mesh.reduce_scatter(grad, whole, self.mesh.shard)
 

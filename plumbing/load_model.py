@@ -45,9 +45,11 @@ class Source:
 
     def copy_to(self, model):
         """Set the parameters of a shard.ShardedModel."""
-        for l, layout in enumerate(model.layouts):
-            tensors = {name: self.tensors.pop(f"layers.{l}.{name}") for name in layout.shapes}
-            model.set_layer(l, tensors)
+        for l, (layout, master) in enumerate(zip(model.layouts, model.masters)):
+            whole = master.new_zeros(layout.padded)
+            for name, place in layout.cut(whole).items():
+                place.copy_(self.tensors.pop(f"layers.{l}.{name}"))
+            master.copy_(model.mesh.shard.own_piece(whole))
         model.invalidate_gathered()
 
     def check(self, config: ModelConfig, corpus):
