@@ -25,19 +25,21 @@ dead neighbour is noticed in /proc, a silent one after the group's timeout; both
     dist.new_group(ranks, backend="shm")    # after `import plumbing.shm`; see machine_id()
 """
 
-import ctypes
+import mmap
 import os
 import platform
 import resource
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-GATHER, SUM = 0, 1
+GATHER = 0
+SUM = 1
 SLOTS = 2
 SLOT_BYTES = 1 << 34
-HEADER_BYTES = 4096  # written[2, SLOTS], released[2, SLOTS], int64 each; padded to a page
+HEADER_BYTES = 4096  # written[2 * SLOTS] in the first half, released[..] in the other, int64
 
 
 def machine_id() -> str:
@@ -73,25 +75,25 @@ class ShmGroup(dist.ProcessGroup):
         super().__init__(options.group_rank, options.group_size)
         self.timeout_s = options.timeout.total_seconds()
         self.counts = [0, 0]  # operations of each kind
-        self.works = {}  # (kind, slot) -> the last one there
-        size = HEADER_BYTES + 2 * SLOTS * SLOT_BYTES
-        self.file = open(os.memfd_create("shm"), "wb")
-        self.file.truncate(size)
-        own_path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"  # it lives as long as the process
-        options.store.set(f"shm/{self.rank()}", own_path)
-        self.paths = [options.store.get(f"shm/{r}").decode() for r in range(self.size())]
+        self.works = {}  # slot -> the last one there
+        own = os.memfd_create("shm")
+        os.ftruncate(own, HEADER_BYTES + 2 * SLOTS * SLOT_BYTES)
+        # This path lives as long as the process.
+        options.store.set(f"shm/{self.rank()}", f"/proc/{os.getpid()}/fd/{own}")
+        self.paths = []
         self.written = []
         self.released = []
         self.slots = []
-        for path in self.paths:
-            memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-            begin = ctypes.c_void_p(memory.data_ptr())
-            # MADV_DONTDUMP: a core dump would fill all slots
-            ctypes.CDLL(None).madvise(begin, ctypes.c_size_t(size), 16)
-            words = memory[: 4 * SLOTS * 8].view(torch.int64).numpy().reshape(2, 2, SLOTS)
+        for rank in range(self.size()):
+            path = options.store.get(f"shm/{rank}").decode()
+            memory = np.memmap(path, np.uint8)
+            memory.base.madvise(mmap.MADV_DONTDUMP)  # a core dump would fill all slots
+            words = memory[:HEADER_BYTES].view(np.int64).reshape(2, -1)
+            slots = torch.from_numpy(memory[HEADER_BYTES:])
+            self.paths.append(path)
             self.written.append(words[0])
             self.released.append(words[1])
-            self.slots.append(memory[HEADER_BYTES:].view(2, SLOTS, SLOT_BYTES))
+            self.slots.append(slots.view(-1, SLOT_BYTES))
 
     def set_timeout(self, timeout):
         self.timeout_s = timeout.total_seconds()
@@ -104,7 +106,7 @@ class ShmGroup(dist.ProcessGroup):
         self.counts[kind] += 1
         n = self.counts[kind]
         me = self.rank()
-        slot = (kind, n % SLOTS)
+        slot = kind * SLOTS + n % SLOTS
         if slot in self.works:
             self.works[slot].wait()
         for rank in range(self.size()):
@@ -139,7 +141,7 @@ class ShmGroup(dist.ProcessGroup):
 
     # ---- the operations ----
 
-    def _gather(self, output, input, first_byte):
+    def _gather(self, output, input, first_byte=0):
         """Each piece of output <- a rank's input from first_byte on, in rank order."""
         pieces = output.view(-1).chunk(self.size())
 
@@ -157,10 +159,10 @@ class ShmGroup(dist.ProcessGroup):
             raise NotImplementedError("the shm backend only sums")
 
         def collect(read):
-            data = lambda rank: read(rank, first_byte, part).to(part.device)
-            torch.add(data(0), data(1), out=part)
-            for rank in range(2, self.size()):
-                part.add_(data(rank))
+            pieces = [read(rank, first_byte, part).to(part.device) for rank in range(self.size())]
+            torch.add(pieces[0], pieces[1], out=part)
+            for piece in pieces[2:]:
+                part.add_(piece)
 
         return self._start(SUM, flat, collect)
 
@@ -171,13 +173,14 @@ class ShmGroup(dist.ProcessGroup):
         return self._sum(input.view(-1), output.view(-1), self.rank() * output.nbytes, opts)
 
     def _allgather_base(self, output, input, opts=None):
-        return self._gather(output, input, 0)
+        return self._gather(output, input)
 
     def alltoall_base(self, output, input, output_sizes, input_sizes, opts=None):
         return self._gather(output, input, self.rank() * (input.nbytes // self.size()))
 
     # torch 2.13's names
-    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
     all_to_all_single = alltoall_base
 
 
