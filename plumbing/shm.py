@@ -5,9 +5,9 @@ each side that must wake up while all cores compute. Here every rank of a group 
 that the other ranks can read, and the n-th gather, or the n-th sum, is
 
     write      wait until all ranks have released what was in slot n mod SLOTS
-               copy the tensor into it;                  written[me, n mod SLOTS] <- n
-    read       for each rank: wait until written[rank, n mod SLOTS] = n; use its data
-    release    released[me, n mod SLOTS] <- n
+               copy the tensor into it;                  written[n mod SLOTS, me] <- n
+    read       for each rank: wait until written[n mod SLOTS, rank] = n; use its data
+    release    released[n mod SLOTS, me] <- n
 
 There is no lock and no thread: each word of `written` and `released` has one writer, and an x86
 processor shows stores to others in the order in which they were made (on other processors use
@@ -39,7 +39,7 @@ GATHER = 0
 SUM = 1
 SLOTS = 2
 SLOT_BYTES = 1 << 34
-HEADER_BYTES = 4096  # written[2 * SLOTS] in the first half, released[..] in the other, int64
+HEADER_BYTES = 1 << 16  # written[slot, rank] in the first half, released in the other, int64
 
 
 def machine_id() -> str:
@@ -76,24 +76,18 @@ class ShmGroup(dist.ProcessGroup):
         self.timeout_s = options.timeout.total_seconds()
         self.counts = [0, 0]  # operations of each kind
         self.works = {}  # slot -> the last one there
-        own = os.memfd_create("shm")
-        os.ftruncate(own, HEADER_BYTES + 2 * SLOTS * SLOT_BYTES)
-        # This path lives as long as the process.
-        options.store.set(f"shm/{self.rank()}", f"/proc/{os.getpid()}/fd/{own}")
-        self.paths = []
-        self.written = []
-        self.released = []
-        self.slots = []
-        for rank in range(self.size()):
-            path = options.store.get(f"shm/{rank}").decode()
-            memory = np.memmap(path, np.uint8)
-            memory.base.madvise(mmap.MADV_DONTDUMP)  # a core dump would fill all slots
-            words = memory[:HEADER_BYTES].view(np.int64).reshape(2, -1)
-            slots = torch.from_numpy(memory[HEADER_BYTES:])
-            self.paths.append(path)
-            self.written.append(words[0])
-            self.released.append(words[1])
-            self.slots.append(slots.view(-1, SLOT_BYTES))
+        # Rank 0's file is the memory. The path of a rank's file lives as long as its process.
+        file = os.memfd_create("shm")
+        os.ftruncate(file, HEADER_BYTES + self.size() * 2 * SLOTS * SLOT_BYTES)
+        options.store.set(f"shm/{self.rank()}", f"/proc/{os.getpid()}/fd/{file}")
+        self.paths = [options.store.get(f"shm/{r}").decode() for r in range(self.size())]
+        memory = np.memmap(self.paths[0], np.uint8)
+        memory.base.madvise(mmap.MADV_DONTDUMP)  # a core dump would fill all slots
+        words = memory[:HEADER_BYTES].view(np.int64).reshape(2, 2 * SLOTS, -1)
+        self.written = words[0]  # (slot, rank)
+        self.released = words[1]
+        slots = torch.from_numpy(memory[HEADER_BYTES:])
+        self.slots = slots.view(2 * SLOTS, self.size(), SLOT_BYTES)
 
     def set_timeout(self, timeout):
         self.timeout_s = timeout.total_seconds()
@@ -110,31 +104,31 @@ class ShmGroup(dist.ProcessGroup):
         if slot in self.works:
             self.works[slot].wait()
         for rank in range(self.size()):
-            self._wait(self.released, rank, slot, n - SLOTS)
-        self.slots[me][slot][: flat.nbytes].view(flat.dtype).copy_(flat)
-        self.written[me][slot] = n
+            self._wait(self.released, slot, rank, n - SLOTS)
+        self.slots[slot, me, : flat.nbytes].view(flat.dtype).copy_(flat)
+        self.written[slot, me] = n
 
         def read(rank, first_byte, like):
-            self._wait(self.written, rank, slot, n)
-            return self.slots[rank][slot][first_byte:][: like.nbytes].view(like.dtype)
+            self._wait(self.written, slot, rank, n)
+            return self.slots[slot, rank, first_byte:][: like.nbytes].view(like.dtype)
 
         def finish():
             collect(read)
-            self.released[me][slot] = n
+            self.released[slot, me] = n
 
         self.works[slot] = Work(finish)
         return self.works[slot]
 
-    def _wait(self, numbers, rank, slot, n):
+    def _wait(self, numbers, slot, rank, n):
         """Until this rank has written n, or more, in its word of the slot."""
         deadline = time.monotonic() + self.timeout_s
         tries = 0
-        while numbers[rank][slot] < n:
+        while numbers[slot, rank] < n:
             tries += 1
             time.sleep(min(tries, 20) * 2e-5)
             if tries % 50:
                 continue
-            if not os.path.exists(self.paths[rank]) and numbers[rank][slot] < n:
+            if not os.path.exists(self.paths[rank]) and numbers[slot, rank] < n:
                 raise RuntimeError("a neighbour has died")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"a neighbour is silent for {self.timeout_s:g} s")
