@@ -63,7 +63,7 @@ VALIDATION_ROWS = 16  # windows per validation batch, for every training batch s
 GPT2 = 50257  # tokens in its vocabulary
 HINT = "name token files (.bin), or one corpus folder, made with data.py --input FILE --out DIR"
 HEADERS = {20240520: np.uint16, 20240801: np.uint32}  # first number of llm.c's token files -> ids
-CHECKED_TOKENS = 2**24  # at the beginning of each array, when a corpus is opened
+CHECKED_TOKENS = 2**20  # at the beginning of each file, when a corpus is opened
 
 
 # ---- corpora ----
@@ -74,18 +74,17 @@ class TokenFiles:
 
     def __init__(self, arrays: list):
         self.arrays = arrays
-        self.ends = np.cumsum([len(array) for array in arrays])
+        self.begins = np.cumsum([0] + [len(array) for array in arrays])
 
     def __len__(self):
-        return int(self.ends[-1])
+        return int(self.begins[-1])
 
     def __getitem__(self, positions: np.ndarray) -> np.ndarray:
         found = np.empty(positions.shape, np.int64)
-        which = np.searchsorted(self.ends, positions, side="right")
+        which = np.searchsorted(self.begins, positions, side="right") - 1
         for i in np.unique(which):
-            array = self.arrays[i]
             here = which == i
-            found[here] = array[positions[here] - (self.ends[i] - len(array))]
+            found[here] = self.arrays[i][positions[here] - self.begins[i]]
         return found
 
 
@@ -97,15 +96,6 @@ class Corpus:
     vocab_size: int
     bytes_per_token: float  # of text: turns nats per token into bits per byte; NaN: not known
     hash: str  # of the tokens: equal on all ranks if they have the same corpus
-
-    def check(self, tokens):
-        """Raise UserError unless all these tokens are in the vocabulary."""
-        worst = tokens.max()
-        if worst >= self.vocab_size:
-            raise UserError(
-                f"the corpus contains token {worst}, but its vocabulary has {self.vocab_size} "
-                "tokens: make it again with data.py, or give a larger --vocab_size"
-            )
 
 
 def standard_library() -> Corpus:
@@ -150,7 +140,12 @@ def load(data: str | None, vocab_size: int = 0) -> Corpus:
         raise UserError(f"--data {data}: damaged ({error}); {HINT}") from None
     corpus.vocab_size = vocab_size or corpus.vocab_size
     for array in corpus.tokens.arrays:
-        corpus.check(array[:CHECKED_TOKENS])
+        worst = array[:CHECKED_TOKENS].max()
+        if worst >= corpus.vocab_size:
+            raise UserError(
+                f"the corpus contains token {worst}, but its vocabulary has {corpus.vocab_size} "
+                "tokens: make it again with data.py, or give a larger --vocab_size"
+            )
     return corpus
 
 
@@ -276,7 +271,6 @@ class Batches:
     def windows(self, starts: np.ndarray) -> tuple:
         """(inputs, targets) of the windows that begin at `starts`."""
         rows = self.corpus.tokens[starts[:, None] + np.arange(self.block_size + 1)]
-        self.corpus.check(rows)
         rows = torch.from_numpy(rows)
         if self.device.type == "cuda":  # pinned, so that the copy does not block the host
             rows = rows.pin_memory()

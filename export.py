@@ -64,7 +64,7 @@ def write_folder(source: Source, out: str):
     for name in shapes(config):
         theirs = their_names(name)
         for part_name, part in zip(theirs, source.tensors[name].chunk(len(theirs))):
-            tensors[part_name] = part.clone()
+            tensors[part_name] = part
     described = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()} | FIXED
     described["architectures"] = ["LlamaForCausalLM"]
     described["bos_token_id"] = None

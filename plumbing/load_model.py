@@ -100,7 +100,7 @@ def open_model(path: str) -> Source:
         else:
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             config = ModelConfig(**saved["model_config"])
-            source = Source(path, config, str(saved["tokenizer"]), saved["model"])
+            source = Source(path, config, saved["tokenizer"], saved["model"])
         for name, shape in shapes(source.config).items():
             found = source.tensors[name].shape
             if found != shape:
@@ -109,9 +109,9 @@ def open_model(path: str) -> Source:
     except ModuleNotFoundError:
         raise
     except Exception as error:  # files of other programs raise many kinds
-        reason = repr(error)[:250]  # in one line
+        reason = str(error).split("\n")[0]
         hint = "name a model.pt of train.py, or a folder with config.json and model.safetensors"
-        raise UserError(f"{path} is not a model: {reason}; {hint}") from None
+        raise UserError(f"{path} is not a model ({type(error).__name__}: {reason}): {hint}") from None
 
 
 def open_folder(folder: Path) -> Source:

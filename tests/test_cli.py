@@ -115,19 +115,19 @@ data --input IN/text.txt --out new --tokenizer gpt3 | gpt3/tokenizer.json: No su
 data --input IN/text.txt --out IN       | exists already
 data --input IN/text.txt --out NAME     | File name too long
 data --input IN/text.txt --out IN/loop/new | Too many levels of symbolic links
-train --init_from IN/nowhere            | is not a model: FileNotFoundError(2, 'No such file or directory'); name a model.pt
-train --init_from IN/foreign.pt         | is not a model: KeyError('model_config')
+train --init_from IN/nowhere            | nowhere'): name a model.pt of train.py
+train --init_from IN/foreign.pt         | is not a model (KeyError: 'model_config'): name a model.pt
 export                                  | --model
-export --model IN --out new             | is not a model: FileNotFoundError
-export --model IN/half.pt --out new     | is not a model: RuntimeError('PytorchStreamReader failed reading
+export --model IN --out new             | is not a model (FileNotFoundError: [Errno 2] No such file
+export --model IN/half.pt --out new     | is not a model (RuntimeError: PytorchStreamReader failed reading
 sample                                  | --model
 sample --model IN/nowhere               | No such file
-sample --model IN                       | is not a model: FileNotFoundError
+sample --model IN                       | config.json'): name a model.pt
 sample --model IN/text.txt              | is not a model
 sample --model IN/half.pt               | is not a model
 sample --model IN/foreign.pt            | is not a model
 sample --model IN/pickle.pt             | is not a model
-sample --model IN/path.pt               | UnpicklingError('Weights only load failed
+sample --model IN/path.pt               | is not a model (UnpicklingError: Weights only load failed
 sample --model x --seed DIGITS          | --seed
 """
 TABLE = [[part.strip() for part in line.split("|")] for line in WRONG.strip().splitlines()]
@@ -431,7 +431,7 @@ def test_foreign_config_json_is_refused_before_any_tensor_is_read(message, chang
     (tmp_path / "config.json").write_text(json.dumps(THEIRS | change))
     with pytest.raises(UserError) as error:
         load_model.open_model(str(tmp_path))
-    assert str(error.value).startswith(f"{tmp_path} is not a model: ") and message in str(error.value)
+    assert str(error.value).startswith(f"{tmp_path} is not a model (") and message in str(error.value)
 
 
 def test_config_json_has_the_fields_of_the_model():

@@ -170,7 +170,7 @@ def write_folder(folder, ids, **changes):
     return str(folder)
 
 
-def test_damaged_folders_few_and_foreign_tokens_are_refused(tmp_path, monkeypatch):
+def test_damaged_folders_few_and_foreign_tokens_are_refused(tmp_path):
     tokens = np.arange(100, dtype=np.uint16)
     cut = write_folder(tmp_path / "cut", tokens, tokens=101)
     with pytest.raises(UserError, match="^--data .*: damaged .*tokens.bin has 100 tokens"):
@@ -185,11 +185,6 @@ def test_damaged_folders_few_and_foreign_tokens_are_refused(tmp_path, monkeypatc
     foreign = write_folder(tmp_path / "foreign", tokens, vocab_size=99)
     with pytest.raises(UserError, match="contains token 99, but its vocabulary has 99"):
         data.load(foreign)
-    monkeypatch.setattr(data, "CHECKED_TOKENS", 10)  # a large corpus is checked batch by batch
-    corpus = data.load(foreign)
-    batch(corpus, size=100)
-    with pytest.raises(UserError, match="contains token 99, but its vocabulary has 99"):
-        list(data.Batches(corpus, 8, 16).validation(1))
 
 
 def write_shard(path, tokens, count=None, kind=(20240520, 1), dtype=np.uint16):
