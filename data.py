@@ -127,8 +127,8 @@ def standard_library() -> Corpus:
 def load(data: str | None, vocab_size: int = 0) -> Corpus:
     """Open a corpus. data: a folder that data.py has made; token files, or folders of them, with
     ":" between them; or None, the built-in corpus. vocab_size: of the model, which may have more
-    tokens than the corpus (0: the corpus's; of token files GPT-2's). Raises UserError if the corpus
-    is missing or damaged, or has other tokens."""
+    tokens than the corpus (0: the corpus's; of token files GPT-2's). Raises OSError if the corpus
+    is missing, UserError if it is damaged or has other tokens."""
     try:
         if data is None:
             corpus = standard_library()
@@ -282,7 +282,8 @@ class Batches:
 
 
 def text_documents(paths):
-    """Yield (piece of text, does its document end there?). Raises UserError for wrong input."""
+    """Yield (piece of text, does its document end there?). Raises OSError if a file is missing,
+    UserError for other wrong input."""
     for path in map(Path, paths):
         suffix = path.suffix.lower()
         if suffix in (".bin", ".json", ".parquet"):
@@ -333,7 +334,8 @@ def new_folder(out: str):
 
 def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = np.inf) -> dict:
     """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json. Its
-    vocabulary is the model's, unless the documents have a token that only the tokenizer has."""
+    vocabulary is the model's, unless the documents have a token that only the tokenizer has. Its
+    bytes_per_token count the last piece whole."""
     name, vocab_size = read_tokenizer(tokenizer_name)
     tokenizer = make_tokenizer(name)
     dtype = smallest_dtype(tokenizer.n_vocab)

@@ -83,7 +83,7 @@ class ShmGroup(dist.ProcessGroup):
         self.paths = [options.store.get(f"shm/{r}").decode() for r in range(self.size())]
         memory = np.memmap(self.paths[0], np.uint8)
         memory.base.madvise(mmap.MADV_DONTDUMP)  # a core dump would fill all slots
-        words = memory[:HEADER_BYTES].view(np.int64).reshape(2, 2 * SLOTS, -1)
+        words = np.asarray(memory)[:HEADER_BYTES].view(np.int64).reshape(2, 2 * SLOTS, -1)
         self.written = words[0]  # (slot, rank)
         self.released = words[1]
         slots = torch.from_numpy(memory[HEADER_BYTES:])

@@ -96,7 +96,8 @@ class JsonTokenizer:
 def read_tokenizer(name: str) -> tuple:
     """--tokenizer -> (argument of make_tokenizer(), size of the model's vocabulary). name: byte,
     gpt2, or a folder with a tokenizer.json. The model is that of a config.json beside it. It may
-    have more tokens than the tokenizer (padding) or fewer (added tokens)."""
+    have more tokens than the tokenizer (padding) or fewer (added tokens). Raises OSError if there
+    is no such folder."""
     if name in ("byte", "gpt2"):
         return name, make_tokenizer(name).n_vocab
     text = Path(name, "tokenizer.json").read_text()
