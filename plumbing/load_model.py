@@ -111,7 +111,8 @@ def open_model(path: str) -> Source:
     except Exception as error:  # files of other programs raise many kinds
         reason = str(error).split("\n")[0]
         hint = "name a model.pt of train.py, or a folder with config.json and model.safetensors"
-        raise UserError(f"{path} is not a model ({type(error).__name__}: {reason}): {hint}") from None
+        kind = type(error).__name__
+        raise UserError(f"{path} is not a model ({kind}: {reason}): {hint}") from None
 
 
 def open_folder(folder: Path) -> Source:
