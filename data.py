@@ -61,18 +61,9 @@ from plumbing.tokenizer import UNKNOWN, ByteTokenizer, make_tokenizer, read_toke
 VALIDATION_FRACTION = 0.05
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size
 GPT2 = 50257  # tokens in its vocabulary
-HINT = "name token files (.bin), or make a corpus with data.py --input FILE --out DIR"
+HINT = "name token files (.bin), or one corpus folder, made with data.py --input FILE --out DIR"
 HEADERS = {20240520: np.uint16, 20240801: np.uint32}  # first number of llm.c's token files -> ids
-CONVERT = (
-    "convert it to .jsonl first, one object per line: python -c \"import pandas; "
-    "pandas.read_{}('IN').to_json('OUT.jsonl', orient='records', lines=True)\""
-)
-UNSUPPORTED = {  # files that are not text, and what to do with them
-    ".bin": "these are token ids: give the file itself to train.py --data",
-    ".json": CONVERT.format("json"),
-    ".parquet": CONVERT.format("parquet"),
-}
-CHECKED_TOKENS = 2**24  # at the beginning of a corpus, when it is opened
+CHECKED_TOKENS = 2**20  # at the beginning of each file, when a corpus is opened
 
 
 # ---- corpora ----
@@ -83,18 +74,17 @@ class TokenFiles:
 
     def __init__(self, arrays: list):
         self.arrays = arrays
-        self.ends = np.cumsum([len(array) for array in arrays])
+        self.begins = np.cumsum([0] + [len(array) for array in arrays])
 
     def __len__(self):
-        return int(self.ends[-1])
+        return int(self.begins[-1])
 
     def __getitem__(self, positions: np.ndarray) -> np.ndarray:
-        found = np.empty(positions.shape, self.arrays[0].dtype)
-        which = np.searchsorted(self.ends, positions, side="right")
+        found = np.empty(positions.shape, np.int64)
+        which = np.searchsorted(self.begins, positions, side="right") - 1
         for i in np.unique(which):
-            array = self.arrays[i]
             here = which == i
-            found[here] = array[positions[here] - (self.ends[i] - len(array))]
+            found[here] = self.arrays[i][positions[here] - self.begins[i]]
         return found
 
 
@@ -107,39 +97,29 @@ class Corpus:
     bytes_per_token: float  # of text: turns nats per token into bits per byte; NaN: not known
     hash: str  # of the tokens: equal on all ranks if they have the same corpus
 
-    def check(self, tokens):
-        """Raise UserError unless all these tokens are in the vocabulary."""
-        if len(tokens) and (worst := tokens.max()) >= self.vocab_size:
-            raise UserError(
-                f"the corpus contains token {worst}, but its vocabulary has {self.vocab_size} "
-                "tokens: make it again with data.py, or give a larger --vocab_size"
-            )
-
 
 def standard_library() -> Corpus:
     """The built-in corpus: the .py files of Python's standard library, byte tokens."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+    root = sysconfig.get_paths()["stdlib"]
     left_out = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
     paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - left_out
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    if not paths:
-        raise UserError(f"no .py files in {root}: use --data FOLDER (made by data.py)")
+        paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
 
     tokenizer = ByteTokenizer()
     train = []
     validation = []
     # Sorted, because the order of the file system must not matter. Some links may be broken.
-    for path in sorted(filter(Path.is_file, paths), key=Path.as_posix):
-        text = path.read_bytes().decode("utf-8", errors="replace") + "\n"
+    for path in sorted(filter(os.path.isfile, paths)):
+        text = Path(path).read_bytes().decode(errors="replace") + "\n"
         document = np.append(tokenizer.encode(text), np.uint16(tokenizer.eot_token))
-        digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+        digest = hashlib.sha256(os.path.relpath(path, root).encode()).digest()
         part = validation if digest[0] / 256 < VALIDATION_FRACTION else train
         part.append(document)
 
     tokens = np.concatenate(train + validation)
-    digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
+    digest = hashlib.sha256(tokens).hexdigest()[:16]
     train_tokens = sum(map(len, train))
     return Corpus(TokenFiles([tokens]), train_tokens, "byte", tokenizer.n_vocab, 1.0, digest)
 
@@ -147,8 +127,8 @@ def standard_library() -> Corpus:
 def load(data: str | None, vocab_size: int = 0) -> Corpus:
     """Open a corpus. data: a folder that data.py has made; token files, or folders of them, with
     ":" between them; or None, the built-in corpus. vocab_size: of the model, which may have more
-    tokens than the corpus (0: the corpus's; of token files GPT-2's). Raises UserError if the corpus
-    is missing or damaged, or has other tokens."""
+    tokens than the corpus (0: the corpus's; of token files GPT-2's). Raises OSError if the corpus
+    is missing, UserError if it is damaged or has other tokens."""
     try:
         if data is None:
             corpus = standard_library()
@@ -156,36 +136,27 @@ def load(data: str | None, vocab_size: int = 0) -> Corpus:
             corpus = load_folder(data)
         else:
             corpus = load_token_files(data, vocab_size or GPT2)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or f"damaged ({str(error)[:100]})"
-        raise UserError(f"--data {str(data)[:200]}: {reason}; {HINT}") from None
+    except (ValueError, LookupError) as error:
+        raise UserError(f"--data {data}: damaged ({error}); {HINT}") from None
     corpus.vocab_size = vocab_size or corpus.vocab_size
-    arrays = corpus.tokens.arrays
-    for array in arrays:
-        corpus.check(array[: CHECKED_TOKENS // len(arrays)])
+    for array in corpus.tokens.arrays:
+        worst = array[:CHECKED_TOKENS].max()
+        if worst >= corpus.vocab_size:
+            raise UserError(
+                f"the corpus contains token {worst}, but its vocabulary has {corpus.vocab_size} "
+                "tokens: make it again with data.py, or give a larger --vocab_size"
+            )
     return corpus
 
 
 def load_folder(folder: str) -> Corpus:
     meta = json.loads(Path(folder, "meta.json").read_text())
-    dtype = {"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]]
-    tokens = TokenFiles([memory_map(Path(folder, "tokens.bin"), dtype)])
-    name = str(meta["tokenizer"])
-    if name == "tokenizer.json":
-        name = Path(folder, name).read_text()
-    corpus = Corpus(
-        tokens,
-        int(meta["train_tokens"]),
-        name,
-        int(meta["vocab_size"]),
-        float(meta["bytes_per_token"]),
-        str(meta["hash"]),
-    )
-    if len(tokens) != meta["tokens"] or not 0 <= corpus.train_tokens <= meta["tokens"]:
-        raise ValueError(f"tokens.bin has {len(tokens):,} tokens")
-    if not 0 < corpus.bytes_per_token < np.inf:
-        raise ValueError(f"meta.json has bytes_per_token {corpus.bytes_per_token}")
-    return corpus
+    array = memory_map(Path(folder, "tokens.bin"), meta.pop("dtype"))
+    if len(array) != meta.pop("tokens"):
+        raise ValueError(f"tokens.bin has {len(array):,} tokens")
+    if meta["tokenizer"] == "tokenizer.json":
+        meta["tokenizer"] = Path(folder, "tokenizer.json").read_text()
+    return Corpus(TokenFiles([array]), **meta)
 
 
 def load_token_files(data: str, vocab_size: int) -> Corpus:
@@ -194,14 +165,13 @@ def load_token_files(data: str, vocab_size: int) -> Corpus:
     digest = hashlib.sha256()
     for path in find_token_files(data):
         array = open_token_file(path, vocab_size)
-        is_validation = re.search("(^|[^a-z])val([^a-z]|$)", path.name)  # not in "interval"
-        part = validation if is_validation else train
-        part.append(array)
+        if re.search("(^|[^a-z])val([^a-z]|$)", path.name):  # not in "interval"
+            validation.append(array)
+        else:
+            train.append(array)
         for piece in array[: 2**19], array[-(2**19) :]:  # all of it could take minutes
             digest.update(f"{len(array)} ".encode() + piece.tobytes())
     tokens = TokenFiles(train + validation)
-    if len({array.dtype for array in tokens.arrays}) > 1:
-        raise ValueError("some files have two bytes per token, others four")
     train_tokens = sum(map(len, train))
     if not validation:
         train_tokens = int(len(tokens) * (1 - VALIDATION_FRACTION))
@@ -212,15 +182,16 @@ def load_token_files(data: str, vocab_size: int) -> Corpus:
 def find_token_files(data: str) -> list:
     """The paths in --data, and those of the validation files beside them."""
     paths = []
-    for path in map(Path, [data] if Path(data).exists() else data.split(":")):
+    for path in map(Path, data.split(":")):
         path.stat()  # an error that says what is wrong with it
         paths += sorted(path.glob("*.bin")) if path.is_dir() else [path]
     paths += [path.with_name(path.name.replace("train", "val")) for path in paths]
     paths = list(dict.fromkeys(path.resolve() for path in paths if path.exists()))
-    if not paths or any(path.suffix != ".bin" for path in paths):
-        raise UserError(f"--data {data[:200]}: no token files; {HINT}")
-    if any(path.with_name("meta.json").exists() for path in paths):
-        raise UserError(f"--data {data[:200]}: name one corpus folder, not its files")
+    wrong = not paths
+    for path in paths:
+        wrong |= path.suffix != ".bin" or path.with_name("meta.json").exists()
+    if wrong:
+        raise UserError(f"--data {data}: no token files; {HINT}")
     return paths
 
 
@@ -232,7 +203,7 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
 def open_token_file(path: Path, vocab_size: int) -> np.memmap:
     """llm.c's begin with 256 int32: magic, version, number of tokens. Others have no header."""
     header = np.fromfile(path, np.int32, 256)
-    if len(header) < 256 or header[0] not in HEADERS:
+    if header[0] not in HEADERS:
         return memory_map(path, smallest_dtype(vocab_size))
     array = memory_map(path, HEADERS[header[0]], offset=1024)
     if len(array) != header[2]:
@@ -242,7 +213,7 @@ def open_token_file(path: Path, vocab_size: int) -> np.memmap:
 
 def memory_map(path: Path, dtype, offset: int = 0) -> np.memmap:
     array = np.memmap(path, dtype, mode="r", offset=offset)
-    # Batches read at random positions. Reading ahead would cost milliseconds per batch.
+    # Batches read at random positions. Reading ahead costs milliseconds per batch.
     array.base.madvise(mmap.MADV_RANDOM)
     return array
 
@@ -300,8 +271,7 @@ class Batches:
     def windows(self, starts: np.ndarray) -> tuple:
         """(inputs, targets) of the windows that begin at `starts`."""
         rows = self.corpus.tokens[starts[:, None] + np.arange(self.block_size + 1)]
-        self.corpus.check(rows)
-        rows = torch.from_numpy(rows.astype(np.int64))
+        rows = torch.from_numpy(rows)
         if self.device.type == "cuda":  # pinned, so that the copy does not block the host
             rows = rows.pin_memory()
         rows = rows.to(self.device, non_blocking=True)
@@ -312,11 +282,12 @@ class Batches:
 
 
 def text_documents(paths):
-    """Yield (piece of text, does its document end there?). Raises UserError for wrong input."""
+    """Yield (piece of text, does its document end there?). Raises OSError if a file is missing,
+    UserError for other wrong input."""
     for path in map(Path, paths):
         suffix = path.suffix.lower()
-        if suffix in UNSUPPORTED:
-            raise UserError(f"--input {path}: {UNSUPPORTED[suffix]}")
+        if suffix in (".bin", ".json", ".parquet"):
+            raise UserError(f"--input {path}: neither text nor .jsonl (one object per line)")
         try:
             with open(path, encoding="utf-8-sig", newline="") as file:  # without a byte order mark
                 if suffix in (".jsonl", ".ndjson"):
@@ -326,8 +297,7 @@ def text_documents(paths):
                         yield "".join(lines), False
                     yield "", True
         except UnicodeDecodeError:
-            hint = "if it is text at all, use iconv -t utf-8"
-            raise UserError(f"--input {path}: not UTF-8 text; {hint}") from None
+            raise UserError(f"--input {path}: not UTF-8 text; use iconv -t utf-8") from None
 
 
 def json_documents(file):
@@ -337,7 +307,7 @@ def json_documents(file):
         try:
             text = json.loads(line)["text"]
             text.encode()  # fails for half of a surrogate pair
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             wrong = f'line {number} is not a JSON object with a string "text"'
             raise UserError(f"--input {file.name}: {wrong}") from None
         if text:
@@ -348,10 +318,10 @@ def json_documents(file):
 def new_folder(out: str):
     """Yields the path of a folder that becomes `out` at the end, or is removed after an error or
     a signal. Raises UserError if there is an `out` already."""
-    out = Path(os.path.abspath(out))
+    out = Path(out)
     if out.exists():
         raise UserError(f"--out {out} exists already: name a new folder or remove that one")
-    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
+    partial = Path(f"{out}.partial-{os.getpid()}")
     for number in STOPS:  # an exception, so that the folder is removed
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
@@ -364,11 +334,11 @@ def new_folder(out: str):
 
 def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = np.inf) -> dict:
     """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json. Its
-    vocabulary is the model's, unless the documents have a token that only the tokenizer has."""
+    vocabulary is the model's, unless the documents have a token that only the tokenizer has. Its
+    bytes_per_token count the last piece whole."""
     name, vocab_size = read_tokenizer(tokenizer_name)
     tokenizer = make_tokenizer(name)
     dtype = smallest_dtype(tokenizer.n_vocab)
-    digest = hashlib.sha256()
     text_bytes = 0
     count = 0
     with new_folder(out) as folder:
@@ -377,26 +347,23 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = n
                 tokens = tokenizer.encode(text).astype(dtype)
                 if ends:
                     tokens = np.append(tokens, dtype.type(tokenizer.eot_token))
-                if count + len(tokens) > max_tokens:
-                    tokens = tokens[: int(max_tokens) - count]
-                    text = tokenizer.decode(tokens.tolist())
-                vocab_size = max(vocab_size, 1 + int(tokens.max(initial=0)))
                 file.write(tokens.tobytes())
-                digest.update(tokens.tobytes())
                 text_bytes += len(text.encode())
                 count += len(tokens)
                 if count >= max_tokens:
                     break
+            file.truncate(dtype.itemsize * int(min(count, max_tokens)))
         if text_bytes == 0:
             raise UserError("the input has no text: nothing was written")
+        written = np.memmap(file.name, dtype)
         meta = {
             "tokenizer": tokenizer.name,
-            "vocab_size": vocab_size,
+            "vocab_size": max(vocab_size, 1 + int(written.max())),
             "dtype": dtype.name,
-            "tokens": count,
-            "train_tokens": int(count * (1 - VALIDATION_FRACTION)),
+            "tokens": len(written),
+            "train_tokens": int(len(written) * (1 - VALIDATION_FRACTION)),
             "bytes_per_token": text_bytes / count,
-            "hash": digest.hexdigest()[:16],
+            "hash": hashlib.sha256(written).hexdigest()[:16],
         }
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         if tokenizer.name == "tokenizer.json":
@@ -415,8 +382,7 @@ def main():
     args = parser.parse_args()
     check_limits("--max_tokens", args.max_tokens, {"low": 1})
     meta = write_corpus(text_documents(args.input), args.tokenizer, args.out, args.max_tokens)
-    count, train = meta["tokens"], meta["train_tokens"]
-    print(f"{args.out}: {count:,} tokens ({args.tokenizer}), {train:,} of them for training")
+    print(f"{args.out}: {meta['tokens']:,} tokens ({args.tokenizer})")
 
 
 if __name__ == "__main__":

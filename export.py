@@ -10,14 +10,13 @@ transformers opens the folder, and so do --init_from and sample.py. It needs the
 safetensors and, for a tokenizer.json, tokenizers.
 """
 
-import dataclasses
 import json
 import os
 from pathlib import Path
 
 import torch
 
-from config import Parser, UserError, run_command
+from config import Parser, UserError, explain, run_command
 from data import new_folder
 from plumbing.load_model import FIELDS, FIXED, Source, open_model, shapes, their_names
 from plumbing.tokenizer import UNKNOWN, to_json
@@ -26,7 +25,8 @@ from plumbing.tokenizer import UNKNOWN, to_json
 def whole_model(model) -> dict:
     """The parameters of a shard.ShardedModel in fp32 on the CPU of rank 0, gathered layer by layer
     ({} on other ranks). The ranks of replica 0 call it; the names are those of model.Llama."""
-    mesh, state = model.mesh, {}
+    mesh = model.mesh
+    state = {}
     for l, (layout, master) in enumerate(zip(model.layouts, model.masters)):
         whole = master.new_empty(layout.padded)
         mesh.shard.own_piece(whole).copy_(master)
@@ -44,7 +44,7 @@ def save_model(path, model, tokenizer: str, flags: dict):
     weights = whole_model(model)
     if model.mesh.rank != 0:
         return
-    saved = {"model": weights, "model_config": dataclasses.asdict(model.config)}
+    saved = {"model": weights, "model_config": vars(model.config)}
     saved |= {"tokenizer": tokenizer, "config": flags}
     unfinished = f"{path}.tmp"
     try:
@@ -52,9 +52,8 @@ def save_model(path, model, tokenizer: str, flags: dict):
             torch.save(saved, file)
         os.replace(unfinished, path)
     except (OSError, RuntimeError) as error:  # torch.save raises its own error after an OSError
-        cause = error if isinstance(error, OSError) else error.__context__ or error
-        reason = getattr(cause, "strerror", None) or cause
         Path(unfinished).unlink(missing_ok=True)  # a full disk needs the room
+        reason = explain(error)[1]
         raise UserError(f"{path} could not be written: {reason}") from None
 
 
@@ -63,12 +62,13 @@ def write_folder(source: Source, out: str):
     config = source.config
     tensors = {}
     for name in shapes(config):
-        theirs = their_names(config, name)
+        theirs = their_names(name)
         for part_name, part in zip(theirs, source.tensors[name].chunk(len(theirs))):
-            tensors[part_name] = part.clone()
+            tensors[part_name] = part
     described = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()} | FIXED
-    described |= {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
-    described |= {"bos_token_id": None, "eos_token_id": None}
+    described["architectures"] = ["LlamaForCausalLM"]
+    described["bos_token_id"] = None
+    described["eos_token_id"] = None
     files = {"config.json": described}
     if source.tokenizer != UNKNOWN:
         tokenizer = to_json(source.tokenizer)

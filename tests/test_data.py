@@ -104,7 +104,7 @@ def test_written_corpus_holds_every_document_up_to_max_tokens(tmp_path, monkeypa
     assert data.load("x").hash != data.load("y").hash  # of the same length
     documents = (("x" * 3, i % 3 == 2) for i in range(3000))  # three pieces each
     meta = data.write_corpus(documents, "byte", "new/cut/", max_tokens=25)  # in a document
-    assert (meta["tokens"], meta["bytes_per_token"]) == (25, 23 / 25)
+    assert (meta["tokens"], meta["bytes_per_token"]) == (25, 24 / 26)  # of what was read
     assert ids(data.load("new/cut")) == ([120] * 9 + [256]) * 2 + [120] * 5
 
 
@@ -170,16 +170,14 @@ def write_folder(folder, ids, **changes):
     return str(folder)
 
 
-def test_wrong_meta_data_few_and_foreign_tokens_are_refused(tmp_path, monkeypatch):
+def test_damaged_folders_few_and_foreign_tokens_are_refused(tmp_path):
     tokens = np.arange(100, dtype=np.uint16)
-    changes = [dict(dtype="float32"), dict(dtype=[]), dict(tokens=101), dict(vocab_size="many")]
-    changes += [dict(train_tokens=-5), dict(train_tokens=101), dict(vocab_size=float("inf"))]
-    changes += [dict(bytes_per_token=0), dict(bytes_per_token=float("nan")), {}]
-    folders = [write_folder(tmp_path / str(i), tokens, **each) for i, each in enumerate(changes)]
-    Path(folders[-1], "meta.json").write_text("[" * 100000)
-    for folder in folders:
-        with pytest.raises(UserError, match="^--data .*: damaged"):
-            data.load(folder)
+    cut = write_folder(tmp_path / "cut", tokens, tokens=101)
+    with pytest.raises(UserError, match="^--data .*: damaged .*tokens.bin has 100 tokens"):
+        data.load(cut)
+    Path(cut, "meta.json").write_text("{")
+    with pytest.raises(UserError, match="^--data .*: damaged"):
+        data.load(cut)
     corpus = data.load(write_folder(tmp_path / "short", tokens))
     data.check_windows(corpus, 49)
     with pytest.raises(UserError, match="needs at least 51"):
@@ -187,11 +185,6 @@ def test_wrong_meta_data_few_and_foreign_tokens_are_refused(tmp_path, monkeypatc
     foreign = write_folder(tmp_path / "foreign", tokens, vocab_size=99)
     with pytest.raises(UserError, match="contains token 99, but its vocabulary has 99"):
         data.load(foreign)
-    monkeypatch.setattr(data, "CHECKED_TOKENS", 10)  # a large corpus is checked batch by batch
-    corpus = data.load(foreign)
-    batch(corpus, size=100)
-    with pytest.raises(UserError, match="contains token 99, but its vocabulary has 99"):
-        list(data.Batches(corpus, 8, 16).validation(1))
 
 
 def write_shard(path, tokens, count=None, kind=(20240520, 1), dtype=np.uint16):
@@ -217,8 +210,7 @@ def test_token_files_of_a_large_vocabulary_are_read_in_four_bytes(tmp_path):
     assert data.load(str(tmp_path / "bare.bin"), 2**17).tokens.arrays[0].dtype == np.uint32
     short = write_shard(tmp_path / "short.bin", small)  # its header counts, not --vocab_size
     assert ids(data.load(short, 128_256)) == small.tolist()
-    with pytest.raises(UserError, match="two bytes per token, others four"):
-        data.load(f"{short}:{shard}", 128_256)
+    assert ids(data.load(f"{short}:{shard}", 128_256)) == [*small.tolist(), *large.tolist()]
     for path in shard, str(tmp_path / "bare.bin"):  # the way out is named
         with pytest.raises(UserError, match="larger --vocab_size"):
             data.load(path)
@@ -276,7 +268,7 @@ def test_token_files_of_other_programs_are_read_in_place(tmp_path):
 
 def test_files_of_a_corpus_folder_are_no_token_files(corpus_folder):
     for names in f"{corpus_folder}/tokens.bin", f"{corpus_folder}:{corpus_folder}":
-        with pytest.raises(UserError, match="name one corpus folder, not its files"):
+        with pytest.raises(UserError, match="no token files; .* or one corpus folder"):
             data.load(names)
 
 
@@ -293,10 +285,6 @@ def test_without_a_network_the_line_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", None)  # calling it raises an error
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR.*--tokenizer byte"):
         tokenizer.make_tokenizer("gpt2")
-    monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", lambda name: time.sleep(60))
-    monkeypatch.setattr(tokenizer, "DOWNLOAD_S", 1)
-    with pytest.raises(UserError, match="cannot download .*TimeoutError"):  # a silent firewall
-        tokenizer.make_tokenizer("gpt2")
 
 
 def test_bytes_become_tokens_and_text_again_even_if_they_are_damaged():
@@ -311,7 +299,7 @@ def test_bytes_become_tokens_and_text_again_even_if_they_are_damaged():
 def test_letters_of_the_bytes_in_a_tokenizer_json_are_gpt2s():
     alphabet = pytest.importorskip("tokenizers").pre_tokenizers.ByteLevel.alphabet()
     letters = tokenizer.letters_of_bytes(alphabet)
-    assert sorted(letters) == sorted(alphabet) and len(set(letters)) == 256
+    assert sorted(letters.values()) == sorted(alphabet) and sorted(letters) == list(range(256))
     for letter, byte in {"a": 97, "\u00ff": 255, "\u0120": 32, "\u010a": 10, "\u0143": 173}.items():
         assert letters[byte] == letter
 

@@ -93,8 +93,7 @@ def test_run_starts_from_their_model(transformers, corpus_folder, tmp_path, more
     assert (launched.wait(), launched.lines("err")) == ([0] * ranks, [])
     (line,) = [line for line in launched.lines("out") if line.startswith("init")]
     heads, tied = more.get("num_key_value_heads", 4), more.get("tie_word_embeddings", False)
-    assert (f"{heads} heads of keys and values are copied to 4" in line) == (heads < 4)
-    assert ("tied output matrix" in line) == tied
+    assert f"({heads} heads of keys and values; output matrix tied: {tied})" in line
     tokens = torch.randint(300, (2, 64))
     for path in tmp_path / "hf", tmp_path / "run" / "model.pt":
         source = load_model.open_model(str(path))
@@ -107,7 +106,7 @@ def test_run_starts_from_their_model(transformers, corpus_folder, tmp_path, more
 def test_round_trip_is_exact(transformers, model_pt, tmp_path):
     first = load_model.open_model(str(model_pt))
     second = load_model.open_model(str(exported(model_pt, tmp_path / "out")))
-    assert first.config == second.config and not second.notes
+    assert first.config == second.config
     assert first.tensors.keys() == second.tensors.keys()
     assert all(torch.equal(x, second.tensors[name]) for name, x in first.tensors.items())
     text = "def naïve():\r\n\treturn '\u03c0 \U0001f642'\n" * 7000
@@ -136,7 +135,7 @@ def test_byte_pairs_of_tiktoken_give_the_same_tokens_in_a_tokenizer_json(monkeyp
         ranks.setdefault(word, len(ranks))
     special = {"<|endoftext|>": len(ranks)}
     encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    monkeypatch.setattr(tokenizer, "download", lambda name: encoding)
+    monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", lambda name: encoding)
     fast = tokenizer.to_json("gpt2")
     assert fast.eot_token == len(ranks) and fast.end_of_text == "<|endoftext|>"
     plain = tokenizer.make_tokenizer("gpt2")
@@ -177,14 +176,13 @@ def test_their_tokenizer_makes_a_corpus_and_a_model_that_is_exported_with_it(
     assert theirs(text).input_ids == ids[:-1].tolist()
     model, encoding = load(str(folder))
     assert continue_text(model, encoding, "README", count=5).startswith("README")
-    other = ["--n_layer=3", "--n_hidden=64"]
-    for more in [[each] for each in other]:
-        with pytest.raises(UserError, match=f"another shape: leave out {more[0][:6]}"):
-            launch.Setup([*argv, *more, "--overwrite"], train.METHODS, 0, 1)
+    for more in "--n_layer=3", "--n_hidden=64":
+        with pytest.raises(UserError, match="another shape, .*n_layer=2.*: leave out the flags"):
+            launch.Setup([*argv, more, "--overwrite"], train.METHODS, 0, 1)
 
 
 WRONG = {  # changes of config.json -> what the line says
-    "has shape": dict(intermediate_size=96), "it has no": dict(num_hidden_layers=3),
+    "has shape": dict(intermediate_size=96), "KeyError": dict(num_hidden_layers=3),
     "has no place in model.py": dict(num_hidden_layers=1),
     "tie_word_embeddings is true, but lm_head is not the embedding": dict(tie_word_embeddings=True),
 }  # more are in test_cli.py
@@ -206,11 +204,11 @@ def test_foreign_and_damaged_folders_are_refused_in_one_line(transformers, tmp_p
     whole = (tmp_path / "hf" / "model.safetensors").read_bytes()
     for content in whole[: len(whole) // 2], b"":
         (tmp_path / "hf" / "model.safetensors").write_bytes(content)
-        with pytest.raises(UserError, match=r"is not a model \(model.safetensors: Error while"):
+        with pytest.raises(UserError, match=r"is not a model \(SafetensorError: Error while"):
             load_model.open_model(str(tmp_path / "hf"))
     their_llama(transformers, tmp_path / "many", shard="40KB")
     (tmp_path / "many" / "model-00003-of-00005.safetensors").unlink()
-    with pytest.raises(UserError, match=r"\(model-00003-of-00005.safetensors: No such file"):
+    with pytest.raises(UserError, match="No such file.*model-00003-of-00005.safetensors"):
         load_model.open_model(str(tmp_path / "many"))
 
 
@@ -223,7 +221,7 @@ def test_tied_model_may_have_its_embedding_twice(transformers, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     source = load_model.open_model(str(tmp_path))
     output = source.tensors["layers.3.output.weight"]
-    assert torch.equal(output, source.tensors["layers.0.weight"]) and "tied" in source.notes
+    assert torch.equal(output, source.tensors["layers.0.weight"]) and "tied: True" in source.notes
 
 
 def test_tokenizer_with_gaps_keeps_marks_in_the_text(transformers):
