@@ -1,9 +1,8 @@
 """The laboratory: experiments about the methods. Each is a question, runs of train.py, a figure.
 
-    python -m lab                    # list the experiments and their cost
+    python -m lab                    # list the experiments
     python -m lab tau                # print the table; write tau.json, .md and .svg to lab/results/
-    python -m lab tau --quick        # a few short runs for a first look, into out/lab/quick/
-    python -m lab tau --add          # only the runs that tau.json has no rows of
+    python -m lab tau --steps 96 --seeds 1             # tau_96.json: short runs, for a first look
     python -m lab frontier --steps 2000 --seeds 1 2    # frontier_2000.json
     python -m lab --tables           # rewrite all tables and pictures from the JSON files
 
@@ -16,14 +15,12 @@ unless they say otherwise. They have the settings of BEST, which `tune` has foun
 other experiment reports.
 """
 
-import math
-
 from config import run_command
 from lab import merge as merge_module
 from lab import planner
 from lab import timeline as timeline_module
 from lab.plot import Panel
-from lab.rows import add_distance, beside_minibatch
+from lab.rows import beside_minibatch, distance, with_base
 from lab.runs import BASE, Run, experiment, main
 
 TUNING_SEED = 7
@@ -110,12 +107,11 @@ def replicas_of(run) -> list:
 
 def draw_timelines(rows, path):
     """The rows of the variant "overlap" have a picture of their own."""
-    overlap = [row for row in rows if row["variant"] == "overlap"]
-    others = [row for row in rows if row["variant"] != "overlap"]
+    overlap = [row for row in rows if row["variant"]]
+    others = [row for row in rows if not row["variant"]]
     title = "Lost time: two replicas on a slow link, replica 1 half as fast"
     timeline_module.draw(others, path, title)
-    if overlap:
-        timeline_module.draw_overlap(overlap, path.with_name("overlap.svg"))
+    timeline_module.draw_overlap(overlap, path.with_name("overlap.svg"))
 
 
 @experiment("computing", rows_of=replicas_of, picture=draw_timelines)
@@ -168,7 +164,7 @@ def link_panel(mbps):
         title=f"{mbps} Mbit/s",
         where={"link_mbps": mbps},
         log=10,
-        xlim=(1, math.inf),
+        first=1,
     )
 
 
@@ -241,15 +237,15 @@ PARTS = {  # of EDiT's penalty
 }
 
 
-def sick_panel(title, disturbance, last, **where):
+def sick_panel(title, disturbance, **where):
     where["disturbance"] = disturbance
-    curves = ("step_curve", "val_loss_curve", "steps")
-    return Panel(*curves, title=title, where=where, xlim=(192, last))
+    return Panel("step_curve", "val_loss_curve", "steps", title=title, where=where, first=192)
 
 
 def over_undisturbed(rows) -> list:
     same = ("method", "aggregate", "steps", "seed")
-    add_distance(rows, "excess", same, disturbance="none")
+    for row, base in with_base(rows, same, disturbance="none"):
+        row["excess"] = distance(row, base)
     return rows
 
 
@@ -257,10 +253,10 @@ def over_undisturbed(rows) -> list:
     "excess",
     "val_loss",
     panels=[
-        sick_panel("learning rate x 100", FAST, 272, variant=""),
-        sick_panel("random tokens", "random tokens", 272),
-        sick_panel("learning rate x 100: EDiT's parts", FAST, 272, method="edit"),
-        sick_panel("wrong sign", "wrong sign", 448),
+        sick_panel("learning rate x 100", FAST, variant=""),
+        sick_panel("random tokens", "random tokens"),
+        sick_panel("learning rate x 100: EDiT's parts", FAST, method="edit"),
+        sick_panel("wrong sign", "wrong sign"),
     ],
     combine=over_undisturbed,
 )
@@ -375,7 +371,8 @@ def tune(seed):
 
 
 def over_one_replica(rows) -> list:
-    add_distance(rows, "over_one", ("seed",), variant="1 replica")
+    for row, base in with_base(rows, ["seed"], variant="1 replica"):
+        row["over_one"] = distance(row, base)
     return rows
 
 
@@ -400,18 +397,13 @@ def merged_and_ensemble(run) -> list:
     if run.program == "train.py":
         return [row]
     rows = [row | {"variant": "merged once"}]
-    losses = merge_module.judge(run.folder, run.flags.get("eval_batches", 16))
+    losses = merge_module.judge(run.folder)
     for name, loss in losses.items():
         rows.append(row | {"variant": name, "val_loss": loss})
     return rows
 
 
-def over_minibatch(rows) -> list:
-    add_distance(rows, "over_minibatch", ("seed",), method="minibatch")
-    return rows
-
-
-@experiment("val_loss", "over_minibatch", rows_of=merged_and_ensemble, combine=over_minibatch)
+@experiment("val_loss", "over_minibatch", rows_of=merged_and_ensemble, combine=beside_minibatch)
 def merge(seed):
     """Train apart and merge once: a merge of weights beside the ensemble of the models."""
     yield training("minibatch", seed)
@@ -430,7 +422,7 @@ def scale_panel(model):
         title=f"{model[:-1]} billion parameters",
         where={"model": model},
         log=10,
-        xlim=(0.3, 1000),
+        first=0.3,
     )
 
 

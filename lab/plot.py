@@ -47,7 +47,7 @@ class Panel:
     title: str = ""
     where: dict = field(default_factory=dict)  # draw only the rows with these values
     log: int = 0  # the base, if the x axis is logarithmic
-    xlim: tuple = (-math.inf, math.inf)  # draw only these points
+    first: float = -math.inf  # draw only the points from this x on
     frontier: bool = False  # names only of NAMED; a line through the points that none beats
 
 
@@ -63,12 +63,11 @@ def points_of(row, panel) -> list:
 def lines_of(rows, panel) -> dict:
     """(method, variant) -> points (mean x, mean y, lowest y, highest y), in the order of METHODS
     and of x. Rows with the same x, and the k-th points of curves, are seeds."""
-    low, high = panel.xlim
     found = defaultdict(lambda: defaultdict(list))
     for row in in_order(rows):
         if panel.where.items() <= row.items():
             for key, x, y in points_of(row, panel):
-                if low <= x <= high:
+                if x >= panel.first:
                     found[row["method"], row.get("variant")][key].append((x, y))
 
     lines = {}
@@ -137,7 +136,6 @@ def best_points(lines) -> list:
 def draw(rows, panels, path):
     """Write the panels, side by side, as an SVG."""
     from matplotlib import figure
-    panels = [panel for panel in panels if lines_of(rows, panel)]  # --quick leaves some empty
     panels_lines = [lines_of(rows, panel) for panel in panels]
     styles = styles_of(panels_lines, panels[0].frontier)
 
