@@ -16,12 +16,12 @@ other experiment reports.
 """
 
 from config import run_command
-from lab import merge as merge_module
 from lab import planner
-from lab import timeline as timeline_module
+from lab.merge import judge
 from lab.plot import Panel
 from lab.rows import beside_minibatch, distance, with_base
 from lab.runs import BASE, Run, experiment, main
+from lab.timeline import draw, draw_overlap, read_timeline
 
 TUNING_SEED = 7
 
@@ -99,7 +99,7 @@ def timing(method, tau=16, **flags) -> Run:
 
 def replicas_of(run) -> list:
     """A row per replica."""
-    rows = timeline_module.read_timeline(run.folder)
+    rows = read_timeline(run.folder)
     for row in rows:
         row |= run.columns | {"folder": run.folder.name, "command": run.commands()}
     return rows
@@ -110,8 +110,8 @@ def draw_timelines(rows, path):
     overlap = [row for row in rows if row["variant"]]
     others = [row for row in rows if not row["variant"]]
     title = "Lost time: two replicas on a slow link, replica 1 half as fast"
-    timeline_module.draw(others, path, title)
-    timeline_module.draw_overlap(overlap, path.with_name("overlap.svg"))
+    draw(others, path, title)
+    draw_overlap(overlap, path.with_name("overlap.svg"))
 
 
 @experiment("computing", rows_of=replicas_of, picture=draw_timelines)
@@ -397,7 +397,7 @@ def merged_and_ensemble(run) -> list:
     if run.program == "train.py":
         return [row]
     rows = [row | {"variant": "merged once"}]
-    losses = merge_module.judge(run.folder)
+    losses = judge(run.folder)
     for name, loss in losses.items():
         rows.append(row | {"variant": name, "val_loss": loss})
     return rows

@@ -98,18 +98,14 @@ class Run:
             "val_loss_curve": record["val_loss"],
         }
         if self.timed_by:
-            step_s = self.timed_by.step_s()
+            steps = read_run(self.timed_by.folder)["steps"]  # the first one is slower
+            step_s = statistics.median(step["step_ms"] for step in steps[2:]) / 1e3
             row["step_ms"] = 1e3 * step_s
             row["seconds_curve"] = [(step - warmup) * step_s for step in record["step"]]
             row["local_s"] = row["seconds_curve"][-1]
             row["tokens_per_s"] = record["tokens"][-1] / record["step"][-1] / step_s
         row["command"] = self.commands()
         return row
-
-    def step_s(self) -> float:
-        """The median between the rows of the record; the first step is slower."""
-        steps = read_run(self.folder)["steps"]
-        return statistics.median(step["step_ms"] for step in steps[2:]) / 1e3
 
     def execute(self):
         """Train, or go on where an earlier start was interrupted. Then keep no checkpoint."""
@@ -127,12 +123,10 @@ class Run:
     def start(self, ranks: int, stop: int | None):
         """Run train.py to its end or, if there is a `stop`, until a checkpoint has that step."""
         words = self.command(ranks).split()[2:]  # without OMP_NUM_THREADS and torchrun
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        os.environ["OMP_NUM_THREADS"] = "1"
         output = self.folder / "output.txt"
         with open(output, "a") as file:
-            torchrun = subprocess.Popen(
-                TORCHRUN + words, cwd=HERE, env=environment, stdout=file, stderr=file
-            )
+            torchrun = subprocess.Popen(TORCHRUN + words, cwd=HERE, stdout=file, stderr=file)
         try:
             while torchrun.poll() is None and not (stop and self.reached(stop)):
                 time.sleep(0.1)
@@ -249,13 +243,7 @@ def parse_arguments():
 def change_base(args):
     """Change the flags of all runs, as the command line says."""
     if args.steps:
-        BASE.update(
-            max_steps=args.steps,
-            sync_warmup_steps=32,
-            eval_interval=args.steps // 8,
-            log_interval=args.steps // 8,
-            checkpoint_interval=args.steps // 2,
-        )
+        BASE.update(max_steps=args.steps, sync_warmup_steps=32)
     if args.model:
         BASE.update(model=args.model, batch_size=2)
 
@@ -267,12 +255,15 @@ def main():
         for path in sorted(RESULTS.glob("*.json")):
             write_page(experiment_of(path), path)
     elif args.experiment:
-        words = [args.experiment, args.steps, args.model]
-        path = RESULTS / ("_".join(str(word) for word in words if word) + ".json")
+        name = args.experiment
+        if args.steps:
+            name += f"_{args.steps}"
+        if args.model:
+            name += f"_{args.model}"
         for number in STOPS:  # end the run, too
             signal.signal(number, signal.default_int_handler)
         try:
-            run_experiment(EXPERIMENTS[args.experiment], args.seeds, path)
+            run_experiment(EXPERIMENTS[args.experiment], args.seeds, RESULTS / f"{name}.json")
         except KeyboardInterrupt:
             raise UserError("interrupted; the same command goes on from here") from None
     else:

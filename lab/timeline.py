@@ -2,7 +2,6 @@
 
     torchrun ... train.py --method edit --timeline --link_mbps 60 --slow_replica 1:2
     python -m lab.plot --timeline out/edit out/diloco --out timeline.svg
-    python -m lab.plot --overlap out/edit out/diloco --out overlap.svg    # one sync, by layer
 
 A span is a pair (begin, end), in seconds. Time in a step that is not waiting counts as computing;
 time between steps (evaluation, saving) does not count. The shares are over whole rounds, without
@@ -125,8 +124,7 @@ def draw(rows, path, title="Lost time"):
     with settings():
         picture = figure.Figure((10, 1.2 + 0.28 * len(rows)), layout="constrained")
         axes = picture.add_subplot()
-        places = []
-        names = []
+        names = {}  # y -> the name of a bar
         folder = rows[0]["folder"]
         y = 0.0
         for row in rows:
@@ -136,14 +134,13 @@ def draw(rows, path, title="Lost time"):
             draw_replica(axes, row, y)
             draw_spans(axes, row, "link", y - 0.16, 0.12)
             axes.text(1.005 * seconds, y + 0.4, f"{row['computing']:.0%}", va="center")
-            places.append(y + 0.4)
-            names.append(f"{case_cell(row, 'method')}, replica {row['replica']}")
+            names[y + 0.4] = f"{case_cell(row, 'method')}, replica {row['replica']}"
             y -= 1.05
 
         axes.set_title(title, weight="bold", loc="left")
         axes.set_title("computes", fontsize=9, loc="right")
         axes.set(xlim=(0, seconds), ylim=(y + 0.8, 1), xlabel="seconds")
-        axes.set_yticks(places, names)
+        axes.set_yticks(list(names), names.values())
         finish(picture, rows, path)
 
 
@@ -151,9 +148,7 @@ def draw_overlap(rows, path):
     """Write one sync of replica 0 of each run as SVG: what it does and, by layer, what its link
     sends."""
     from matplotlib import figure
-    shown = [row for row in rows if row["replica"] == 0 and row["spans"].get("link")]
-    if not shown:
-        raise UserError("no replica has used its link")
+    shown = [row for row in rows if row["replica"] == 0]
     syncs = [transfers(row) for row in shown]
     longest = max(layers[-1][1] - layers[0][0] for layers in syncs)
     with settings():

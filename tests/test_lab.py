@@ -219,7 +219,8 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
     ]  # fmt: skip
     assert plot.lines_of(found, plot.Panel("x", "val_loss", "", first=20)) == {}
     assert plot.lines_of(found, plot.Panel("x", "val_loss", "", where={"tau": 5})) == {}
-    curves = [row | {"x": [1, 2], "val_loss": [row["seed"], 2.0]} for row in found[1::2]]
+    seeds = [found[1], found[3]]
+    curves = [row | {"x": [1, 2], "val_loss": [row["seed"], 2.0]} for row in seeds]
     assert plot.lines_of(curves, panel) == {("edit", ""): [(1, 1.5, 1, 2), (2, 2.0, 2.0, 2.0)]}
     found += [row | {"method": "averaging"} for row in found[:1]]  # a method of the reader's own
     assert rows.table(found, ("val_loss",)).splitlines()[2:] == [
@@ -237,14 +238,11 @@ def test_line_of_the_frontier_joins_the_points_that_no_other_beats():
     assert plot.best_points(lines) == [(1, 4.0), (3, 2.0), (4, 1.5)]
 
 
-def test_picture_of_a_frontier_names_at_most_eight_lines():
-    lines = {(method, ""): [] for method in rows.METHODS}
-    lines |= {(method, "Muon"): [] for method in rows.METHODS}
+def test_picture_of_a_frontier_names_at_most_seven_methods():
+    lines = {(method, variant): [] for method in rows.METHODS for variant in ("", "Muon")}
     styles = plot.styles_of([lines], frontier=True)
-    assert [label for label in styles if styles[label]["label"]] == sorted(
-        plot.NAMED, key=list(lines).index
-    )
-    assert len(plot.NAMED) == 8
+    named = {method for method, variant in lines if styles[method, variant]["label"]}
+    assert named == set(plot.NAMED) and len(named) == 7
     assert all(style["label"] for style in plot.styles_of([lines]).values())
 
 
@@ -327,12 +325,6 @@ def test_standard_error_is_that_of_the_differences_seed_by_seed():
     assert rows.table(found[:2], ("over_minibatch",)).splitlines()[-1] == "| EDiT | +10.0% |  | 1 |"
 
 
-def test_picture_is_svg(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["plot.py", "run", "--out", "x.png"])
-    with pytest.raises(UserError, match="pictures are SVG; name it x.svg"):
-        plot.main()
-
-
 def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError) as caught:
@@ -342,26 +334,25 @@ def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
 
 def test_plot_draws_records_of_runs(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
-    edit, seen = dict(method="edit", tau=8, seed=1), []
-    configs = edit, edit | dict(seed=2), edit | dict(tau=4), dict(method="diloco", tau=2)
+    seen = []
     warm = json.dumps(dict(event="step", step=4, sync_bytes=2, tokens=4, train_s=1)) + "\n"
-    for k, (name, config) in enumerate(zip("abdc", configs)):
+    for k, (name, method) in enumerate(zip("abd", ("edit", "edit", "diloco"))):
         (tmp_path / name).mkdir()
-        config = json.dumps({"event": "config", "sync_warmup_steps": 4} | config)
+        config = json.dumps({"event": "config", "sync_warmup_steps": 4, "method": method})
         curve = dict.fromkeys(rows.CURVES, k)
         text = config + "\n" + warm + json.dumps({"event": "eval"} | curve)
         (tmp_path / name / "metrics.jsonl").write_text(text)
-    folders, out = [str(tmp_path / name) for name in "abdc"], tmp_path / "x.svg"
+    monkeypatch.chdir(tmp_path)
     draw = lambda rows, panels, path: seen.append((rows, panels)) or drawn(rows, panels, path)
     drawn = plot.draw
     monkeypatch.setattr(plot, "draw", draw)
-    monkeypatch.setattr(sys, "argv", ["plot.py", *folders, "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["plot.py", "a", "b", "d", "--out", "x.png"])
     plot.main()
-    texts = ["DiLoCo", "EDiT, tau 8", "EDiT, tau 4", "tokens"]
-    assert all(f">{text}<" in out.read_text() for text in texts)
-    ((found, panels),) = seen  # seeds are one line: the mean, the lowest, the highest
-    assert plot.lines_of(found, panels[1])["edit", "tau 8"] == [(0.5, 0.5, 0, 1)]
-    assert [row["sync_bytes"] for row in found] == [[0], [1], [2], [3]]
+    texts = ["DiLoCo", "EDiT, a", "EDiT, b", "tokens"]
+    assert all(f">{text}<" in Path("x.svg").read_text() for text in texts)
+    ((found, panels),) = seen
+    assert plot.lines_of(found, panels[1])["edit", "b"] == [(1, 1, 1, 1)]
+    assert [row["sync_bytes"] for row in found] == [[0], [1], [2]]
 
 
 CONFIG = dict(event="config", method="edit", sync_warmup_steps=4)
@@ -479,13 +470,8 @@ def test_timeline_of_a_run_is_drawn(tmp_path, corpus_folder, monkeypatch):
     assert ">DiLoCo, replica 3<" in Path(out).read_text()
     assert checksum(shown) in Path(out).read_text()
 
-    monkeypatch.setattr(sys, "argv", ["plot.py", "--overlap", str(tmp_path), "--out", out])
-    plot.main()
+    timeline.draw_overlap(slow, out)
     assert all(f">{text}<" in Path(out).read_text() for text in ("DiLoCo, replica 0", "0", "3"))
-    monkeypatch.setattr(sys, "argv", ["plot.py", "--overlap", str(tmp_path / "fast"), "--out", out])
-    if not any(row["spans"].get("link") for row in rows_[2:]):
-        with pytest.raises(UserError, match="no replica has used its link"):
-            plot.main()
 
 
 def keep_apart(method, model, mesh):
