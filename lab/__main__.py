@@ -15,6 +15,8 @@ unless they say otherwise. They have the settings of BEST, which `tune` has foun
 other experiment reports.
 """
 
+import re
+
 from config import run_command
 from lab import planner
 from lab.merge import judge
@@ -25,8 +27,8 @@ from lab.timeline import draw, draw_overlap, read_timeline
 
 TUNING_SEED = 7
 
-# Flags of a method, or of (method, tau) where that differs. From lab/results/tune.json: the lowest
-# loss of three settings with tau 16, 448 steps. A-EDiT without slow replicas is EDiT.
+# Flags of a method. From lab/results/tune.json: the lowest loss of three settings with tau 16, 448
+# steps. A-EDiT without slow replicas is EDiT.
 BEST = {
     "minibatch": "lr 0.0045",
     "post_local_sgd": "lr 0.0045",
@@ -49,22 +51,19 @@ LONG = 1000  # Runs with so many steps have lr 0.003: mini-batch ends lower than
 MUON = {"optimizer": "muon", "lr": 0.0045, "muon_lr": 0.02}
 ONE_BIT = MUON | {"outer_lr": 1.0, "outer_momentum": 0.0, "warmup_format": "int8"}
 
-LOCKSTEP = ("minibatch", "diloco", "edit")
-STREAMING = ("streaming_diloco", "streaming_edit")
 LOCAL = ("diloco", "streaming_diloco", "edit", "streaming_edit")
 SHORT = {4: {"fragments": 2, "delay": 1}}  # with tau 4 the delay is at most tau / F - 1
 
 
 def flags_of(setting: str) -> dict:
-    words = setting.split()
-    return dict(zip(words[::2], words[1::2]))
+    return dict(re.findall(r"(\w+) (\S+)", setting))
 
 
 def training(
     method, seed, tau=16, variant="", columns=None, stages=((4, None),), timed_by=None, **flags
 ) -> Run:
     """A run with the best setting of the method. flags: other than BASE; columns: of its row."""
-    best = flags_of(BEST.get((method, tau)) or BEST.get(method, ""))
+    best = flags_of(BEST.get(method, ""))
     if BASE["max_steps"] >= LONG:
         best["lr"] = 0.003
     if "model" in BASE:  # it has a learning rate of its own
@@ -89,9 +88,14 @@ def timing(method, tau=16, **flags) -> Run:
     steps = tau
     if method == "minibatch":
         steps = 4
-    length = {"max_steps": 3 * steps, "log_interval": steps, "eval_interval": 10**6}
-    flags = length | {"checkpoint_interval": 0, "sync_warmup_steps": 0} | flags
-    return training(method, TUNING_SEED, tau, columns={"seed": None}, **flags)
+    length = {
+        "max_steps": 3 * steps,
+        "log_interval": steps,
+        "eval_interval": 10**6,
+        "checkpoint_interval": 0,
+        "sync_warmup_steps": 0,
+    }
+    return training(method, TUNING_SEED, tau, columns={"seed": None}, **length, **flags)
 
 
 # ---- what EDiT buys ----
@@ -201,7 +205,7 @@ def stragglers(seed):
     for slowness in (1.0, 1.5, 2.0, 4.0):
         columns = {"slowness": slowness} | VIRTUAL
         slow = {"slow_replica": f"3:{slowness}"}
-        for method in LOCKSTEP:
+        for method in ("minibatch", "diloco", "edit"):
             short = timing(method, **slow, virtual_clock=True)
             yield training(method, seed, columns=columns, timed_by=short)
         for weighting in ("none", "times_steps", "norm_per_step"):
@@ -306,7 +310,7 @@ def frontier(seed):
         yield training("one_bit_edit", seed, tau, "Muon", **warmup, **ONE_BIT)
         for method in ("post_local_sgd", "slowmo", "co2", "noloco", "diloco", "edit"):
             yield training(method, seed, tau, **warmup)
-        for method in STREAMING:
+        for method in ("streaming_diloco", "streaming_edit"):
             yield training(method, seed, tau, **warmup, **SHORT.get(tau, {}))
         for method in ("zero_one_adam", "sparse_loco", "eager", "robust"):
             yield training(method, seed, tau, **warmup)
@@ -318,7 +322,7 @@ NESTEROV = (
     "lr 0.0045 outer_lr 0.7 outer_momentum 0.8",
     "lr 0.0045 outer_lr 0.9 outer_momentum 0.7",
 )
-SETTINGS = {  # that `tune` tries, of each method the same number, for each tau of TUNED
+SETTINGS = {  # that `tune` tries, of each method the same number
     "minibatch": RATES,
     "post_local_sgd": RATES,
     "slowmo": (
@@ -354,17 +358,13 @@ SETTINGS = {  # that `tune` tries, of each method the same number, for each tau 
         "lr 0.0045 outer_lr 0.7",
     ),
 }
-TUNED = (16,)
-
-
 @experiment("val_loss")
 def tune(seed):
     """Which setting is the best one of each method?"""
-    for tau in TUNED:
-        for method, settings in SETTINGS.items():
-            for setting in settings:
-                flags = flags_of(setting)
-                yield training(method, TUNING_SEED, tau, columns={"setting": setting}, **flags)
+    for method, settings in SETTINGS.items():
+        for setting in settings:
+            columns = {"setting": setting}
+            yield training(method, TUNING_SEED, columns=columns, **flags_of(setting))
 
 
 # ---- more ----

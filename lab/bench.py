@@ -10,8 +10,8 @@
 
 The speed of a machine drifts, so the candidates take turns in one run, a few steps at a time. A
 ratio is the median of the ratios of the turns. The flags of train.py for the mesh, the device and
-the model count, and those of Flags; the others have no effect. The default is --model 10m
---batch_size 2.
+the model count, and --repeats; the others have no effect. The default is --model 10m --batch_size 2
+--vocab_size 257.
 """
 
 import statistics
@@ -33,7 +33,7 @@ from plumbing.plan import Plan
 from shard import ShardedModel
 from train import make_optimizer
 
-DEFAULTS = "--model 10m --batch_size 2 --method minibatch".split()
+DEFAULTS = "--model 10m --batch_size 2 --vocab_size 257 --method minibatch".split()
 STEPS = 2  # timed ones in a turn
 
 
@@ -42,7 +42,6 @@ class Flags:
     """The benchmark's flags, beside train.py's."""
 
     repeats: int = option(5, "turns", low=1, group="benchmark")
-    vocab_size: int = option(257, "of the model; 257: bytes", low=2)
     limits_link = False  # no link is simulated
 
 

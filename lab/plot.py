@@ -19,7 +19,7 @@ import numpy as np
 from config import Parser, UserError, run_command
 from lab import timeline
 from lab.rows import GRAY, METHODS, in_order, read_run
-from lab.svg import save, settings
+from lab.svg import new_figure, save
 
 VARIANTS = "os^vDX"  # markers
 # The names in the picture of a frontier. All other points are gray.
@@ -124,18 +124,15 @@ def best_points(lines) -> list:
 
 def draw(rows, panels, path):
     """Write the panels, side by side, as an SVG."""
-    from matplotlib import figure
+    picture = new_figure(2.5 + 3.7 * len(panels), 4.5)
+    all_axes = picture.subplots(1, len(panels), squeeze=False)[0]
     panels_lines = [lines_of(rows, panel) for panel in panels]
     styles = styles_of(panels_lines, panels[0].frontier)
-
-    with settings():
-        picture = figure.Figure((2.5 + 3.7 * len(panels), 4.5), layout="constrained")
-        all_axes = picture.subplots(1, len(panels), squeeze=False)[0]
-        for axes, panel, lines in zip(all_axes, panels, panels_lines):
-            draw_panel(axes, panel, lines, styles)
-        handles = axes.get_legend_handles_labels()
-        picture.legend(*handles, loc="outside right upper", frameon=False)
-        save(picture, [list(lines.values()) for lines in panels_lines], path)
+    for axes, panel, lines in zip(all_axes, panels, panels_lines):
+        draw_panel(axes, panel, lines, styles)
+    handles = axes.get_legend_handles_labels()
+    picture.legend(*handles, loc="outside right upper", frameon=False)
+    save(picture, [list(lines.values()) for lines in panels_lines], path)
 
 
 def rows_of(folders) -> list:

@@ -11,6 +11,7 @@ executed one after the other. An interrupted run goes on from its last checkpoin
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -27,8 +28,8 @@ from lab.rows import after_warmup, read_run, table
 from plumbing.checkpoint import list_checkpoints
 
 HERE = Path(__file__).parent.parent
-RUNS = HERE / "out" / "lab"
-RESULTS = HERE / "lab" / "results"
+RUNS = HERE / "out/lab"
+RESULTS = HERE / "lab/results"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]  # also where `torchrun` has no path
 EXPERIMENTS = {}  # by name
 SEQUENCES = 16  # of all ranks per step
@@ -118,7 +119,7 @@ class Run:
 
     def reached(self, stop: int | None) -> bool:
         steps = [int(path.name.split("-")[1]) for path in list_checkpoints(self.folder)]
-        return self.finished() or (stop is not None and max(steps, default=0) >= stop)
+        return self.finished() or max(steps, default=0) >= (stop or math.inf)
 
     def start(self, ranks: int, stop: int | None):
         """Run train.py to its end or, if there is a `stop`, until a checkpoint has that step."""
@@ -150,10 +151,6 @@ def execute_all(runs):
 # ---- experiments ----
 
 
-def unchanged(rows) -> list:
-    return rows
-
-
 def one_row(run) -> list:
     return [run.row()]
 
@@ -164,8 +161,8 @@ class Experiment:
     columns: tuple  # of the table
     panels: tuple = ()  # of the picture
     rows_of: object = one_row  # run -> rows of the result
-    combine: object = unchanged  # rows of all runs -> rows of the result
-    summary: object = unchanged  # rows of the result -> rows of the table
+    combine: object = list  # rows of all runs -> rows of the result
+    summary: object = list  # rows of the result -> rows of the table
     picture: object = None  # in place of panels: draws (rows, path)
 
     def runs(self, seeds) -> list:
@@ -240,26 +237,20 @@ def parse_arguments():
     return args
 
 
-def change_base(args):
-    """Change the flags of all runs, as the command line says."""
-    if args.steps:
-        BASE.update(max_steps=args.steps, sync_warmup_steps=32)
-    if args.model:
-        BASE.update(model=args.model, batch_size=2)
-
-
 def main():
     args = parse_arguments()
-    change_base(args)
+    name = args.experiment
+    if args.steps:
+        name = f"{name}_{args.steps}"
+        BASE.update(max_steps=args.steps, sync_warmup_steps=32)
+    if args.model:
+        name = f"{name}_{args.model}"
+        BASE.update(model=args.model, batch_size=2)
+
     if args.tables:
         for path in sorted(RESULTS.glob("*.json")):
             write_page(experiment_of(path), path)
     elif args.experiment:
-        name = args.experiment
-        if args.steps:
-            name += f"_{args.steps}"
-        if args.model:
-            name += f"_{args.model}"
         for number in STOPS:  # end the run, too
             signal.signal(number, signal.default_int_handler)
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from config import UserError
 from lab.rows import case_cell, read_run
-from lab.svg import save, settings
+from lab.svg import new_figure, save
 
 SPANS = {  # name -> color, text in the legend
     "step": ("#0072b2", "computes"),
@@ -119,53 +119,49 @@ def finish(figure, rows, path):
 
 def draw(rows, path, title="Lost time"):
     """Write a bar for each replica of each run as SVG, and the share in which it computes."""
-    from matplotlib import figure
     seconds = min(row["whole_s"] for row in rows)
-    with settings():
-        picture = figure.Figure((10, 1.2 + 0.28 * len(rows)), layout="constrained")
-        axes = picture.add_subplot()
-        names = {}  # y -> the name of a bar
-        folder = rows[0]["folder"]
-        y = 0.0
-        for row in rows:
-            if row["folder"] != folder:
-                y -= 0.6
-            folder = row["folder"]
-            draw_replica(axes, row, y)
-            draw_spans(axes, row, "link", y - 0.16, 0.12)
-            axes.text(1.005 * seconds, y + 0.4, f"{row['computing']:.0%}", va="center")
-            names[y + 0.4] = f"{case_cell(row, 'method')}, replica {row['replica']}"
-            y -= 1.05
+    picture = new_figure(10, 1.2 + 0.28 * len(rows))
+    axes = picture.add_subplot()
+    names = {}  # y -> the name of a bar
+    folder = rows[0]["folder"]
+    y = 0.0
+    for row in rows:
+        if row["folder"] != folder:
+            y -= 0.6
+        folder = row["folder"]
+        draw_replica(axes, row, y)
+        draw_spans(axes, row, "link", y - 0.16, 0.12)
+        axes.text(1.005 * seconds, y + 0.4, f"{row['computing']:.0%}", va="center")
+        names[y + 0.4] = f"{case_cell(row, 'method')}, replica {row['replica']}"
+        y -= 1.05
 
-        axes.set_title(title, weight="bold", loc="left")
-        axes.set_title("computes", fontsize=9, loc="right")
-        axes.set(xlim=(0, seconds), ylim=(y + 0.8, 1), xlabel="seconds")
-        axes.set_yticks(list(names), names.values())
-        finish(picture, rows, path)
+    axes.set_title(title, weight="bold", loc="left")
+    axes.set_title("computes", fontsize=9, loc="right")
+    axes.set(xlim=(0, seconds), ylim=(y + 0.8, 1), xlabel="seconds")
+    axes.set_yticks(list(names), names.values())
+    finish(picture, rows, path)
 
 
 def draw_overlap(rows, path):
     """Write one sync of replica 0 of each run as SVG: what it does and, by layer, what its link
     sends."""
-    from matplotlib import figure
     shown = [row for row in rows if row["replica"] == 0]
     syncs = [transfers(row) for row in shown]
     longest = max(layers[-1][1] - layers[0][0] for layers in syncs)
-    with settings():
-        picture = figure.Figure((10, 0.8 + 1.1 * len(shown)), layout="constrained")
-        all_axes = picture.subplots(len(shown), squeeze=False)[:, 0]
-        for axes, row, layers in zip(all_axes, shown, syncs):
-            first = layers[0][0]
-            last = layers[-1][1]
-            draw_replica(axes, row, 0.0)
-            for l, (begin, end) in enumerate(layers):
-                place = [(begin, end - begin)], (-0.75, 0.6)
-                axes.broken_barh(*place, facecolor=SPANS["link"][0], edgecolor="white")
-                middle = (begin + end) / 2
-                axes.text(middle, -0.45, l, color="white", ha="center", va="center")
+    picture = new_figure(10, 0.8 + 1.1 * len(shown))
+    all_axes = picture.subplots(len(shown), squeeze=False)[:, 0]
+    for axes, row, layers in zip(all_axes, shown, syncs):
+        first = layers[0][0]
+        last = layers[-1][1]
+        draw_replica(axes, row, 0.0)
+        for l, (begin, end) in enumerate(layers):
+            place = [(begin, end - begin)], (-0.75, 0.6)
+            axes.broken_barh(*place, facecolor=SPANS["link"][0], edgecolor="white")
+            middle = (begin + end) / 2
+            axes.text(middle, -0.45, l, color="white", ha="center", va="center")
 
-            axes.set(xlim=(first - 0.4 * longest, first + 1.8 * longest), ylim=(-0.8, 0.85))
-            axes.set_xticks([first, last], ["0", f"{last - first:.2f} s"])
-            name = case_cell(row, "method")
-            axes.set_yticks([-0.45, 0.4], ["its link, by layer", f"{name}, replica 0"])
-        finish(picture, rows, path)
+        axes.set(xlim=(first - 0.4 * longest, first + 1.8 * longest), ylim=(-0.8, 0.85))
+        axes.set_xticks([first, last], ["0", f"{last - first:.2f} s"])
+        name = case_cell(row, "method")
+        axes.set_yticks([-0.45, 0.4], ["its link, by layer", f"{name}, replica 0"])
+    finish(picture, rows, path)
