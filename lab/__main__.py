@@ -287,6 +287,18 @@ def penalty(seed):
 
 # ---- the frontier ----
 
+WHOLE = (  # methods that send the whole model at once
+    "post_local_sgd",
+    "slowmo",
+    "co2",
+    "noloco",
+    "diloco",
+    "edit",
+    "zero_one_adam",
+    "sparse_loco",
+    "eager",
+    "robust",
+)
 
 @experiment(
     "val_loss",
@@ -308,12 +320,10 @@ def frontier(seed):
     yield training("top_k", seed, columns={"tau": 1}, **warmup)
     for tau in (4, 8, 16, 64):
         yield training("one_bit_edit", seed, tau, "Muon", **warmup, **ONE_BIT)
-        for method in ("post_local_sgd", "slowmo", "co2", "noloco", "diloco", "edit"):
+        for method in WHOLE:
             yield training(method, seed, tau, **warmup)
         for method in ("streaming_diloco", "streaming_edit"):
             yield training(method, seed, tau, **warmup, **SHORT.get(tau, {}))
-        for method in ("zero_one_adam", "sparse_loco", "eager", "robust"):
-            yield training(method, seed, tau, **warmup)
 
 
 RATES = ("lr 0.003", "lr 0.0045", "lr 0.006")
@@ -397,8 +407,7 @@ def merged_and_ensemble(run) -> list:
     if run.program == "train.py":
         return [row]
     rows = [row | {"variant": "merged once"}]
-    losses = judge(run.folder)
-    for name, loss in losses.items():
+    for name, loss in judge(run.folder).items():
         rows.append(row | {"variant": name, "val_loss": loss})
     return rows
 

@@ -118,12 +118,10 @@ def now_ms(mesh) -> float:
 
 def alternate(mesh, steps: dict, turns: int) -> dict:
     """name -> milliseconds per step in each turn."""
-    for step in [*steps.values()] * 2:
-        step()
     times = {name: [] for name in steps}
     for _ in range(turns):
         for name, step in steps.items():
-            step()  # fills the caches, which the candidate before has used
+            step()  # fills the caches, which the candidate before has used; the first one compiles
             began = now_ms(mesh)
             for _ in range(STEPS):
                 step()

@@ -11,6 +11,7 @@ readers; lines and markers differ, too. Needs matplotlib.
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
@@ -71,12 +72,8 @@ def lines_of(rows, panel) -> dict:
 def styles_of(panels_lines, frontier=False) -> dict:
     """(method, variant) -> its style. A variant has its method's color, a dotted line and another,
     open marker. frontier: all but NAMED are gray and have no name."""
-    labels = {}
-    for lines in panels_lines:
-        labels |= dict.fromkeys(lines)
-
     styles = {}
-    for method, variant in labels:
+    for method, variant in dict.fromkeys(chain(*panels_lines)):
         name, color, marker, line = METHODS.get(method, (method, "#7570b3", "X", "-"))
         style = {"color": color, "marker": marker, "linestyle": line, "label": name}
         style |= {"linewidth": 1.4, "markersize": 4.5, "markerfacecolor": color}
@@ -114,9 +111,8 @@ def draw_panel(axes, panel, lines, styles):
 
 def best_points(lines) -> list:
     """The points (x, y) that no other point beats in both."""
-    points = [point[:2] for line in lines.values() for point in line]
     best = []
-    for x, y in sorted(points):
+    for x, y, *_ in sorted(chain(*lines.values())):
         if not best or y < best[-1][1]:
             best.append((x, y))
     return best

@@ -50,6 +50,7 @@ CASE = (  # what distinguishes the cases
 )
 COUNTS = ("step", "tokens", "train_s", "sync_bytes")  # columns of step rows and evaluations
 CURVES = (*COUNTS, "val_loss")  # columns of the evaluations
+DAMAGED = (ValueError, LookupError, TypeError, RecursionError)  # what reading such a file raises
 
 
 def read_run(folder) -> dict:
@@ -74,7 +75,7 @@ def read_run(folder) -> dict:
         for row in rows["step"] + rows["eval"]:
             numbers += [row[name] for name in COUNTS]
         sum(numbers)  # raises a TypeError if one is no number
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except DAMAGED as error:
         raise UserError(f"{path} is not the record of a run ({error})") from None
     return record
 

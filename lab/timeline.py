@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from config import UserError
-from lab.rows import case_cell, read_run
+from lab.rows import DAMAGED, case_cell, read_run
 from lab.svg import new_figure, save
 
 SPANS = {  # name -> color, text in the legend
@@ -37,15 +37,15 @@ def read_timeline(folder) -> list:
     found = {}
     try:
         for path in sorted(Path(folder).glob("timeline-*.json")):
-            recorded = json.loads(path.read_text())
-            found[recorded["replica"]] = recorded["spans"]
-        rows = [replica_row(record, replica, found[replica]) for replica in sorted(found)]
-    except (ValueError, LookupError, TypeError, RecursionError, ZeroDivisionError) as error:
+            row = replica_row(record, **json.loads(path.read_text()))
+            found[row["replica"]] = row  # ranks of a replica are alike
+    except (*DAMAGED, ZeroDivisionError) as error:
         reason = f"its timeline is damaged, or has less than three rounds ({error})"
         raise UserError(f"{folder}: {reason}") from None
-    if not rows:
+    if not found:
         raise UserError(f"{folder}: the run has no timeline; train with --timeline")
 
+    rows = [found[replica] for replica in sorted(found)]
     origin = min(row.pop("begin") for row in rows)
     for row in rows:
         row["folder"] = str(folder)
@@ -55,12 +55,13 @@ def read_timeline(folder) -> list:
     return rows
 
 
-def replica_row(record, replica, recorded) -> dict:
-    spans = defaultdict(list)
-    for name, begin, end in sorted(recorded):
-        spans[name].append((float(begin), float(end)))
+def replica_row(record, replica, spans) -> dict:
+    """spans: as the run has recorded them, triples (name, begin, end)."""
+    by_name = defaultdict(list)
+    for name, begin, end in sorted(spans):
+        by_name[name].append((float(begin), float(end)))
 
-    steps = spans["step"]
+    steps = by_name["step"]
     lengths = [each[replica] for each in record["rounds"]]
     if not lengths:  # mini-batch
         lengths = [1] * len(steps)
@@ -72,12 +73,16 @@ def replica_row(record, replica, recorded) -> dict:
 
     whole = steps[ends[1] : ends[-2]]
     begin = whole[0][0]
-    waits = spans["wait for link"] + spans["wait for others"]
+    waits = by_name["wait for link"] + by_name["wait for others"]
     steps_s = sum(end - begin for begin, end in whole)
     waits_s = sum(overlap_s(waits, *step) for step in whole)
-    row = {"replica": replica, "computing": 1 - waits_s / steps_s, "begin": begin, "spans": spans}
-    row["whole_s"] = whole[-1][1] - begin
-    return row
+    return {
+        "replica": replica,
+        "computing": 1 - waits_s / steps_s,
+        "spans": by_name,
+        "begin": begin,
+        "whole_s": whole[-1][1] - begin,
+    }
 
 
 def overlap_s(spans, begin, end) -> float:
