@@ -1,9 +1,8 @@
 """The laboratory: experiments about the methods. Each is a question, runs of train.py, a figure.
 
-    python -m lab                    # list the experiments and their cost
+    python -m lab                    # list the experiments
     python -m lab tau                # print the table; write tau.json, .md and .svg to lab/results/
-    python -m lab tau --quick        # a few short runs for a first look, into out/lab/quick/
-    python -m lab tau --add          # only the runs that tau.json has no rows of
+    python -m lab tau --steps 96 --seeds 1             # tau_96.json: short runs, for a first look
     python -m lab frontier --steps 2000 --seeds 1 2    # frontier_2000.json
     python -m lab --tables           # rewrite all tables and pictures from the JSON files
 
@@ -16,20 +15,20 @@ unless they say otherwise. They have the settings of BEST, which `tune` has foun
 other experiment reports.
 """
 
-import math
+import re
 
 from config import run_command
-from lab import merge as merge_module
 from lab import planner
-from lab import timeline as timeline_module
+from lab.merge import judge
 from lab.plot import Panel
-from lab.rows import add_distance, beside_minibatch
+from lab.rows import beside_minibatch, distance, with_base
 from lab.runs import BASE, Run, experiment, main
+from lab.timeline import draw, draw_overlap, read_timeline
 
 TUNING_SEED = 7
 
-# Flags of a method, or of (method, tau) where that differs. From lab/results/tune.json: the lowest
-# loss of three settings with tau 16, 448 steps. A-EDiT without slow replicas is EDiT.
+# Flags of a method. From lab/results/tune.json: the lowest loss of three settings with tau 16, 448
+# steps. A-EDiT without slow replicas is EDiT.
 BEST = {
     "minibatch": "lr 0.0045",
     "post_local_sgd": "lr 0.0045",
@@ -52,22 +51,19 @@ LONG = 1000  # Runs with so many steps have lr 0.003: mini-batch ends lower than
 MUON = {"optimizer": "muon", "lr": 0.0045, "muon_lr": 0.02}
 ONE_BIT = MUON | {"outer_lr": 1.0, "outer_momentum": 0.0, "warmup_format": "int8"}
 
-LOCKSTEP = ("minibatch", "diloco", "edit")
-STREAMING = ("streaming_diloco", "streaming_edit")
 LOCAL = ("diloco", "streaming_diloco", "edit", "streaming_edit")
 SHORT = {4: {"fragments": 2, "delay": 1}}  # with tau 4 the delay is at most tau / F - 1
 
 
 def flags_of(setting: str) -> dict:
-    words = setting.split()
-    return dict(zip(words[::2], words[1::2]))
+    return dict(re.findall(r"(\w+) (\S+)", setting))
 
 
 def training(
     method, seed, tau=16, variant="", columns=None, stages=((4, None),), timed_by=None, **flags
 ) -> Run:
     """A run with the best setting of the method. flags: other than BASE; columns: of its row."""
-    best = flags_of(BEST.get((method, tau)) or BEST.get(method, ""))
+    best = flags_of(BEST.get(method, ""))
     if BASE["max_steps"] >= LONG:
         best["lr"] = 0.003
     if "model" in BASE:  # it has a learning rate of its own
@@ -92,9 +88,14 @@ def timing(method, tau=16, **flags) -> Run:
     steps = tau
     if method == "minibatch":
         steps = 4
-    length = {"max_steps": 3 * steps, "log_interval": steps, "eval_interval": 10**6}
-    flags = length | {"checkpoint_interval": 0, "sync_warmup_steps": 0} | flags
-    return training(method, TUNING_SEED, tau, columns={"seed": None}, **flags)
+    length = {
+        "max_steps": 3 * steps,
+        "log_interval": steps,
+        "eval_interval": 10**6,
+        "checkpoint_interval": 0,
+        "sync_warmup_steps": 0,
+    }
+    return training(method, TUNING_SEED, tau, columns={"seed": None}, **length, **flags)
 
 
 # ---- what EDiT buys ----
@@ -102,7 +103,7 @@ def timing(method, tau=16, **flags) -> Run:
 
 def replicas_of(run) -> list:
     """A row per replica."""
-    rows = timeline_module.read_timeline(run.folder)
+    rows = read_timeline(run.folder)
     for row in rows:
         row |= run.columns | {"folder": run.folder.name, "command": run.commands()}
     return rows
@@ -110,12 +111,11 @@ def replicas_of(run) -> list:
 
 def draw_timelines(rows, path):
     """The rows of the variant "overlap" have a picture of their own."""
-    overlap = [row for row in rows if row["variant"] == "overlap"]
-    others = [row for row in rows if row["variant"] != "overlap"]
+    overlap = [row for row in rows if row["variant"]]
+    others = [row for row in rows if not row["variant"]]
     title = "Lost time: two replicas on a slow link, replica 1 half as fast"
-    timeline_module.draw(others, path, title)
-    if overlap:
-        timeline_module.draw_overlap(overlap, path.with_name("overlap.svg"))
+    draw(others, path, title)
+    draw_overlap(overlap, path.with_name("overlap.svg"))
 
 
 @experiment("computing", rows_of=replicas_of, picture=draw_timelines)
@@ -168,7 +168,7 @@ def link_panel(mbps):
         title=f"{mbps} Mbit/s",
         where={"link_mbps": mbps},
         log=10,
-        xlim=(1, math.inf),
+        first=1,
     )
 
 
@@ -205,7 +205,7 @@ def stragglers(seed):
     for slowness in (1.0, 1.5, 2.0, 4.0):
         columns = {"slowness": slowness} | VIRTUAL
         slow = {"slow_replica": f"3:{slowness}"}
-        for method in LOCKSTEP:
+        for method in ("minibatch", "diloco", "edit"):
             short = timing(method, **slow, virtual_clock=True)
             yield training(method, seed, columns=columns, timed_by=short)
         for weighting in ("none", "times_steps", "norm_per_step"):
@@ -241,15 +241,15 @@ PARTS = {  # of EDiT's penalty
 }
 
 
-def sick_panel(title, disturbance, last, **where):
+def sick_panel(title, disturbance, **where):
     where["disturbance"] = disturbance
-    curves = ("step_curve", "val_loss_curve", "steps")
-    return Panel(*curves, title=title, where=where, xlim=(192, last))
+    return Panel("step_curve", "val_loss_curve", "steps", title=title, where=where, first=192)
 
 
 def over_undisturbed(rows) -> list:
     same = ("method", "aggregate", "steps", "seed")
-    add_distance(rows, "excess", same, disturbance="none")
+    for row, base in with_base(rows, same, disturbance="none"):
+        row["excess"] = distance(row, base)
     return rows
 
 
@@ -257,10 +257,10 @@ def over_undisturbed(rows) -> list:
     "excess",
     "val_loss",
     panels=[
-        sick_panel("learning rate x 100", FAST, 272, variant=""),
-        sick_panel("random tokens", "random tokens", 272),
-        sick_panel("learning rate x 100: EDiT's parts", FAST, 272, method="edit"),
-        sick_panel("wrong sign", "wrong sign", 448),
+        sick_panel("learning rate x 100", FAST, variant=""),
+        sick_panel("random tokens", "random tokens"),
+        sick_panel("learning rate x 100: EDiT's parts", FAST, method="edit"),
+        sick_panel("wrong sign", "wrong sign"),
     ],
     combine=over_undisturbed,
 )
@@ -287,6 +287,18 @@ def penalty(seed):
 
 # ---- the frontier ----
 
+WHOLE = (  # methods that send the whole model at once
+    "post_local_sgd",
+    "slowmo",
+    "co2",
+    "noloco",
+    "diloco",
+    "edit",
+    "zero_one_adam",
+    "sparse_loco",
+    "eager",
+    "robust",
+)
 
 @experiment(
     "val_loss",
@@ -308,12 +320,10 @@ def frontier(seed):
     yield training("top_k", seed, columns={"tau": 1}, **warmup)
     for tau in (4, 8, 16, 64):
         yield training("one_bit_edit", seed, tau, "Muon", **warmup, **ONE_BIT)
-        for method in ("post_local_sgd", "slowmo", "co2", "noloco", "diloco", "edit"):
+        for method in WHOLE:
             yield training(method, seed, tau, **warmup)
-        for method in STREAMING:
+        for method in ("streaming_diloco", "streaming_edit"):
             yield training(method, seed, tau, **warmup, **SHORT.get(tau, {}))
-        for method in ("zero_one_adam", "sparse_loco", "eager", "robust"):
-            yield training(method, seed, tau, **warmup)
 
 
 RATES = ("lr 0.003", "lr 0.0045", "lr 0.006")
@@ -322,7 +332,7 @@ NESTEROV = (
     "lr 0.0045 outer_lr 0.7 outer_momentum 0.8",
     "lr 0.0045 outer_lr 0.9 outer_momentum 0.7",
 )
-SETTINGS = {  # that `tune` tries, of each method the same number, for each tau of TUNED
+SETTINGS = {  # that `tune` tries, of each method the same number
     "minibatch": RATES,
     "post_local_sgd": RATES,
     "slowmo": (
@@ -358,24 +368,21 @@ SETTINGS = {  # that `tune` tries, of each method the same number, for each tau 
         "lr 0.0045 outer_lr 0.7",
     ),
 }
-TUNED = (16,)
-
-
 @experiment("val_loss")
 def tune(seed):
     """Which setting is the best one of each method?"""
-    for tau in TUNED:
-        for method, settings in SETTINGS.items():
-            for setting in settings:
-                flags = flags_of(setting)
-                yield training(method, TUNING_SEED, tau, columns={"setting": setting}, **flags)
+    for method, settings in SETTINGS.items():
+        for setting in settings:
+            columns = {"setting": setting}
+            yield training(method, TUNING_SEED, columns=columns, **flags_of(setting))
 
 
 # ---- more ----
 
 
 def over_one_replica(rows) -> list:
-    add_distance(rows, "over_one", ("seed",), variant="1 replica")
+    for row, base in with_base(rows, ["seed"], variant="1 replica"):
+        row["over_one"] = distance(row, base)
     return rows
 
 
@@ -400,18 +407,12 @@ def merged_and_ensemble(run) -> list:
     if run.program == "train.py":
         return [row]
     rows = [row | {"variant": "merged once"}]
-    losses = merge_module.judge(run.folder, run.flags.get("eval_batches", 16))
-    for name, loss in losses.items():
+    for name, loss in judge(run.folder).items():
         rows.append(row | {"variant": name, "val_loss": loss})
     return rows
 
 
-def over_minibatch(rows) -> list:
-    add_distance(rows, "over_minibatch", ("seed",), method="minibatch")
-    return rows
-
-
-@experiment("val_loss", "over_minibatch", rows_of=merged_and_ensemble, combine=over_minibatch)
+@experiment("val_loss", "over_minibatch", rows_of=merged_and_ensemble, combine=beside_minibatch)
 def merge(seed):
     """Train apart and merge once: a merge of weights beside the ensemble of the models."""
     yield training("minibatch", seed)
@@ -430,7 +431,7 @@ def scale_panel(model):
         title=f"{model[:-1]} billion parameters",
         where={"model": model},
         log=10,
-        xlim=(0.3, 1000),
+        first=0.3,
     )
 
 

@@ -44,19 +44,16 @@ def judge(folder, eval_batches: int = 16, data_path: str | None = None) -> dict:
         models[-1].load_state_dict(torch.load(path, weights_only=True))
 
     M = len(models)
-    own = 0.0
-    together = 0.0
-    tokens = 0
+    found = []
     corpus = data.load(data_path, 0)
     batches = data.Batches(corpus, config.block_size, batch_size=16)
     for x, y, _ in batches.validation(eval_batches):
         logits = torch.stack([model(x) for model in models])  # (M, B, T, V)
         y = y.expand(M, *y.shape)[..., None]
-        logs = logits.log_softmax(dim=-1).gather(3, y)  # (M, B, T, 1)
-        own -= logs.mean(dim=0).sum().item()
-        together -= (logs.logsumexp(dim=0) - math.log(M)).sum().item()
-        tokens += x.numel()
-    return {"ensemble": together / tokens, "alone": own / tokens}
+        found.append(logits.log_softmax(dim=-1).gather(3, y).flatten(1))  # (M, B T)
+    logs = torch.cat(found, dim=1)
+    mixture = logs.logsumexp(dim=0) - math.log(M)
+    return {"ensemble": -mixture.mean().item(), "alone": -logs.mean().item()}
 
 
 def main():

@@ -3,36 +3,35 @@
     python -m lab.plot out/edit out/diloco --out curves.svg
 
 The experiments draw their figures with draw(), too, so a method has the same color, marker and
-place in all of them. Runs that differ only in their seed are one line: the mean, with vertical
-lines from the lowest to the highest. Most colors are Okabe and Ito's, safe for color-blind readers;
-lines and markers differ, too. Needs matplotlib.
+place in all of them. There, runs that differ only in their seed are one line: the mean, with
+vertical lines from the lowest to the highest. Most colors are Okabe and Ito's, safe for color-blind
+readers; lines and markers differ, too. Needs matplotlib.
 """
 
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
-from config import NOT_RESUMED, Parser, UserError, run_command
+import numpy as np
+
+from config import Parser, UserError, run_command
 from lab import timeline
 from lab.rows import GRAY, METHODS, in_order, read_run
-from lab.svg import save, settings
+from lab.svg import new_figure, save
 
-# These may differ between the runs of a line.
-SAME_LINE = NOT_RESUMED | {"seed", "mesh", "micro_steps", "micro_batch", "n_params"}
-SAME_LINE |= {"corpus_hash", "torch", "device_name"}
 VARIANTS = "os^vDX"  # markers
 # The names in the picture of a frontier. All other points are gray.
 NAMED = (
-    ("minibatch", ""),
-    ("minibatch", "Muon"),
-    ("post_local_sgd", ""),
-    ("diloco", ""),
-    ("edit", ""),
-    ("one_bit_edit", "Muon"),
-    ("zero_one_adam", ""),
-    ("sparse_loco", ""),
+    "minibatch",
+    "post_local_sgd",
+    "diloco",
+    "edit",
+    "one_bit_edit",
+    "zero_one_adam",
+    "sparse_loco",
 )
 
 
@@ -47,48 +46,34 @@ class Panel:
     title: str = ""
     where: dict = field(default_factory=dict)  # draw only the rows with these values
     log: int = 0  # the base, if the x axis is logarithmic
-    xlim: tuple = (-math.inf, math.inf)  # draw only these points
+    first: float = -math.inf  # draw only the points from this x on
     frontier: bool = False  # names only of NAMED; a line through the points that none beats
 
 
-def points_of(row, panel) -> list:
-    """(key, x, y): points with the same key are seeds of one point."""
-    x = row[panel.x]
-    y = row[panel.y]
-    if not isinstance(x, list):
-        return [(x, x, y)]
-    return list(zip(range(len(x)), x, y))
-
-
 def lines_of(rows, panel) -> dict:
-    """(method, variant) -> points (mean x, mean y, lowest y, highest y), in the order of METHODS
-    and of x. Rows with the same x, and the k-th points of curves, are seeds."""
-    low, high = panel.xlim
+    """(method, variant) -> points (x, mean y, lowest y, highest y), in the order of METHODS and of
+    x. Points with the same x are seeds."""
     found = defaultdict(lambda: defaultdict(list))
     for row in in_order(rows):
         if panel.where.items() <= row.items():
-            for key, x, y in points_of(row, panel):
-                if low <= x <= high:
-                    found[row["method"], row.get("variant")][key].append((x, y))
+            label = row["method"], row.get("variant")
+            for x, y in np.column_stack([row[panel.x], row[panel.y]]).tolist():
+                if x >= panel.first:
+                    found[label][x].append(y)
 
     lines = {}
     for label, points in found.items():
         lines[label] = []
-        for _, seeds in sorted(points.items()):
-            xs, ys = zip(*seeds)
-            lines[label].append((fmean(xs), fmean(ys), min(ys), max(ys)))
+        for x, seeds in sorted(points.items()):
+            lines[label].append((x, fmean(seeds), min(seeds), max(seeds)))
     return lines
 
 
 def styles_of(panels_lines, frontier=False) -> dict:
     """(method, variant) -> its style. A variant has its method's color, a dotted line and another,
     open marker. frontier: all but NAMED are gray and have no name."""
-    labels = {}
-    for lines in panels_lines:
-        labels |= dict.fromkeys(lines)
-
     styles = {}
-    for method, variant in labels:
+    for method, variant in dict.fromkeys(chain(*panels_lines)):
         name, color, marker, line = METHODS.get(method, (method, "#7570b3", "X", "-"))
         style = {"color": color, "marker": marker, "linestyle": line, "label": name}
         style |= {"linewidth": 1.4, "markersize": 4.5, "markerfacecolor": color}
@@ -96,7 +81,7 @@ def styles_of(panels_lines, frontier=False) -> dict:
             before = [other for other in styles if other[0] == method and other[1]]
             style["marker"] = VARIANTS[len(before) % len(VARIANTS)]
             style |= {"label": f"{name}, {variant}", "linestyle": ":", "markerfacecolor": "none"}
-        if frontier and (method, variant) not in NAMED:
+        if frontier and method not in NAMED:
             style |= {"color": GRAY, "marker": ".", "linestyle": "none", "label": None}
         styles[method, variant] = style
     return styles
@@ -126,9 +111,8 @@ def draw_panel(axes, panel, lines, styles):
 
 def best_points(lines) -> list:
     """The points (x, y) that no other point beats in both."""
-    points = [point[:2] for line in lines.values() for point in line]
     best = []
-    for x, y in sorted(points):
+    for x, y, *_ in sorted(chain(*lines.values())):
         if not best or y < best[-1][1]:
             best.append((x, y))
     return best
@@ -136,43 +120,29 @@ def best_points(lines) -> list:
 
 def draw(rows, panels, path):
     """Write the panels, side by side, as an SVG."""
-    from matplotlib import figure
-    panels = [panel for panel in panels if lines_of(rows, panel)]  # --quick leaves some empty
+    picture = new_figure(2.5 + 3.7 * len(panels), 4.5)
+    all_axes = picture.subplots(1, len(panels), squeeze=False)[0]
     panels_lines = [lines_of(rows, panel) for panel in panels]
     styles = styles_of(panels_lines, panels[0].frontier)
-
-    with settings():
-        picture = figure.Figure((2.5 + 3.7 * len(panels), 4.5), layout="constrained")
-        all_axes = picture.subplots(1, len(panels), squeeze=False)[0]
-        for axes, panel, lines in zip(all_axes, panels, panels_lines):
-            draw_panel(axes, panel, lines, styles)
-        handles = axes.get_legend_handles_labels()
-        picture.legend(*handles, loc="outside right upper", frameon=False)
-        save(picture, [list(lines.values()) for lines in panels_lines], path)
-
-
-def variant(run, runs) -> str:
-    """The flags of the run that differ between the runs of its method, but for the seed."""
-    flags = run["config"]
-    others = [other["config"] for other in runs if other["method"] == run["method"]]
-    words = []
-    for name, value in flags.items():
-        differs = any(other.get(name) != value for other in others)
-        if differs and name not in SAME_LINE:
-            words.append(f"{name} {value}")
-    return ", ".join(words)
+    for axes, panel, lines in zip(all_axes, panels, panels_lines):
+        draw_panel(axes, panel, lines, styles)
+    handles = axes.get_legend_handles_labels()
+    picture.legend(*handles, loc="outside right upper", frameon=False)
+    save(picture, [list(lines.values()) for lines in panels_lines], path)
 
 
 def rows_of(folders) -> list:
-    """A row per run. Raises UserError for a run without a curve."""
-    runs = [read_run(folder) for folder in folders]
-    rows = []
-    for run in runs:
-        if not run["step"]:
-            raise UserError(f"{run['folder']}: the run has no evaluation yet")
-        if None in run["val_loss"]:
-            raise UserError(f"{run['folder']}: a validation loss of the run is not finite")
-        rows.append(run | {"variant": variant(run, runs)})
+    """A row per run. Runs of the same method differ in the name of their folder. Raises UserError
+    for a run without a curve."""
+    rows = [read_run(folder) for folder in folders]
+    methods = [row["method"] for row in rows]
+    for row in rows:
+        if not row["step"]:
+            raise UserError(f"{row['folder']}: the run has no evaluation yet")
+        if None in row["val_loss"]:
+            raise UserError(f"{row['folder']}: a validation loss of the run is not finite")
+        if methods.count(row["method"]) > 1:
+            row["variant"] = row["folder"]
     return rows
 
 
@@ -181,28 +151,21 @@ def main():
     parser.add_argument("runs", nargs="+", metavar="FOLDER", help="a run's out_dir")
     parser.add_argument("--out", default="curves.svg", help="the picture (default: curves.svg)")
     parser.add_argument("--timeline", action="store_true", help="when they compute and wait")
-    parser.add_argument("--overlap", action="store_true", help="one sync of each, by layer")
     args = parser.parse_args()
-    if not args.out.endswith(".svg"):
-        name = Path(args.out).with_suffix(".svg")
-        raise UserError(f"--out {args.out}: pictures are SVG; name it {name}")
-
-    if args.timeline or args.overlap:
+    path = Path(args.out).with_suffix(".svg")
+    if args.timeline:
         rows = []
-        for run in args.runs:
-            rows += timeline.read_timeline(run)
-        if args.timeline:
-            timeline.draw(rows, args.out)
-        else:
-            timeline.draw_overlap(rows, args.out)
+        for folder in args.runs:
+            rows += timeline.read_timeline(folder)
+        timeline.draw(rows, path)
     else:
         panels = [
             Panel("tokens", "val_loss", "tokens"),
             Panel("train_s", "val_loss", "seconds of training"),
             Panel("sync_bytes", "val_loss", "bytes over slow links, per rank"),
         ]
-        draw(rows_of(args.runs), panels, args.out)
-    print(f"picture {args.out}")
+        draw(rows_of(args.runs), panels, path)
+    print(f"picture {path}")
 
 
 if __name__ == "__main__":

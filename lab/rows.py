@@ -50,40 +50,34 @@ CASE = (  # what distinguishes the cases
 )
 COUNTS = ("step", "tokens", "train_s", "sync_bytes")  # columns of step rows and evaluations
 CURVES = (*COUNTS, "val_loss")  # columns of the evaluations
+DAMAGED = (ValueError, LookupError, TypeError, RecursionError)  # what reading such a file raises
 
 
 def read_run(folder) -> dict:
-    """The record of a run: its folder and method, its rows `config` and `end` (None: not yet), a
-    list per column of its evaluations, `steps`, the list of its step rows, and `rounds`, the steps
-    of each replica in each. A val_loss that is not finite is None. Raises UserError for a file that
-    is not a record."""
+    """The record of a run: its folder, config and method, a list per column of its evaluations,
+    `steps`, the list of its step rows, and `rounds`, the steps of each replica in each. A val_loss
+    that is not finite is None. Raises UserError for a file that is not a record."""
     path = Path(folder, "metrics.jsonl")
     rows = defaultdict(list)
     try:
         for line in path.read_text().splitlines():
             row = json.loads(line)
             rows[row["event"]].append(row)
-        for row in rows["step"] + rows["eval"]:
-            check_numbers(row, *COUNTS)
-        for row in rows["eval"]:
-            if row["val_loss"] is not None:
-                check_numbers(row, "val_loss")
 
-        record = {"folder": folder, "config": rows["config"][0], "steps": rows["step"]}
-        record["method"] = record["config"]["method"]
-        record["end"] = next(iter(rows["end"]), None)
+        config = rows["config"][0]
+        record = {"folder": folder, "config": config, "method": config["method"]}
+        record["steps"] = rows["step"]
         record["rounds"] = [row["steps"] for row in rows["sync"]]
         for name in CURVES:
             record[name] = [row[name] for row in rows["eval"]]
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+
+        numbers = [loss for loss in record["val_loss"] if loss is not None]
+        for row in rows["step"] + rows["eval"]:
+            numbers += [row[name] for name in COUNTS]
+        sum(numbers)  # raises a TypeError if one is no number
+    except DAMAGED as error:
         raise UserError(f"{path} is not the record of a run ({error})") from None
     return record
-
-
-def check_numbers(row: dict, *names):
-    for name in names:
-        if not isinstance(row[name], (int, float)):
-            raise TypeError(f"{name} is not a number")
 
 
 def after_warmup(record, warmup) -> dict:
@@ -107,39 +101,27 @@ def in_order(rows) -> list:
 # ---- differences between runs of the same seed ----
 
 
-def add_distance(rows, name, same, **baseline):
-    """Add a column to each row: how much higher its loss is than that of its base, the row with the
-    columns `baseline` and the same values in `same`."""
+def with_base(rows, same, **baseline) -> list:
+    """Pairs of each row and its base: the row with the columns `baseline` and the same values in
+    the columns `same`."""
     bases = {}
     for row in rows:
         if baseline.items() <= row.items():
-            bases[tuple(row.get(column) for column in same)] = row["val_loss"]
+            bases[tuple(row.get(column) for column in same)] = row
+    return [(row, bases[tuple(row.get(column) for column in same)]) for row in rows]
 
-    for row in rows:
-        base = bases[tuple(row.get(column) for column in same)]
-        row[name] = row["val_loss"] / base - 1
+
+def distance(row, base) -> float:
+    """How much higher the loss is, as a share."""
+    return row["val_loss"] / base["val_loss"] - 1
 
 
 def beside_minibatch(rows) -> list:
     """Adds how much higher the losses, and how many times lower the bytes are."""
-    add_distance(rows, "over_minibatch", ("seed",), method="minibatch", variant="")
-
-    sent = {}
-    for row in rows:
-        if row["method"] == "minibatch" and row["variant"] == "":
-            sent[row["seed"]] = row["sync_bytes"]
-    for row in rows:
-        row["fewer_bytes"] = sent[row["seed"]] / row["sync_bytes"]
+    for row, base in with_base(rows, ["seed"], method="minibatch", variant=""):
+        row["over_minibatch"] = distance(row, base)
+        row["fewer_bytes"] = base["sync_bytes"] / row["sync_bytes"]
     return rows
-
-
-def paired(differences) -> tuple:
-    """Mean, standard error of the mean (NaN for one) and number of differences, one per seed."""
-    n = len(differences)
-    error = math.nan
-    if n > 1:
-        error = statistics.stdev(differences) / math.sqrt(n)
-    return statistics.mean(differences), error, n
 
 
 # ---- tables ----
@@ -164,34 +146,25 @@ def table(rows, columns) -> str:
     """Markdown: a line per case, the mean over its seeds and in brackets the lowest and highest. A
     distance from a base has its standard error beside it."""
     keys = [name for name in CASE if len({row.get(name) for row in rows}) > 1]
+    seeded = any(row.get("seed") for row in rows)
     cases = defaultdict(list)
     for row in in_order(rows):
         cases[tuple(row.get(name) for name in CASE)].append(row)
 
-    heading = list(keys)
-    for name in columns:
-        heading.append(format_of(name)[0])
-        if name in DISTANCES:
-            heading.append("standard error")
-    seeded = any(row.get("seed") for row in rows)
-    if seeded:
-        heading.append("seeds")
-
-    lines = [heading, ["---"] * len(heading)]
+    lines = []
     for group in cases.values():
-        cells = [case_cell(group[0], name) for name in keys]
+        cells = {name: case_cell(group[0], name) for name in keys}
         for name in columns:
-            cells.append(mean_and_range(group, name))
+            heading, form, factor = FORMATS.get(name, (name, "{:.3g}", 1))
+            values = [factor * row[name] for row in group]
+            cells[heading] = mean_and_range(values, form)
             if name in DISTANCES:
-                cells.append(standard_error(group, name))
+                cells["standard error"] = standard_error(values)
         if seeded:
-            cells.append(str(len(group)))
-        lines.append(cells)
+            cells["seeds"] = str(len(group))
+        lines.append(cells.values())
+    lines = [cells, ["---"] * len(cells), *lines]  # the headings are the keys of all cells
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def format_of(name) -> tuple:
-    return FORMATS.get(name, (name, "{:.3g}", 1))
 
 
 def case_cell(row, name) -> str:
@@ -203,9 +176,7 @@ def case_cell(row, name) -> str:
     return str(value)
 
 
-def mean_and_range(group, name) -> str:
-    _, form, factor = format_of(name)
-    values = [factor * row[name] for row in group]
+def mean_and_range(values, form) -> str:
     mean = form.format(statistics.mean(values))
     low = form.format(min(values))
     high = form.format(max(values))
@@ -214,8 +185,8 @@ def mean_and_range(group, name) -> str:
     return f"{mean} ({low} .. {high})"
 
 
-def standard_error(group, name) -> str:
-    _, error, n = paired([row[name] for row in group])
-    if n == 1:
+def standard_error(values) -> str:
+    """Of the mean."""
+    if len(values) == 1:
         return ""
-    return f"{error:.2%}"
+    return f"{statistics.stdev(values) / math.sqrt(len(values)):.2%}"

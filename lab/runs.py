@@ -11,6 +11,7 @@ executed one after the other. An interrupted run goes on from its last checkpoin
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -27,25 +28,17 @@ from lab.rows import after_warmup, read_run, table
 from plumbing.checkpoint import list_checkpoints
 
 HERE = Path(__file__).parent.parent
-RUNS = HERE / "out" / "lab"
-RESULTS = HERE / "lab" / "results"
+RUNS = HERE / "out/lab"
+RESULTS = HERE / "lab/results"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]  # also where `torchrun` has no path
 EXPERIMENTS = {}  # by name
 SEQUENCES = 16  # of all ranks per step
-AT_MOST = 12  # runs with --quick
 BASE = {  # flags of the runs, where an experiment does not say others
     "max_steps": 448,
     "sync_warmup_steps": 128,
     "eval_interval": 64,
     "log_interval": 64,
     "checkpoint_interval": 128,
-}
-QUICK = {  # the same with --quick
-    "max_steps": 96,
-    "sync_warmup_steps": 32,
-    "eval_interval": 32,
-    "eval_batches": 4,
-    "checkpoint_interval": 16,
 }
 
 
@@ -88,16 +81,8 @@ class Run:
             lines.append(self.timed_by.commands())
         return "\n".join(lines)
 
-    def rows_in(self, rows: list) -> list:
-        """Those that this run has made."""
-        own = self.columns | {"command": self.commands()}
-        return [row for row in rows if own.items() <= row.items()]
-
     def finished(self) -> bool:
-        try:
-            return read_run(self.folder)["end"] is not None
-        except (OSError, UserError):  # not begun, or killed while it began
-            return False
+        return (self.folder / "model.pt").exists()
 
     def row(self) -> dict:
         """columns, results, the lists of the evaluations as *_curve, the command lines."""
@@ -114,18 +99,14 @@ class Run:
             "val_loss_curve": record["val_loss"],
         }
         if self.timed_by:
-            step_s = self.timed_by.step_s()
+            steps = read_run(self.timed_by.folder)["steps"]  # the first one is slower
+            step_s = statistics.median(step["step_ms"] for step in steps[2:]) / 1e3
             row["step_ms"] = 1e3 * step_s
             row["seconds_curve"] = [(step - warmup) * step_s for step in record["step"]]
             row["local_s"] = row["seconds_curve"][-1]
             row["tokens_per_s"] = record["tokens"][-1] / record["step"][-1] / step_s
         row["command"] = self.commands()
         return row
-
-    def step_s(self) -> float:
-        """The median between the rows of the record; the first step is slower."""
-        steps = read_run(self.folder)["steps"]
-        return statistics.median(step["step_ms"] for step in steps[2:]) / 1e3
 
     def execute(self):
         """Train, or go on where an earlier start was interrupted. Then keep no checkpoint."""
@@ -138,17 +119,15 @@ class Run:
 
     def reached(self, stop: int | None) -> bool:
         steps = [int(path.name.split("-")[1]) for path in list_checkpoints(self.folder)]
-        return self.finished() or (stop is not None and max(steps, default=0) >= stop)
+        return self.finished() or max(steps, default=0) >= (stop or math.inf)
 
     def start(self, ranks: int, stop: int | None):
         """Run train.py to its end or, if there is a `stop`, until a checkpoint has that step."""
         words = self.command(ranks).split()[2:]  # without OMP_NUM_THREADS and torchrun
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        os.environ["OMP_NUM_THREADS"] = "1"
         output = self.folder / "output.txt"
         with open(output, "a") as file:
-            torchrun = subprocess.Popen(
-                TORCHRUN + words, cwd=HERE, env=environment, stdout=file, stderr=file
-            )
+            torchrun = subprocess.Popen(TORCHRUN + words, cwd=HERE, stdout=file, stderr=file)
         try:
             while torchrun.poll() is None and not (stop and self.reached(stop)):
                 time.sleep(0.1)
@@ -159,27 +138,17 @@ class Run:
             raise UserError(f"a run failed, see {output}: {self.command(ranks)}")
 
 
-def different(runs) -> list:
-    """The runs, each once, and before them those that time them."""
-    timings = [run.timed_by for run in runs if run.timed_by]
-    return list({run.folder: run for run in timings + runs}.values())
-
-
 def execute_all(runs):
-    """Execute the runs that have not finished."""
-    todo = [run for run in different(runs) if not run.finished()]
-    print(f"{len(different(runs))} runs, {len(todo)} to do", flush=True)
-    for done, run in enumerate(todo, 1):
+    """Execute the runs that have not finished, and before them those that time them."""
+    timings = [run.timed_by for run in runs if run.timed_by]
+    todo = {run.folder: run for run in timings + runs if not run.finished()}
+    print(f"{len(runs)} rows, {len(todo)} runs to do", flush=True)
+    for done, run in enumerate(todo.values(), 1):
         run.execute()
-        loss = run.row()["val_loss"]
-        print(f"{done}/{len(todo)} | {run.folder.name} | {loss:.4f}", flush=True)
+        print(f"{done}/{len(todo)} | {run.folder.name}", flush=True)
 
 
 # ---- experiments ----
-
-
-def unchanged(rows) -> list:
-    return rows
 
 
 def one_row(run) -> list:
@@ -188,25 +157,19 @@ def one_row(run) -> list:
 
 @dataclass
 class Experiment:
-    runs_of_seed: object  # seed -> its runs
+    runs_of_seed: object  # seed -> its runs; its docstring is the question
     columns: tuple  # of the table
     panels: tuple = ()  # of the picture
     rows_of: object = one_row  # run -> rows of the result
-    combine: object = unchanged  # rows of all runs -> rows of the result
-    summary: object = unchanged  # rows of the result -> rows of the table
+    combine: object = list  # rows of all runs -> rows of the result
+    summary: object = list  # rows of the result -> rows of the table
     picture: object = None  # in place of panels: draws (rows, path)
 
-    @property
-    def question(self) -> str:
-        return self.runs_of_seed.__doc__
-
-    def runs(self, seeds, quick=False) -> list:
+    def runs(self, seeds) -> list:
         """The runs of all seeds. Some do not depend on the seed: these once."""
         found = []
         for seed in seeds:
             found += [run for run in self.runs_of_seed(seed) if run not in found]
-            if quick:
-                return found[:AT_MOST]
         return found
 
 
@@ -220,20 +183,14 @@ def experiment(*columns, **others):
     return enter
 
 
-def run_experiment(experiment, seeds, path, quick=False, add=False):
-    """Write the JSON file `path`, and its table and picture beside it. add: do not repeat the runs
-    that the file has rows of."""
-    old = []
-    if add:
-        old = json.loads(path.read_text())
-    runs = experiment.runs(seeds, quick)
-    execute_all([run for run in runs if not run.rows_in(old)])
-
+def run_experiment(experiment, seeds, path):
+    """Write the JSON file `path`, and its table and picture beside it."""
+    runs = experiment.runs(seeds)
+    execute_all(runs)
     rows = []
     for run in runs:
-        rows += run.rows_in(old) or experiment.rows_of(run)
+        rows += experiment.rows_of(run)
     lines = ",\n".join(json.dumps(row) for row in experiment.combine(rows))
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"[\n{lines}\n]\n")
     print(f"results {path}", flush=True)
     print(write_page(experiment, path))
@@ -260,71 +217,46 @@ def write_page(experiment, path) -> str:
 
 # ---- the command line ----
 
-EARLIER = {  # results of experiments that are gone -> the experiment with such a table
-    "quality": "frontier",
-    "longer": "frontier",
-}
-
 
 def experiment_of(path) -> Experiment:
-    """Of a JSON file: that with its name, or the first word of its name."""
-    return EXPERIMENTS[EARLIER.get(path.stem, path.stem.split("_")[0])]
+    """Of a JSON file: that with the first word of its name. Experiments that are gone had the table
+    of `frontier`."""
+    return EXPERIMENTS.get(path.stem.split("_")[0], EXPERIMENTS["frontier"])
 
 
 def parse_arguments():
     parser = Parser(prog="python -m lab", description="Run an experiment; without one, list them.")
     parser.add_argument("experiment", nargs="?", choices=list(EXPERIMENTS))
-    parser.add_argument("--quick", action="store_true", help=f"{AT_MOST} short runs of one seed")
-    parser.add_argument("--add", action="store_true", help="keep the rows of finished runs")
     parser.add_argument("--tables", action="store_true", help="rewrite all tables and pictures")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="(default: 1 2 3)")
     parser.add_argument("--steps", type=int, default=0, help="of runs with no others of their own")
     parser.add_argument("--model", choices=list(PRESETS), help="(default: tiny)")
     args = parser.parse_args()
-
-    for seed in args.seeds:
-        check_limits("--seeds", seed, {})
     if args.steps:
         check_limits("--steps", args.steps, {"low": 64})
     return args
 
 
-def change_base(args):
-    """Change the flags of all runs, as the command line says."""
-    if args.quick:
-        BASE.update(QUICK)
-    if args.steps:
-        BASE.update(
-            max_steps=args.steps,
-            sync_warmup_steps=32,
-            eval_interval=args.steps // 8,
-            log_interval=args.steps // 8,
-            checkpoint_interval=args.steps // 2,
-        )
-    if args.model:
-        BASE.update(model=args.model, batch_size=2)
-
-
 def main():
     args = parse_arguments()
-    change_base(args)
+    name = args.experiment
+    if args.steps:
+        name = f"{name}_{args.steps}"
+        BASE.update(max_steps=args.steps, sync_warmup_steps=32)
+    if args.model:
+        name = f"{name}_{args.model}"
+        BASE.update(model=args.model, batch_size=2)
+
     if args.tables:
         for path in sorted(RESULTS.glob("*.json")):
             write_page(experiment_of(path), path)
     elif args.experiment:
-        folder = RESULTS
-        if args.quick:
-            folder = RUNS / "quick"
-        words = [args.experiment, args.steps, args.model]
-        path = folder / ("_".join(str(word) for word in words if word) + ".json")
         for number in STOPS:  # end the run, too
             signal.signal(number, signal.default_int_handler)
         try:
-            run_experiment(EXPERIMENTS[args.experiment], args.seeds, path, args.quick, args.add)
+            run_experiment(EXPERIMENTS[args.experiment], args.seeds, RESULTS / f"{name}.json")
         except KeyboardInterrupt:
             raise UserError("interrupted; the same command goes on from here") from None
     else:
         for name, experiment in EXPERIMENTS.items():
-            runs = different(experiment.runs(args.seeds, args.quick))
-            steps = sum(run.flags["max_steps"] for run in runs)
-            print(f"{name:12} {experiment.question} {len(runs)} runs, {steps:,} steps")
+            print(f"{name:12} {experiment.runs_of_seed.__doc__}")

@@ -9,11 +9,13 @@ def checksum(data) -> str:
     return f"crc32 of its data: {zlib.crc32(json.dumps(data).encode())}"
 
 
-def settings():
-    """Of matplotlib, in all pictures: a context."""
+def new_figure(width, height):
+    """An empty one, in inches."""
     import matplotlib
+    from matplotlib.figure import Figure
     fonts = {"font.size": 9, "font.sans-serif": ["DejaVu Sans"]}
-    return matplotlib.rc_context(fonts | {"svg.fonttype": "none", "svg.hashsalt": ""})
+    matplotlib.rcParams.update(fonts | {"svg.fonttype": "none", "svg.hashsalt": ""})
+    return Figure((width, height), layout="constrained")
 
 
 def save(figure, data, path):

@@ -85,15 +85,12 @@ def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path, monkeyp
     assert row["tokens_per_s"] == pytest.approx(tokens / seconds, rel=0.01)  # by its step rows
     assert row["local_bytes"] == end["sync_bytes"] - warm["sync_bytes"] < row["sync_bytes"]
     runs.run_experiment(SMALL, [1], result)
-    others = [row | {"command": "of other flags"}, row | {"seed": 2}]
-    assert run.rows_in([row, *others]) == [row]
-    (run.folder / "metrics.jsonl").unlink()
+    assert json.loads(result.read_text()) == [row]
+    (run.folder / "model.pt").unlink()
     (run.folder / "checkpoint-00000040").mkdir()
     assert run.reached(40) and not run.reached(41)
-    runs.run_experiment(SMALL, [1], result, add=True)  # the row is kept
-    assert json.loads(result.read_text()) == [row]
     counts = [line for line in capsys.readouterr().out.splitlines() if "to do" in line]
-    assert counts == ["1 runs, 1 to do", "1 runs, 0 to do", "0 runs, 0 to do"]
+    assert counts == ["1 rows, 1 runs to do", "1 rows, 0 runs to do"]
 
 
 def test_stopped_or_failed_run_ends_the_experiment_with_one_line(tmp_path):
@@ -112,10 +109,16 @@ def test_stopped_or_failed_run_ends_the_experiment_with_one_line(tmp_path):
 def test_runs_that_do_not_depend_on_the_seed_are_made_once():
     tune = runs.EXPERIMENTS["tune"]
     assert tune.runs([1, 2, 3]) == tune.runs([1]) and len(tune.runs([1])) == 42
-    found = runs.different(runs.EXPERIMENTS["link"].runs([1, 2]))
-    seeds = [run.columns["seed"] for run in found]
-    assert [seeds.count(seed) for seed in (1, 2, None)] == [9, 9, 18]
-    assert seeds[:18] == [None] * 18  # a row needs the run that times it
+
+
+def test_runs_that_time_others_are_made_first_and_once(monkeypatch, capsys):
+    made = []
+    monkeypatch.setattr(runs.Run, "execute", lambda run: made.append(run.columns["seed"]))
+    monkeypatch.setattr(runs.Run, "finished", lambda run: False)
+    runs.execute_all(runs.EXPERIMENTS["link"].runs([1, 2]))
+    assert [made.count(seed) for seed in (1, 2, None)] == [9, 9, 18]
+    assert made[:18] == [None] * 18  # a row needs the run that times it
+    assert capsys.readouterr().out.startswith("36 rows, 36 runs to do")
 
 
 def started_with(monkeypatch, words):
@@ -128,17 +131,6 @@ def started_with(monkeypatch, words):
     monkeypatch.setattr(sys, "argv", ["lab", *words.split()])
     runs.main()
     return seen[0], runs.BASE
-
-
-def test_quick_has_a_few_short_runs_of_one_seed(monkeypatch):
-    full = dict(runs.BASE)
-    args, base = started_with(monkeypatch, "frontier --quick --seeds 4 5")
-    frontier = runs.EXPERIMENTS["frontier"]
-    assert args == (frontier, [4, 5], runs.RUNS / "quick" / "frontier.json", True, False)
-    assert base == full | runs.QUICK
-    quick = frontier.runs([4, 5], quick=True)
-    assert len(quick) == runs.AT_MOST
-    assert all(run.flags["max_steps"] == 96 and run.columns["seed"] == 4 for run in quick)
 
 
 def test_steps_and_model_change_the_runs_and_the_name_of_the_result(monkeypatch):
@@ -225,9 +217,10 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
     assert shown == [
         ("EDiT", (4.0, 16.0), (1.25, 3.0)), (None, (4.0, 16.0), (1.0, 2.0), (1.5, 4.0)),
     ]  # fmt: skip
-    assert plot.lines_of(found, plot.Panel("x", "val_loss", "", xlim=(5, 9))) == {}
+    assert plot.lines_of(found, plot.Panel("x", "val_loss", "", first=20)) == {}
     assert plot.lines_of(found, plot.Panel("x", "val_loss", "", where={"tau": 5})) == {}
-    curves = [row | {"x": [1, 2], "val_loss": [row["seed"], 2.0]} for row in found[1::2]]
+    seeds = [found[1], found[3]]
+    curves = [row | {"x": [1, 2], "val_loss": [row["seed"], 2.0]} for row in seeds]
     assert plot.lines_of(curves, panel) == {("edit", ""): [(1, 1.5, 1, 2), (2, 2.0, 2.0, 2.0)]}
     found += [row | {"method": "averaging"} for row in found[:1]]  # a method of the reader's own
     assert rows.table(found, ("val_loss",)).splitlines()[2:] == [
@@ -245,14 +238,11 @@ def test_line_of_the_frontier_joins_the_points_that_no_other_beats():
     assert plot.best_points(lines) == [(1, 4.0), (3, 2.0), (4, 1.5)]
 
 
-def test_picture_of_a_frontier_names_at_most_eight_lines():
-    lines = {(method, ""): [] for method in rows.METHODS}
-    lines |= {(method, "Muon"): [] for method in rows.METHODS}
+def test_picture_of_a_frontier_names_at_most_seven_methods():
+    lines = {(method, variant): [] for method in rows.METHODS for variant in ("", "Muon")}
     styles = plot.styles_of([lines], frontier=True)
-    assert [label for label in styles if styles[label]["label"]] == sorted(
-        plot.NAMED, key=list(lines).index
-    )
-    assert len(plot.NAMED) == 8
+    named = {method for method, variant in lines if styles[method, variant]["label"]}
+    assert named == set(plot.NAMED) and len(named) == 7
     assert all(style["label"] for style in plot.styles_of([lines]).values())
 
 
@@ -273,8 +263,9 @@ def test_short_runs_give_the_times_and_full_runs_the_losses(monkeypatch):
 def test_losses_over_those_of_the_base():
     losses = {("diloco", 1): 2.0, ("edit", 1): 3.0, ("diloco", 2): 4.0, ("edit", 2): 5.0}
     found = [dict(method=m, seed=seed, val_loss=loss) for (m, seed), loss in losses.items()]
-    rows.add_distance(found, "more", ("seed",), method="diloco")
-    assert [row["more"] for row in found] == [0, 0.5, 0, 0.25]
+    pairs = rows.with_base(found, ["seed"], method="diloco")
+    assert [rows.distance(row, base) for row, base in pairs] == [0, 0.5, 0, 0.25]
+    assert [row for row, _ in pairs] == found
 
 
 def test_a_sick_run_is_compared_with_the_healthy_one_of_its_kind():
@@ -325,8 +316,6 @@ def test_bytes_below_those_of_minibatch():
 def test_standard_error_is_that_of_the_differences_seed_by_seed():
     cases = [("minibatch", 1, 2.0, 1), ("edit", 1, 2.2, 1), ("minibatch", 2, 1.0, 1), ("edit", 2, 1.2, 1)]
     found = rows.beside_minibatch(losses_and_bytes(cases))
-    assert rows.paired([0.1, 0.2]) == pytest.approx((0.15, 0.05, 2))
-    assert rows.paired([0.1])[2] == 1 and rows.paired([0.1])[1] != rows.paired([0.1])[1]  # NaN
     assert rows.table(found, ("over_minibatch",)).splitlines() == [
         "| method | over mini-batch | standard error | seeds |",
         "| --- | --- | --- | --- |",
@@ -334,12 +323,6 @@ def test_standard_error_is_that_of_the_differences_seed_by_seed():
         "| EDiT | +15.0% (+10.0% .. +20.0%) | 5.00% | 2 |",
     ]
     assert rows.table(found[:2], ("over_minibatch",)).splitlines()[-1] == "| EDiT | +10.0% |  | 1 |"
-
-
-def test_picture_is_svg(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["plot.py", "run", "--out", "x.png"])
-    with pytest.raises(UserError, match="pictures are SVG; name it x.svg"):
-        plot.main()
 
 
 def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
@@ -351,26 +334,25 @@ def test_without_matplotlib_one_line_says_how_to_get_it(monkeypatch, tmp_path):
 
 def test_plot_draws_records_of_runs(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
-    edit, seen = dict(method="edit", tau=8, seed=1), []
-    configs = edit, edit | dict(seed=2), edit | dict(tau=4), dict(method="diloco", tau=2)
+    seen = []
     warm = json.dumps(dict(event="step", step=4, sync_bytes=2, tokens=4, train_s=1)) + "\n"
-    for k, (name, config) in enumerate(zip("abdc", configs)):
+    for k, (name, method) in enumerate(zip("abd", ("edit", "edit", "diloco"))):
         (tmp_path / name).mkdir()
-        config = json.dumps({"event": "config", "sync_warmup_steps": 4} | config)
+        config = json.dumps({"event": "config", "sync_warmup_steps": 4, "method": method})
         curve = dict.fromkeys(rows.CURVES, k)
         text = config + "\n" + warm + json.dumps({"event": "eval"} | curve)
         (tmp_path / name / "metrics.jsonl").write_text(text)
-    folders, out = [str(tmp_path / name) for name in "abdc"], tmp_path / "x.svg"
+    monkeypatch.chdir(tmp_path)
     draw = lambda rows, panels, path: seen.append((rows, panels)) or drawn(rows, panels, path)
     drawn = plot.draw
     monkeypatch.setattr(plot, "draw", draw)
-    monkeypatch.setattr(sys, "argv", ["plot.py", *folders, "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["plot.py", "a", "b", "d", "--out", "x.png"])
     plot.main()
-    texts = ["DiLoCo", "EDiT, tau 8", "EDiT, tau 4", "tokens"]
-    assert all(f">{text}<" in out.read_text() for text in texts)
-    ((found, panels),) = seen  # seeds are one line: the mean, the lowest, the highest
-    assert plot.lines_of(found, panels[1])["edit", "tau 8"] == [(0.5, 0.5, 0, 1)]
-    assert [row["sync_bytes"] for row in found] == [[0], [1], [2], [3]]
+    texts = ["DiLoCo", "EDiT, a", "EDiT, b", "tokens"]
+    assert all(f">{text}<" in Path("x.svg").read_text() for text in texts)
+    ((found, panels),) = seen
+    assert plot.lines_of(found, panels[1])["edit", "b"] == [(1, 1, 1, 1)]
+    assert [row["sync_bytes"] for row in found] == [[0], [1], [2]]
 
 
 CONFIG = dict(event="config", method="edit", sync_warmup_steps=4)
@@ -448,12 +430,11 @@ def test_timeline_counts_whole_rounds_and_draws_what_a_run_has_recorded(tmp_path
     first, second = timeline.read_timeline(tmp_path)
     assert (first["computing"], second["computing"]) == (pytest.approx(1 - 0.8 / 3.8), 1.0)
     # round 2 begins at 0
-    assert first["spans"]["wait for others"] == [(-0.5, -0.2), (1.5, 1.8), (3.5, 3.8)]
-    assert (first["whole_s"], first["some_s"]) == (4.0, 4.0)  # rounds 2 and 3
-    assert first["spans"]["step"][:3] == [(-0.6, -0.1), (0.0, 1.4), (1.4, 1.9)]
+    waits = [(-0.5, -0.2), (1.5, 1.8), (3.5, 3.8), (5.5, 5.8)]
+    assert first["spans"]["wait for others"] == waits
+    assert first["whole_s"] == pytest.approx(3.9)  # rounds 2 and 3, the evaluation between them
+    assert first["spans"]["step"][1:4] == [(-0.6, -0.1), (0.0, 1.4), (1.4, 1.9)]
     assert first["spans"]["link"][:3] == [(-0.6, -0.3), (-0.3, -0.1), (1.4, 1.7)]
-    spans = [(7.9, 8.5), (9.2, 9.5), (10.0, 10.002), (12.0, 13.0), (14.0, 15.0)]
-    assert timeline.visible_spans(spans, 9.0, 4.0) == [(0.2, 0.5), (3.0, 4.0)]
     sent = [(-0.5, 0.05), (0.6, 0.9), (0.95, 1.1), (1.5, 1.6)]
     assert timeline.transfers({"spans": {"link": sent}}) == sent[1:3]  # of one sync
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -489,13 +470,8 @@ def test_timeline_of_a_run_is_drawn(tmp_path, corpus_folder, monkeypatch):
     assert ">DiLoCo, replica 3<" in Path(out).read_text()
     assert checksum(shown) in Path(out).read_text()
 
-    monkeypatch.setattr(sys, "argv", ["plot.py", "--overlap", str(tmp_path), "--out", out])
-    plot.main()
+    timeline.draw_overlap(slow, out)
     assert all(f">{text}<" in Path(out).read_text() for text in ("DiLoCo, replica 0", "0", "3"))
-    monkeypatch.setattr(sys, "argv", ["plot.py", "--overlap", str(tmp_path / "fast"), "--out", out])
-    if not any(row["spans"].get("link") for row in rows_[2:]):
-        with pytest.raises(UserError, match="no replica has used its link"):
-            plot.main()
 
 
 def keep_apart(method, model, mesh):
