@@ -46,7 +46,7 @@ def train(setup, mesh, stop):
     optimizer = make_optimizer(model, config)
     clock = VirtualClock(config, mesh) if config.virtual_clock else Clock(mesh.device)
     cluster = Cluster(config, mesh, clock)  # simulates stragglers and sick replicas, if asked to
-    batches = cluster.disturb(make_batches(setup, mesh))
+    batches = make_batches(setup, mesh)
     log = Log(setup, mesh, clock)
     method = METHODS[config.method](model, mesh, config, RoundRecord(mesh), clock)
     checkpoint.load(setup, model, optimizer, method, clock)  # with --resume or --init_from
@@ -63,7 +63,7 @@ def train(setup, mesh, stop):
         scale = 1 / (plan.micro_steps * (mesh.world_size if average else mesh.shards))
         with cluster.step(optimizer, method):
             for micro_step in range(plan.micro_steps):
-                inputs, targets = batches.train(method.steps, micro_step)
+                inputs, targets = cluster.batch(batches, method, micro_step)
                 loss += model.forward(inputs, targets) / plan.micro_steps
                 last = micro_step == plan.micro_steps - 1
                 model.backward(scale, first=micro_step == 0, sum_replicas=average and last)

@@ -180,7 +180,7 @@ def test_their_tokenizer_makes_a_corpus_and_a_model_that_is_exported_with_it(
     other = ["--n_layer=3", "--n_hidden=64"]
     for more in [[each] for each in other]:
         with pytest.raises(UserError, match=f"another shape: leave out {more[0][:6]}"):
-            launch.Setup([*argv, *more, "--overwrite"], train.METHODS, 0, 1)
+            launch.Setup([*argv, *more, "--overwrite"], train.METHODS, 1)
 
 
 WRONG = {  # changes of config.json -> what the line says
