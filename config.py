@@ -69,13 +69,10 @@ def run_command(program: str, main):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises UserError and does not accept shortened flags."""
-
-    def __init__(self, **options):
-        super().__init__(allow_abbrev=False, **options)
+    """argparse that raises UserError."""
 
     def error(self, message):
-        raise UserError(f"{message[:300]} (--help lists the flags)")
+        raise UserError(f"{message} (--help lists the flags)")
 
 
 def option(default, help, **more):
@@ -91,15 +88,17 @@ def option(default, help, **more):
 # used with batches of 0.5 to 2 million tokens. tau and warm-up are the EDiT paper's (from memory).
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "lr", "lr_warmup_steps")
 LONG = dict(max_steps=20_000, eval_interval=1000, log_interval=20, tau=128, sync_warmup_steps=1024)
-PRESETS = {
-    "tiny": {},  # the defaults
-    "10m": dict(zip(SHAPE, (6, 6, 384, 256, 4, 1e-3, 100))) | {"max_steps": 2000},
-    "124m": dict(zip(SHAPE, (12, 12, 768, 1024, 16, 6e-4, 700))) | LONG,
-    "350m": dict(zip(SHAPE, (24, 16, 1024, 1024, 8, 3e-4, 700))) | LONG,
-    "1b": dict(zip(SHAPE, (24, 16, 2048, 2048, 4, 2e-4, 1000))) | LONG,
-    "3b": dict(zip(SHAPE, (32, 20, 2560, 2048, 2, 1.6e-4, 1000))) | LONG,
-    "7b": dict(zip(SHAPE, (32, 32, 4096, 2048, 1, 1.2e-4, 2000))) | LONG,
+SIZES = {
+    "124m": (12, 12, 768, 1024, 16, 6e-4, 700),
+    "350m": (24, 16, 1024, 1024, 8, 3e-4, 700),
+    "1b": (24, 16, 2048, 2048, 4, 2e-4, 1000),
+    "3b": (32, 20, 2560, 2048, 2, 1.6e-4, 1000),
+    "7b": (32, 32, 4096, 2048, 1, 1.2e-4, 2000),
 }
+PRESETS = {"tiny": {}}  # the defaults
+PRESETS["10m"] = dict(zip(SHAPE, (6, 6, 384, 256, 4, 1e-3, 100)), max_steps=2000)
+for size, values in SIZES.items():
+    PRESETS[size] = LONG | dict(zip(SHAPE, values))
 
 
 @dataclass
@@ -244,6 +243,7 @@ def read_flags(argv: list, methods: dict, simulation_class) -> dict:
         usage="%(prog)s [--flag value ...]",
         epilog="--help all lists every flag",
         argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
     )
     for name, found in fields.items():
         options = argparse_options(found)
@@ -283,7 +283,7 @@ def read_number(config: dict, key: str, flag: str):
     kind = type(f.default)
     if type(value) not in (int, kind) or not value:  # 0 has a meaning in flags only
         needed = f"must be a positive {kind.__name__}"
-        raise UserError(f"config.json: {key} {repr(value)[:20]}: {needed}")
+        raise UserError(f"config.json: {key} {value!r}: {needed}")
     check_limits(f"config.json: {key}", kind(value), f.metadata)
     return kind(value)
 
@@ -298,4 +298,4 @@ def check_limits(name: str, value, limits: dict):
     below = limits.get("below", 2**31 if isinstance(value, int) else 1e30)
     if not (low <= value < below and value > above):  # also refuses NaN
         bound = f"above {above}" if above >= low else f"at least {low}"
-        raise UserError(f"{name} {str(value)[:20]}: must be {bound} and below {below:g}")
+        raise UserError(f"{name} {value}: must be {bound} and below {below:g}")

@@ -60,7 +60,7 @@ def choose(config) -> tuple:
             found = [Path(resume)]
         if not found:
             hint = "name a run's folder or a checkpoint-... in it"
-            raise UserError(f"--resume {resume[:200]}: there is no checkpoint; {hint}")
+            raise UserError(f"--resume {resume}: there is no checkpoint; {hint}")
         out_dir = config.out_dir or str(found[-1].parent)
 
     own = list_checkpoints(out_dir)
@@ -111,9 +111,9 @@ def alike(mesh, doing: str = ""):
         raise UserError("" if mesh.rank else doing + errors[0])
 
 
-def files(path, mesh: dict) -> list:
-    """The files of all ranks, in rank order. mesh: {"replicas": M, "shards": N}."""
-    return [path / f"rank-{r:05d}.pt" for r in range(mesh["replicas"] * mesh["shards"])]
+def files(path, world_size: int) -> list:
+    """The files of all ranks, in rank order."""
+    return [path / f"rank-{r:05d}.pt" for r in range(world_size)]
 
 
 def vectors(model, method) -> tuple:
@@ -192,7 +192,7 @@ def write(folder: Path, mesh, content: dict, state: dict) -> Path:
     """Write this rank's content and, on rank 0, state.json: all or nothing."""
     unfinished = folder / "checkpoint.tmp"
     final = folder / f"checkpoint-{content['steps']:08d}"  # rank 0's: A-EDiT's replicas differ
-    paths = files(unfinished, state["flags"]["mesh"])
+    paths = files(unfinished, mesh.world_size)
     failure = f"no checkpoint could be written to {folder}: "
     try:
         with alike(mesh, failure):
@@ -286,11 +286,11 @@ def load(setup, model, optimizer, method, clock):
     state, mesh = setup.saved, model.mesh
     clock.start_at(state)
     mesh.sent.update(state["sent"])
-    saved_mesh = state["flags"]["mesh"]
-    N = saved_mesh["shards"]
-    first = N * (mesh.replica % saved_mesh["replicas"])  # rank 0 of the replica to continue
-    paths = files(setup.path, saved_mesh)
-    same_method = setup.config.method == state["flags"]["method"]
+    flags = state["flags"]
+    paths = files(setup.path, flags["world_size"])
+    N = flags["shards"]
+    first = N * mesh.replica % len(paths)  # rank 0 of the replica to continue
+    same_method = setup.config.method == flags["method"]
     with clock, alike(mesh), readable(setup.path):  # A-EDiT's round begins here
         shared = [open_file(path) for path in paths[:N]]
         own = [open_file(path) for path in paths[first : first + N]]

@@ -9,7 +9,7 @@ the ranks exchange what they have found: either all train, or all end.
     replicas differ         all ranks end before a checkpoint, likewise             1
     divergence              the ranks that find it end, the others lose them        2 (others 1)
     a rank is lost          gloo, shm: the others end at once or after --timeout_s  1
-                            (a silent rank of the same replica: after 100 s or a sixth of that)
+                            (a silent rank of the same replica: after a sixth of that)
     SIGTERM, Ctrl-C         at once; with --save_on_exit at the next round end,     128 + signal
                             after a checkpoint
 
@@ -39,9 +39,6 @@ from plumbing.load_model import open_model
 from plumbing.plan import Plan
 
 START_S = 600  # how long ranks wait for the slowest to start
-# How long a replica's ranks wait for each other after the first round, which may compile, or a
-# sixth of --timeout_s. With NCCL a sync before it on the stream counts: a slow link needs more.
-SHARD_TIMEOUT = timedelta(seconds=100)
 
 
 # ---- checking ----
@@ -91,10 +88,6 @@ class Setup:
         if self.saved:
             checkpoint.check_resume(self)
 
-    def fingerprint(self) -> str:
-        """Equal on all ranks that may train together."""
-        return f"{self.config} {self.corpus.hash} {self.saved}"
-
     def describe(self, mesh) -> dict:
         """What the record and the checkpoints say of the run."""
         name = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu"
@@ -142,7 +135,7 @@ def has_native_bf16(device: str) -> bool:
     if device == "cuda":  # without one it is a dry run for another machine
         cuda = torch.cuda
         return not cuda.is_available() or cuda.is_bf16_supported(including_emulation=False)
-    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
+    return bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # with AMX, too
 
 
 # ---- starting ----
@@ -187,9 +180,9 @@ def start(argv: list, methods: dict) -> tuple:
     with alike(everyone):
         setup = Setup(argv, methods, everyone.world_size)
     # [start] all-gather of objects, all ranks, once per start
-    fingerprints = everyone.all_gather_object(setup.fingerprint())
+    runs = everyone.all_gather_object(f"{setup.config} {setup.corpus.hash} {setup.saved}")
     with alike(everyone):
-        if len(set(fingerprints)) > 1:
+        if len(set(runs)) > 1:
             raise UserError("the ranks differ in their flags or corpora: start them all alike")
         if everyone.rank == 0 and not setup.config.dry_run:
             out_dir = setup.config.out_dir
@@ -248,9 +241,8 @@ def keep_freed_memory():
 def shorten_timeout(mesh):
     """Ranks of a replica are in step, so a silent one is soon known to be lost. Replicas may wait
     for each other for --timeout_s."""
-    if mesh.shard.size > 1:
-        longest = max(SHARD_TIMEOUT, mesh.timeout / 6)
-        mesh.shard.process_group.set_timeout(min(mesh.timeout, longest))
+    if mesh.shard.size > 1:  # With NCCL a sync before it on the stream counts, too.
+        mesh.shard.process_group.set_timeout(mesh.timeout / 6)
 
 
 def leave_together():
@@ -280,7 +272,7 @@ class StopRequest:
 
     def __init__(self, enabled: bool):
         self.enabled = enabled
-        self.signal = 0
+        self.signal = 0  # its number. In the warm-up it is this rank's vote, which reaches all
         if enabled:
             for number in STOPS:
                 signal.signal(number, self._note)
@@ -292,10 +284,6 @@ class StopRequest:
         self.signal = number
         for each in STOPS:
             signal.signal(each, signal.SIG_DFL)
-
-    def vote(self) -> float:
-        """1.0 if this rank has a signal. In the warm-up the votes reach all ranks."""
-        return float(self.signal > 0)
 
     def agreed(self, method) -> int:
         """At a round end: the signal with which all ranks stop here, or 0."""

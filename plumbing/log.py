@@ -113,7 +113,6 @@ class RoundRecord:
         row = {
             "round": method.rounds,
             "step": method.steps,
-            "tau": exchanged.steps[mesh.replica],
             "steps": exchanged.steps,
             "loss": exchanged.losses,
             "pseudo_grad_norm": getattr(exchanged, "norms", None),
@@ -139,8 +138,8 @@ class RoundRecord:
         for name, value in row.items():
             if isinstance(value, torch.Tensor):
                 row[name] = value.tolist()
-        row["tau"] = int(row["tau"])
         row["steps"] = [int(steps) for steps in row["steps"]]
+        row["tau"] = row["steps"][self.mesh.replica]
         row["stall_ms"] = sum(passed_ms(begin, end) for begin, end in row["stall_ms"])
         self.lost_rounds = 0 if any(row["weight"]) else self.lost_rounds + 1
         return row
@@ -171,36 +170,34 @@ def passed_ms(begin, end) -> float:
 class Log:
     """Writes the rows, on rank 0, and prints a line for each. It decides nothing."""
 
-    def __init__(self, setup, mesh, clock):
+    def __init__(self, setup, mesh, clock, step: int):
+        """Open the file. The record of the run that this one continues may be its beginning. step:
+        of the checkpoint."""
         self.setup = setup
         self.config = setup.config
         self.mesh = mesh
         self.clock = clock
-        self.path = Path(self.config.out_dir, "metrics.jsonl")
-        if mesh.rank != 0:
-            self.path = Path(os.devnull)
-        self.file = None
-        self.profiler = None
         nothing = {"step": 0, "progress": 0, "tokens": 0, "train_s": 0.0, "metrics_bytes": 0}
         self.at_start = setup.saved or nothing  # state.json of the checkpoint that is continued
         self.tokens = self.at_start["tokens"]
         self.last = self.at_start  # the last row `step`
+        self.path = Path(self.config.out_dir, "metrics.jsonl")
+        if mesh.rank != 0:
+            self.path = Path(os.devnull)
 
-    def start(self, method):
-        """Open the file. The record of the run that this one continues may be its beginning."""
-        setup = self.setup
         continues = setup.saved and setup.path.parent.resolve() == self.path.parent.resolve()
         self.file = open(self.path, "a" if continues else "w", buffering=1)  # whole lines
         if continues:
             self.file.truncate(min(self.file.tell(), self.at_start["metrics_bytes"]))
-        description = setup.describe(self.mesh)
+        description = setup.describe(mesh)
         if self.file.tell() == 0:
             self.write("config", description)
         if setup.saved:
-            self.write("resume", {"step": method.steps} | description)
-            self.print_resume(method.steps, description)
+            self.write("resume", {"step": step} | description)
+            self.print_resume(step, description)
         if setup.source:
             print("init   ", setup.source.path, setup.source.notes)
+        self.profiler = None
         if self.config.profile:
             self.start_profiler()
 

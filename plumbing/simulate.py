@@ -87,7 +87,6 @@ FORMS = {
     "scale_lr": "R:FIRST:LAST:FACTOR",
     "flip": "R:FIRST:LAST",
 }
-LOWEST = {"F": 1}  # of the other numbers: 0
 
 
 def read_disturbances(config, replicas: int) -> dict:
@@ -108,24 +107,26 @@ def read_numbers(form: str, text: str, replicas: int) -> dict:
     numbers = [float(word) for word in text.split(":")]
     found = dict(zip(form.split(":"), numbers, strict=True))
     in_order = numbers[1:3] == sorted(numbers[1:3])  # FIRST and LAST
-    if found["R"] not in range(replicas) or not in_order:
+    in_range = all(0 <= number < 1e9 for number in numbers)  # NaN is not
+    if found["R"] not in range(replicas) or found.get("F", 1) < 1 or not (in_order and in_range):
         raise ValueError
-    for name, number in found.items():
-        if not LOWEST.get(name, 0) <= number < 1e9:  # also refuses NaN
-            raise ValueError
     return found
 
 
-class VirtualClock(nullcontext):
-    """Virtual seconds of training, in place of plumbing.log.Clock."""
+class Cluster(nullcontext):
+    """The disturbances of this rank's replica during the training. train.py puts step() around the
+    forward and backward passes of a step, and sync() around a sync. With --virtual_clock it is the
+    training's clock, too, in place of plumbing.log.Clock. Does nothing without flags."""
 
     def __init__(self, config, mesh):
         super().__init__()
-        self.replica = mesh.replica
-        self.step_s = [1.0] * mesh.replicas
-        if slow := read_disturbances(config, mesh.replicas).get("slow_replica"):
+        self.config = config
+        self.mesh = mesh
+        self.disturbances = read_disturbances(config, mesh.replicas)
+        self.step_s = [1.0] * mesh.replicas  # virtual seconds
+        if slow := self.disturbances.get("slow_replica"):
             self.step_s[int(slow["R"])] = slow["F"]
-        self.synced_at = 0.0  # when all replicas went on at the same time
+        self.synced_at = 0.0  # when all replicas went on at the same virtual time
         self.steps = 0  # of this replica since then
 
     def start_at(self, saved: dict):
@@ -133,7 +134,7 @@ class VirtualClock(nullcontext):
         self.synced_at = saved["train_s"]
 
     def train_s(self) -> float:
-        return self.synced_at + self.steps * self.step_s[self.replica]
+        return self.synced_at + self.steps * self.step_s[self.mesh.replica]
 
     def end_step(self, averages_gradients: bool):
         if averages_gradients:  # all wait for the slowest
@@ -145,17 +146,6 @@ class VirtualClock(nullcontext):
         """Replica r has taken counts[r] steps since the last one. All go on at the same time."""
         self.synced_at += max(map(operator.mul, counts, self.step_s))
         self.steps = 0
-
-
-class Cluster:
-    """The disturbances of this rank's replica during the training. train.py puts step() around the
-    forward and backward passes of a step, and sync() around a sync. Does nothing without flags."""
-
-    def __init__(self, config, mesh, clock):
-        self.config = config
-        self.mesh = mesh
-        self.clock = clock
-        self.disturbances = read_disturbances(config, mesh.replicas)
 
     def hits(self, flag: str, step: int) -> bool:
         """Is this replica disturbed in this step? step: counted from 0."""
@@ -172,16 +162,16 @@ class Cluster:
         began = time.perf_counter()
         waited_s = sum(self.mesh.waited_s.values())
         yield
-        slow = self.disturbances.get("slow_replica")
+        factor = self.step_s[self.mesh.replica]
         if self.config.virtual_clock:
-            self.clock.end_step(method.averages_gradients)
-        elif slow and slow["R"] == self.mesh.replica:
+            self.end_step(method.averages_gradients)
+        elif factor > 1:
             if self.mesh.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
             # Waiting for other replicas is not work, so it does not get slower.
             waited_s = sum(self.mesh.waited_s.values()) - waited_s
             busy_s = time.perf_counter() - began - waited_s
-            time.sleep((slow["F"] - 1) * busy_s)
+            time.sleep((factor - 1) * busy_s)
 
     @contextmanager
     def sync(self, method):
@@ -192,7 +182,7 @@ class Cluster:
             torch.sub(2 * method.anchor.to(x.device), x, out=x)
         yield
         if self.config.virtual_clock:
-            self.clock.end_round(method.exchanged.steps.tolist())
+            self.end_round(method.exchanged.steps.tolist())
 
     def batch(self, batches, method, micro_step: int):
         """The inputs and targets of a micro-step, or in their place uniform random tokens."""
@@ -208,15 +198,14 @@ class Cluster:
         return torch.from_numpy(tokens).to(mesh.device)
 
 
+@dataclass
 class Transfer:
     """A collective on the link. wait() returns when it has arrived, like torch's Work."""
 
-    def __init__(self, works: list, on_cuda: bool, finish: Future):
-        """finish: when the link has delivered it, in seconds of perf_counter()."""
-        self.works = works
-        self.on_cuda = on_cuda
-        self.finish = finish
-        self.link_s = 0.0  # how long wait() waited for the link, not for other ranks
+    works: list
+    on_cuda: bool
+    finish: Future  # when the link has delivered it, in seconds of perf_counter()
+    link_s: float = 0.0  # how long wait() waited for the link, not for other ranks
 
     def wait(self):
         finish = self.finish.result()  # raises the error of a lost neighbour

@@ -146,7 +146,7 @@ def resident_peaks(corpus_folder, *cases):
     before the model is made."""
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once
     train.print_sample = lambda path: None
-    results, status, rank = [], Path("/proc/self/status"), dist.get_rank()
+    results, status = [], Path("/proc/self/status")
     field = lambda name: 1024 * int(re.search(rf"{name}:\s*(\d+)", status.read_text())[1])
     for options in (cases[0] | dict(n_embd=16), *cases):  # the first one loads torch's kernels
         with tempfile.TemporaryDirectory() as folder:
