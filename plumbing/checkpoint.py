@@ -159,11 +159,10 @@ def save(setup, model, method, state: dict) -> Path:
     if mesh.device.type == "cuda":  # --offload: copies to vectors on the host may be in flight
         torch.cuda.synchronize()
     equal, own = vectors(model, method)
-    equal = {name: vector.cpu() for name, vector in equal.items()}
     sums = {}
     for name, vector in equal.items():
         for l, layer in enumerate(by_layer(model, name, vector, mesh.shards, mesh.shard_index)):
-            sums[f"{name} of layer {l}"] = zlib.crc32(layer.numpy())
+            sums[f"{name} of layer {l}"] = zlib.crc32(layer.cpu().numpy())
     # [sync] all-gather of objects, all ranks, once per checkpoint
     check_equal(mesh, mesh.all_gather_object(sums))
 
@@ -221,10 +220,13 @@ def remove(checkpoints: list):
         shutil.rmtree(half_removed, ignore_errors=True)
 
 
-def clean_up(folder, overwrite: bool):
-    """Remove what a killed run has left, or an earlier run. Rank 0 calls it before training."""
-    folder = Path(folder)
-    if overwrite:
+def prepare(config):
+    """Make and lock the run's folder. Remove what a killed run has left, or an earlier run. Rank 0
+    calls it before training."""
+    folder = Path(config.out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock(folder)
+    if config.overwrite:
         remove(list_checkpoints(folder))
         for path in folder / "model.pt", *folder.glob("timeline-*.json"):
             path.unlink(missing_ok=True)

@@ -25,7 +25,6 @@ import signal
 import time
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -110,7 +109,7 @@ def check_mesh(config, world_size: int):
 
 def resolve_device(config):
     """Replace `auto` in device, backend and dtype by what this machine has. Raises UserError."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count()
     if config.device == "auto":
         config.device = "cuda" if gpus else "cpu"
     on_gpu = config.device == "cuda"
@@ -185,10 +184,7 @@ def start(argv: list, methods: dict) -> tuple:
         if len(set(runs)) > 1:
             raise UserError("the ranks differ in their flags or corpora: start them all alike")
         if everyone.rank == 0 and not setup.config.dry_run:
-            out_dir = setup.config.out_dir
-            Path(out_dir).mkdir(parents=True, exist_ok=True)
-            checkpoint.lock(out_dir)
-            checkpoint.clean_up(out_dir, setup.config.overwrite)
+            checkpoint.prepare(setup.config)
     return setup, everyone
 
 

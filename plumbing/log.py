@@ -21,6 +21,10 @@ over the round), `steps` (of the round), `pseudo_grad_norm`, `weight`, `dropped`
 out of). Of stall_ms, wait_others_ms is the host's waiting for other replicas and wait_link_ms for a
 simulated link (plumbing/simulate.py); the rest is arithmetic.
 
+timeline-RANK.json, with --timeline: {"replica": ..., "spans": [[name, begin, end], ...]}, in seconds
+of time.perf_counter(), which the ranks of a machine share. Names: step, wait for others, wait for
+link, link (a transfer on the simulated link).
+
 To read a record: pandas.read_json("out/edit/metrics.jsonl", lines=True). To see it in TensorBoard
 (pip install tensorboard):
 
@@ -44,7 +48,6 @@ from pathlib import Path
 
 import torch
 
-from config import NOT_RESUMED
 from mesh import Handle
 from plumbing.plan import size
 
@@ -194,22 +197,12 @@ class Log:
             self.write("config", description)
         if setup.saved:
             self.write("resume", {"step": step} | description)
-            self.print_resume(step, description)
+            print(f"resume  {setup.path}: step {step}; flags of this start: {setup.given}")
         if setup.source:
             print("init   ", setup.source.path, setup.source.notes)
         self.profiler = None
         if self.config.profile:
             self.start_profiler()
-
-    def print_resume(self, step: int, now: dict):
-        """now: what setup.describe() says of this start."""
-        line = f"resume  {self.setup.path}: step {step}"
-        saved = self.setup.saved["flags"]
-        for name in "mesh", *self.setup.given:
-            was = saved.get(name)
-            if was != now.get(name) and name not in NOT_RESUMED:
-                line += f"; {name} {was} -> {now.get(name)}"
-        print(line)
 
     def start_profiler(self):
         """Of the steps 2 to 4."""
@@ -297,7 +290,7 @@ class Log:
 
     def end(self, method, val_loss: float):
         mesh = self.mesh
-        if mesh.spans:  # seconds of perf_counter(), which the ranks of a machine share
+        if mesh.spans:
             path = Path(self.config.out_dir, f"timeline-{mesh.rank}.json")
             path.write_text(json.dumps({"replica": mesh.replica, "spans": mesh.spans}))
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -155,7 +155,7 @@ def inputs(tmp_path_factory):
 @pytest.fixture
 def run_here(monkeypatch):
     """run_here(program, argv): its exit code, in this process. This machine has no GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(launch, "has_native_bf16", lambda device: False)
     monkeypatch.setattr(config_module, "STOPS", set())
     monkeypatch.setattr(os, "_exit", sys.exit)
