@@ -280,7 +280,7 @@ def check_resume(setup):
 
 def load(setup, model, optimizer, method, clock):
     """Continue setup's checkpoint or start from the model of --init_from, if there is one.
-    Raises UserError on all ranks if one of them cannot read its files."""
+    Raises UserError on all ranks if one of them cannot read the checkpoint."""
     if setup.source:
         setup.source.copy_to(model)
     if not setup.saved:

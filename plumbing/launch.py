@@ -45,7 +45,7 @@ START_S = 600  # how long ranks wait for the slowest to start
 
 class Setup:
     """The run that a command line asks for. Making it checks everything that wrong input can break,
-    and writes nothing. Raises UserError.
+    but the vectors of a checkpoint, and writes nothing. Raises UserError.
 
     config, given: all flags, and those on the command line; corpus, plan;
     path, saved: of the checkpoint to continue, and its state.json; source: the model to start from
