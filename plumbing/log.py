@@ -21,7 +21,7 @@ over the round), `steps` (of the round), `pseudo_grad_norm`, `weight`, `dropped`
 out of). Of stall_ms, wait_others_ms is the host's waiting for other replicas and wait_link_ms for a
 simulated link (plumbing/simulate.py); the rest is arithmetic.
 
-timeline-RANK.json, with --timeline: {"replica": ..., "spans": [[name, begin, end], ...]}, in seconds
+timeline-RANK.json, with --timeline: {"replica": ..., "spans": [[name, begin, end], ...]}, seconds
 of time.perf_counter(), which the ranks of a machine share. Names: step, wait for others, wait for
 link, link (a transfer on the simulated link).
 
