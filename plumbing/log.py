@@ -22,8 +22,7 @@ out of). Of stall_ms, wait_others_ms is the host's waiting for other replicas an
 simulated link (plumbing/simulate.py); the rest is arithmetic.
 
 timeline-RANK.json, with --timeline: {"replica": ..., "spans": [[name, begin, end], ...]}, seconds
-of time.perf_counter(), which the ranks of a machine share. Names: step, wait for others, wait for
-link, link (a transfer on the simulated link).
+since 1970. Names: step, wait for others, wait for link, link (a transfer on the simulated link).
 
 To read a record: pandas.read_json("out/edit/metrics.jsonl", lines=True). To see it in TensorBoard
 (pip install tensorboard):
@@ -292,7 +291,9 @@ class Log:
         mesh = self.mesh
         if mesh.spans:
             path = Path(self.config.out_dir, f"timeline-{mesh.rank}.json")
-            path.write_text(json.dumps({"replica": mesh.replica, "spans": mesh.spans}))
+            zero = time.time() - time.perf_counter()  # one scale for all machines
+            spans = [(name, begin + zero, end + zero) for name, begin, end in mesh.spans]
+            path.write_text(json.dumps({"replica": mesh.replica, "spans": spans}))
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if mesh.device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated()
