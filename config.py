@@ -33,11 +33,9 @@ class UserError(Exception):
 
 def explain(error: Exception) -> tuple:
     """(exit code, line for the user) of an error that has an exit_code or that comes from outside:
-    a full disk, a missing package, a closed pipe. Raises any other error again."""
+    a full disk, a missing package. Raises any other error again."""
     if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
         error = error.__context__  # torch.save hides it
-    if isinstance(error, BrokenPipeError):
-        return 141, ""  # as if SIGPIPE had ended the process
     if isinstance(error, OSError):
         return 2, f"{error.filename or 'output'}: {error.strerror}"
     if isinstance(error, ModuleNotFoundError):  # of a package that only some commands need
@@ -53,14 +51,11 @@ def run_command(program: str, main):
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         sys.stdout = open(os.devnull, "w")
-    for stream in sys.stdout, sys.stderr:
-        if hasattr(stream, "reconfigure"):  # a terminal may lack some characters
-            stream.reconfigure(errors="replace")
+    sys.stdout.reconfigure(errors="replace", line_buffering=True)  # a terminal may lack characters
     for number in STOPS:  # without a traceback, also while a rank waits inside gloo
         signal.signal(number, signal.SIG_DFL)
     try:
-        main()
-        return print(end="", flush=True)
+        return main()
     except Exception as error:
         code, line = explain(error)
     if line:
@@ -69,25 +64,20 @@ def run_command(program: str, main):
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(report)
         time.sleep(rank != "0")  # rank 0 first: when it has ended, torchrun ends this rank
         kind = "error: " if code < 128 else ""  # a signal is none
-        print(f"{program}: {kind}{line}", file=sys.stderr, flush=True)
-    with suppress(OSError):
-        print(end="", flush=True)
+        print(f"{program}: {kind}{line}", file=sys.stderr)
     os._exit(code)  # destructors could wait for lost ranks
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises UserError and does not accept shortened flags."""
-
-    def __init__(self, **options):
-        super().__init__(allow_abbrev=False, **options)
+    """argparse that raises UserError."""
 
     def error(self, message):
-        raise UserError(f"{message[:300]} (--help lists the flags)")
+        raise UserError(f"{message} (--help lists the flags)")
 
 
 def option(default, help, **more):
     """A dataclass field that is a flag. more: limits, see check_limits(); choices, nargs, const as
-    in argparse; group: the title in --help of this flag and the next."""
+    in argparse."""
     return field(default=default, metadata={"help": help} | more)
 
 
@@ -98,26 +88,28 @@ def option(default, help, **more):
 # used with batches of 0.5 to 2 million tokens. tau and warm-up are the EDiT paper's (from memory).
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "lr", "lr_warmup_steps")
 LONG = dict(max_steps=20_000, eval_interval=1000, log_interval=20, tau=128, sync_warmup_steps=1024)
-PRESETS = {
-    "tiny": {},  # the defaults
-    "10m": dict(zip(SHAPE, (6, 6, 384, 256, 4, 1e-3, 100))) | {"max_steps": 2000},
-    "124m": dict(zip(SHAPE, (12, 12, 768, 1024, 16, 6e-4, 700))) | LONG,
-    "350m": dict(zip(SHAPE, (24, 16, 1024, 1024, 8, 3e-4, 700))) | LONG,
-    "1b": dict(zip(SHAPE, (24, 16, 2048, 2048, 4, 2e-4, 1000))) | LONG,
-    "3b": dict(zip(SHAPE, (32, 20, 2560, 2048, 2, 1.6e-4, 1000))) | LONG,
-    "7b": dict(zip(SHAPE, (32, 32, 4096, 2048, 1, 1.2e-4, 2000))) | LONG,
+SIZES = {
+    "124m": (12, 12, 768, 1024, 16, 6e-4, 700),
+    "350m": (24, 16, 1024, 1024, 8, 3e-4, 700),
+    "1b": (24, 16, 2048, 2048, 4, 2e-4, 1000),
+    "3b": (32, 20, 2560, 2048, 2, 1.6e-4, 1000),
+    "7b": (32, 32, 4096, 2048, 1, 1.2e-4, 2000),
 }
+PRESETS = {"tiny": {}}  # the defaults
+PRESETS["10m"] = dict(zip(SHAPE, (6, 6, 384, 256, 4, 1e-3, 100)), max_steps=2000)
+for size, values in SIZES.items():
+    PRESETS[size] = LONG | dict(zip(SHAPE, values))
 
 
 @dataclass
 class Config:
     """Flags of every method."""
 
-    method: str = option("edit", "synchronization method", group="run")
+    method: str = option("edit", "synchronization method")
     shards: int = option(1, "N, ranks per replica; the other ranks form more replicas", low=1)
     replicas: int = option(0, "M, checked against the number of ranks; 0: as many as there are")
     max_steps: int = option(700, "inner steps", low=1)
-    seed: int = option(1337, "of initialization and data order", below=2**40)
+    seed: int = option(1337, "of initialization and data order")
     out_dir: str = option("", "folder for metrics.jsonl and model.pt (default: out/METHOD)")
     device: str = option("auto", "auto: cuda if there is one", choices=["auto", "cpu", "cuda"])
     backend: str = option(
@@ -128,7 +120,7 @@ class Config:
     )
     compile: bool = option(False, "torch.compile each layer")
     recompute: bool = option(False, "recompute blocks in the backward, keep only their inputs")
-    profile: bool = option(False, "trace a few early steps into OUT_DIR/trace-RANK.json")
+    profile: bool = option(False, "trace steps 2 to 4 into OUT_DIR/trace-RANK.json")
     timeline: bool = option(False, "record computing and waiting in OUT_DIR/timeline-RANK.json")
     dry_run: bool = option(False, "print memory and traffic of the run, for any mesh, and exit")
     log_interval: int = option(10, "steps between log lines", low=1)
@@ -136,13 +128,13 @@ class Config:
     eval_batches: int = option(16, "validation batches of 16 windows", low=1, below=10**6)
     timeout_s: float = option(600.0, "seconds to wait for a silent rank", above=0, below=1e7)
 
-    checkpoint_interval: int = option(0, "in steps; 0: only one, at the end", group="checkpoints")
+    checkpoint_interval: int = option(0, "in steps; 0: only one, at the end")
     keep: int = option(2, "checkpoints to keep", low=1)
     save_on_exit: bool = option(False, "at SIGTERM or Ctrl-C, save and stop at the next round end")
     resume: str = option("", "checkpoint or run's folder to continue; auto: OUT_DIR's, if any")
     overwrite: bool = option(False, "delete the earlier run in OUT_DIR")
 
-    model: str = option("tiny", "preset of what is not given", choices=list(PRESETS), group="model")
+    model: str = option("tiny", "preset of what is not given", choices=list(PRESETS))
     n_layer: int = option(4, "blocks", low=1, below=10_000)
     n_head: int = option(4, "attention heads", low=1)
     n_embd: int = option(128, "channels", low=1)
@@ -153,7 +145,7 @@ class Config:
     init_from: str = option("", "start from this model.pt or Hugging Face Llama folder; its shape")
 
     data: str = option(
-        "", "folder of data.py, or .bin files (default: standard library)", nargs="+", group="data"
+        "", "folder of data.py, or .bin files (default: standard library)", nargs="+"
     )
     vocab_size: int = option(0, "of token files (0: 50257, GPT-2's), or another than the corpus's")
     batch_size: int = option(8, "sequences per rank and micro-step", low=1)
@@ -161,9 +153,8 @@ class Config:
     tokens_per_step: int = option(0, "of all ranks; it sets accum, and batch_size is a limit then")
 
     optimizer: str = option(
-        "adamw", "muon: Muon for the blocks' matrices", choices=["adamw", "muon"],
-        group="inner optimizer",
-    )  # fmt: skip
+        "adamw", "muon: Muon for the blocks' matrices", choices=["adamw", "muon"]
+    )
     lr: float = option(3e-3, "peak learning rate of AdamW")
     muon_lr: float = option(0.02, "peak learning rate of Muon, which has the schedule of lr")
     min_lr_ratio: float = option(0.1, "final learning rate / peak learning rate")
@@ -196,8 +187,6 @@ class Config:
 
     def check(self, replicas: int):
         """Raise UserError if the flags do not fit together."""
-        if self.profile and self.max_steps < 4:
-            raise UserError("--profile: it needs at least 4 steps; raise --max_steps")
         if self.optimizer == "muon" and self.lr == 0:
             raise UserError("--lr 0: muon's rate follows it; give --muon_lr 0 or --optimizer adamw")
 
@@ -207,6 +196,9 @@ class Config:
 # Flags of this machine or this start: a resumed run does not take them from the checkpoint.
 NOT_RESUMED = {"out_dir", "device", "backend", "replicas", "resume", "overwrite", "profile"}
 NOT_RESUMED |= {"dry_run", "init_from", "timeline"}
+PACE = {"accum", "tokens_per_step"}  # each sets the other
+
+ARGPARSE = ("help", "choices", "nargs", "const")  # what argparse needs of an option()
 
 # What --help lists; --help all lists every flag.
 FIRST_FLAGS = """method shards replicas max_steps out_dir device dry_run checkpoint_interval resume
@@ -216,19 +208,18 @@ FIRST_FLAGS = """method shards replicas max_steps out_dir device dry_run checkpo
 def parse(argv: list, methods: dict, simulation_class) -> tuple:
     """Flags -> (the run's config, the flags given as name -> value), see below."""
     given = read_flags(argv, methods, simulation_class)
-    return make_config(given, methods, simulation_class), given
+    return make_config(given, methods, simulation_class, {}), given
 
 
-def make_config(given: dict, methods: dict, simulation_class, saved: dict | None = None):
-    """The config of a run. given: flags as name -> value; saved: those of a checkpoint. Flags of
-    other methods are left out, so that one command line can compare methods."""
-    saved = {name: value for name, value in (saved or {}).items() if name not in NOT_RESUMED}
-    if "accum" in given:  # each of the two sets the other, so the saved one gives way
-        saved.pop("tokens_per_step", None)
-    if "tokens_per_step" in given:
-        saved.pop("accum", None)
-    preset = PRESETS[given.get("model") or saved.get("model") or "tiny"]
-    values = {**preset, **saved, **given}  # the later one counts
+def make_config(given: dict, methods: dict, simulation_class, base: dict):
+    """The config of a run. given: flags as name -> value; base: those of a checkpoint or a model.
+    Flags of other methods are left out, so that one command line can compare methods."""
+    left_out = NOT_RESUMED
+    if PACE & given.keys():
+        left_out = NOT_RESUMED | PACE
+    base = {name: value for name, value in base.items() if name not in left_out}
+    preset = PRESETS[given.get("model") or base.get("model") or "tiny"]
+    values = {**preset, **base, **given}  # the later one counts
 
     method = methods[values.get("method", Config.method)]
     bases = (method.Config, simulation_class, Config)
@@ -241,49 +232,42 @@ def make_config(given: dict, methods: dict, simulation_class, saved: dict | None
 def read_flags(argv: list, methods: dict, simulation_class) -> dict:
     """The flags in argv, checked: name -> value. methods: name -> Method class. Raises UserError
     that names the flag."""
-    parser = Parser(usage="%(prog)s [--flag value ...]", epilog="--help all lists every flag")
-    group = parser
-    fields = {}
-    method_configs = [method.Config for method in methods.values()]
-    for config_class in (Config, simulation_class, *method_configs):
+    classes = [Config, simulation_class]
+    classes += [method.Config for method in methods.values()]
+    fields = {}  # flag -> its fields, one of each class that has it
+    for config_class in classes:
         for f in dataclasses.fields(config_class):
-            if f.name in fields:
-                continue
-            fields[f.name] = f
-            if "group" in f.metadata:
-                group = parser.add_argument_group(f.metadata["group"])
-            options = argparse_options(f, methods)
-            if argv[-2:] != ["--help", "all"] and f.name not in FIRST_FLAGS:
-                options["help"] = argparse.SUPPRESS
-            group.add_argument(f"--{f.name}", **options)
+            fields.setdefault(f.name, []).append(f)
 
-    found = vars(parser.parse_args(argv))
-    given = {name: value for name, value in found.items() if value is not None}
+    parser = Parser(
+        usage="%(prog)s [--flag value ...]",
+        epilog="--help all lists every flag",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for name, found in fields.items():
+        options = argparse_options(found)
+        if name == "method":
+            options["choices"] = list(methods)
+        if argv[-2:] != ["--help", "all"] and name not in FIRST_FLAGS:
+            options["help"] = argparse.SUPPRESS
+        parser.add_argument(f"--{name}", **options)
+
+    given = vars(parser.parse_args(argv))
     if "data" in given:
         given["data"] = ":".join(given["data"])
     for name, value in given.items():
-        check_limits(f"--{name}", value, fields[name].metadata)
+        check_limits(f"--{name}", value, fields[name][0].metadata)
     return given
 
 
-def argparse_options(f: dataclasses.Field, methods: dict) -> dict:
-    """What argparse needs to know of a flag."""
-    default = f.default
-    defaults = {}  # of the methods that have this flag
-    for name, method in methods.items():
-        if f.name in method.Config.__dataclass_fields__:
-            defaults[name] = getattr(method.Config, f.name)
-    if len(set(defaults.values())) > 1:
-        default = ", ".join(f"{name}: {value}" for name, value in defaults.items())
-
-    options = {"default": None, "help": f.metadata["help"]}
-    if default != "":
-        options["help"] += f" (default: {default})"
-    for name in "choices", "nargs", "const":
-        if name in f.metadata:
-            options[name] = f.metadata[name]
-    if f.name == "method":
-        options["choices"] = list(methods)
+def argparse_options(fields: list) -> dict:
+    """What argparse needs to know of a flag. Its defaults differ between methods."""
+    f = fields[0]
+    options = {name: value for name, value in f.metadata.items() if name in ARGPARSE}
+    defaults = {str(each.default) for each in fields}
+    if defaults != {""}:
+        options["help"] += f" (default: {', '.join(sorted(defaults))})"
     if isinstance(f.default, bool):
         options["action"] = argparse.BooleanOptionalAction
     else:
@@ -299,7 +283,7 @@ def read_number(config: dict, key: str, flag: str):
     kind = type(f.default)
     if type(value) not in (int, kind) or not value:  # 0 has a meaning in flags only
         needed = f"must be a positive {kind.__name__}"
-        raise UserError(f"config.json: {key} {repr(value)[:20]}: {needed}")
+        raise UserError(f"config.json: {key} {value!r}: {needed}")
     check_limits(f"config.json: {key}", kind(value), f.metadata)
     return kind(value)
 
@@ -314,4 +298,4 @@ def check_limits(name: str, value, limits: dict):
     below = limits.get("below", 2**31 if isinstance(value, int) else 1e30)
     if not (low <= value < below and value > above):  # also refuses NaN
         bound = f"above {above}" if above >= low else f"at least {low}"
-        raise UserError(f"{name} {str(value)[:20]}: must be {bound} and below {below:g}")
+        raise UserError(f"{name} {value}: must be {bound} and below {below:g}")

@@ -40,7 +40,7 @@ MOMENTS = {"none": [], "m": ["exp_avg"], "both": ["exp_avg", "exp_avg_sq"]}
 class RoundConfig:
     """Flags of every method with rounds, whatever ends them."""
 
-    sync_warmup_steps: int = option(200, "first steps with averaged gradients", group="rounds")
+    sync_warmup_steps: int = option(200, "first steps with averaged gradients")
     average_moments: str = option(
         "none",
         "of AdamW, at each sync; all replicas wait. Without a value: both",

@@ -26,7 +26,7 @@ from minibatch import MiniBatch
 from muon import Muon
 from plumbing import checkpoint, launch
 from plumbing.log import Clock, Log, RoundRecord
-from plumbing.simulate import Cluster, VirtualClock
+from plumbing.simulate import Cluster
 from relatives import RELATIVES
 from sample import print_sample
 from shard import AdamW, ShardedModel
@@ -44,13 +44,12 @@ def train(setup, mesh, stop):
         for layer in model.layers:
             layer.compile()
     optimizer = make_optimizer(model, config)
-    clock = VirtualClock(config, mesh) if config.virtual_clock else Clock(mesh.device)
-    cluster = Cluster(config, mesh, clock)  # simulates stragglers and sick replicas, if asked to
-    batches = cluster.disturb(make_batches(setup, mesh))
-    log = Log(setup, mesh, clock)
+    cluster = Cluster(config, mesh)  # simulates stragglers and sick replicas, if asked to
+    clock = cluster if config.virtual_clock else Clock(mesh.device)
+    batches = make_batches(setup, mesh)
     method = METHODS[config.method](model, mesh, config, RoundRecord(mesh), clock)
     checkpoint.load(setup, model, optimizer, method, clock)  # with --resume or --init_from
-    log.start(method)
+    log = Log(setup, mesh, clock, method.steps)
     round_end = method.progress  # at the last round end
 
     while method.progress < config.max_steps:
@@ -63,14 +62,14 @@ def train(setup, mesh, stop):
         scale = 1 / (plan.micro_steps * (mesh.world_size if average else mesh.shards))
         with cluster.step(optimizer, method):
             for micro_step in range(plan.micro_steps):
-                inputs, targets = batches.train(method.steps, micro_step)
+                inputs, targets = cluster.batch(batches, method, micro_step)
                 loss += model.forward(inputs, targets) / plan.micro_steps
                 last = micro_step == plan.micro_steps - 1
                 model.backward(scale, first=micro_step == 0, sum_replicas=average and last)
             method.after_backward()
         # Norm, loss and votes share one small exchange. A vote ends the round or, in the warm-up,
         # says that this rank has a signal to stop.
-        metrics = model.step_metrics(loss, stop.vote() if average else method.vote(), average)
+        metrics = model.step_metrics(loss, stop.signal if average else method.vote(), average)
         model.clip_gradient(config.grad_clip)
         method.inner_step(optimizer)
         model.invalidate_gathered()

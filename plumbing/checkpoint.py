@@ -23,7 +23,6 @@ Nothing in a file is executed: JSON, and tensors through torch.load(weights_only
 import fcntl
 import json
 import os
-import re
 import shutil
 import zlib
 from contextlib import contextmanager
@@ -35,7 +34,6 @@ from torch.nn.functional import pad
 
 from config import UserError, explain
 
-NAME = re.compile(r"checkpoint-\d{8,}")
 # Maps a file: tensors are read when they are used.
 open_file = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
 
@@ -45,62 +43,48 @@ open_file = partial(torch.load, map_location="cpu", weights_only=True, mmap=True
 
 def list_checkpoints(folder) -> list:
     """The complete checkpoints of a run's folder, oldest first."""
-    try:  # not glob(): an unreadable folder would look empty
-        found = [path for path in Path(folder).iterdir() if NAME.fullmatch(path.name)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+    return sorted(Path(folder).glob("checkpoint-*[0-9]"))
 
 
 def choose(config) -> tuple:
     """(the run's folder, the checkpoint to continue or None). Raises UserError if there is none, or
     if two runs would mix in the folder."""
     resume = config.resume
-    named = resume not in ("", "auto")
-    there = Path(resume)  # a run's folder or one of its checkpoints
-    if NAME.fullmatch(there.name):
-        there = there.parent
-    out_dir = config.out_dir
-    if not out_dir:
-        out_dir = str(there) if named else f"out/{config.method}"
-    if config.dry_run and not resume:
-        return out_dir, None
     if resume and config.overwrite:
         raise UserError("--resume, --overwrite: give only one of them")
-
-    own = list_checkpoints(out_dir)
-    if own:  # a run that is writing there could remove what this one reads
-        os.close(lock(out_dir, fcntl.LOCK_SH))
-    found = own if resume else []
-    if named:
-        found = [path for path in list_checkpoints(there) if Path(resume) in (path, there)]
+    out_dir = config.out_dir or f"out/{config.method}"
+    found = []
+    if resume not in ("", "auto"):
+        found = list_checkpoints(resume)
+        if Path(resume, "state.json").exists():  # it is a checkpoint
+            found = [Path(resume)]
         if not found:
             hint = "name a run's folder or a checkpoint-... in it"
-            raise UserError(f"--resume {resume[:200]}: there is no checkpoint; {hint}")
+            raise UserError(f"--resume {resume}: there is no checkpoint; {hint}")
+        out_dir = config.out_dir or str(found[-1].parent)
 
+    own = list_checkpoints(out_dir)
+    if resume == "auto":
+        found = own
     last = found[-1] if found else None
     earlier = own or Path(out_dir, "model.pt").exists()
     continues = own and last and last.samefile(own[-1])
-    if earlier and not continues and not config.overwrite:
-        hint = "name another --out_dir, or delete that run with --overwrite"
-        if own:
-            hint = f"--resume auto continues {own[-1].name}; otherwise {hint}"
+    if earlier and not (continues or config.overwrite or config.dry_run):
+        hint = "--resume auto continues it, --overwrite deletes it; or name another --out_dir"
         raise UserError(f"--out_dir {out_dir} has an earlier run: {hint}")
     return out_dir, last
 
 
-def lock(folder, kind=fcntl.LOCK_EX):
-    """Lock a run's folder until this process ends or closes the descriptor that this returns.
-    Raises UserError if another run has locked it."""
+def lock(folder):
+    """Lock a run's folder until this process ends. Raises UserError if another run has it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         hint = "wait for it or name another folder"
         raise UserError(f"--out_dir {folder}: another run is writing there; {hint}") from None
     except OSError:  # a file system without locks
         pass
-    return descriptor
 
 
 # ---- saving ----
@@ -120,16 +104,16 @@ def alike(mesh, doing: str = ""):
     try:
         yield
     except Exception as wrong:
-        error = explain(wrong)[1] or "standard output is closed"
-    # [sync] all-gather of objects, all ranks, twice per start and per checkpoint
+        error = explain(wrong)[1]
+    # [sync] all-gather of objects, all ranks, 2 or 3 per start, 2 per checkpoint
     errors = [line for line in mesh.all_gather_object(error) if line]
     if errors:
         raise UserError("" if mesh.rank else doing + errors[0])
 
 
-def files(path, mesh: dict) -> list:
-    """The files of all ranks, in rank order. mesh: {"replicas": M, "shards": N}."""
-    return [path / f"rank-{r:05d}.pt" for r in range(mesh["replicas"] * mesh["shards"])]
+def files(path, world_size: int) -> list:
+    """The files of all ranks, in rank order."""
+    return [path / f"rank-{r:05d}.pt" for r in range(world_size)]
 
 
 def vectors(model, method) -> tuple:
@@ -150,9 +134,9 @@ def firsts(model, name: str) -> list:
     return model.squares_from if name == "exp_avg_sq" else [0] * len(model.layers)
 
 
-def own_sizes(model, name: str) -> list:
-    """How many elements of each layer this rank's shards in a vector have."""
-    return model.sizes_from(firsts(model, name), model.mesh.shards, model.mesh.shard_index)
+def by_layer(model, name: str, vector, shards: int, index: int) -> tuple:
+    """The vector's part in each layer. It belongs to shard `index` of `shards`."""
+    return vector.split(model.sizes_from(firsts(model, name), shards, index))
 
 
 def check_equal(mesh, sums: list):
@@ -175,36 +159,28 @@ def save(setup, model, method, state: dict) -> Path:
     if mesh.device.type == "cuda":  # --offload: copies to vectors on the host may be in flight
         torch.cuda.synchronize()
     equal, own = vectors(model, method)
-    equal = {name: vector.cpu() for name, vector in equal.items()}
     sums = {}
     for name, vector in equal.items():
-        for l, layer in enumerate(vector.split(own_sizes(model, name))):
-            sums[f"{name} of layer {l}"] = zlib.crc32(layer.numpy())
+        for l, layer in enumerate(by_layer(model, name, vector, mesh.shards, mesh.shard_index)):
+            sums[f"{name} of layer {l}"] = zlib.crc32(layer.cpu().numpy())
     # [sync] all-gather of objects, all ranks, once per checkpoint
-    found = mesh.all_gather_object({"steps": method.steps, "sums": sums})
-    check_equal(mesh, [each["sums"] for each in found])
+    check_equal(mesh, mesh.all_gather_object(sums))
 
     content = {"steps": method.steps, "rounds": method.rounds, **own}
     if not method.averages_gradients:
         content |= {name: getattr(method, name) for name in method.scalars}
     if mesh.replica == 0:
         content |= equal
-    parameters = model.master.cpu()
     for name, value in content.items():
         if torch.is_tensor(value):
-            # At a round end the anchor is the parameters. torch.save writes the same tensor once.
-            value = value.cpu()
-            content[name] = parameters if torch.equal(value, parameters) else value
+            content[name] = value.cpu()
 
-    flags = setup.describe(mesh)
     state = state | {
-        "flags": flags,
-        "mesh": flags["mesh"],
+        "flags": setup.describe(mesh),
         "model_config": vars(model.config),
         "tokens_per_step": setup.plan.tokens_per_step,
         "averages_gradients": method.averages_gradients,
         "progress": method.progress,
-        "steps": [each["steps"] for each in found[:: mesh.shards]],  # A-EDiT's replicas differ
         "train_s": method.clock.train_s(),
         "sent": dict(mesh.sent),
     }
@@ -214,8 +190,8 @@ def save(setup, model, method, state: dict) -> Path:
 def write(folder: Path, mesh, content: dict, state: dict) -> Path:
     """Write this rank's content and, on rank 0, state.json: all or nothing."""
     unfinished = folder / "checkpoint.tmp"
-    final = folder / f"checkpoint-{state['steps'][0]:08d}"
-    paths = files(unfinished, state["mesh"])
+    final = folder / f"checkpoint-{content['steps']:08d}"  # rank 0's: A-EDiT's replicas differ
+    paths = files(unfinished, mesh.world_size)
     failure = f"no checkpoint could be written to {folder}: "
     try:
         with alike(mesh, failure):
@@ -244,17 +220,18 @@ def remove(checkpoints: list):
         shutil.rmtree(half_removed, ignore_errors=True)
 
 
-def clean_up(folder, overwrite: bool):
-    """Remove what a killed run has left, or an earlier run. Rank 0 calls it before training."""
-    patterns = ["timeline-*.json"]  # they may be of other spans and of more ranks
-    if overwrite:
+def prepare(config):
+    """Make and lock the run's folder. Remove what a killed run has left, or an earlier run. Rank 0
+    calls it before training."""
+    folder = Path(config.out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock(folder)
+    if config.overwrite:
         remove(list_checkpoints(folder))
-        patterns += ["model.pt", "metrics.jsonl"]
-    for path in Path(folder).glob("checkpoint*.tmp"):
+        for path in folder / "model.pt", *folder.glob("timeline-*.json"):
+            path.unlink(missing_ok=True)
+    for path in folder.glob("checkpoint*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
-    for pattern in patterns:
-        for path in Path(folder).glob(pattern):
-            path.unlink()
 
 
 # ---- loading ----
@@ -271,13 +248,10 @@ def readable(path):
         raise UserError(f"checkpoint {path} cannot be read ({reason}); {hint}") from None
 
 
-def read(path, rank: int = 0, world_size: int = 1) -> dict:
-    """A checkpoint's state.json. Raises UserError if it or this rank's part of the files is bad."""
+def read(path) -> dict:
+    """A checkpoint's state.json."""
     with readable(path):
-        state = json.loads((path / "state.json").read_bytes())
-        for file in files(path, state["mesh"])[rank::world_size]:
-            open_file(file)["steps"]
-        return state
+        return json.loads((path / "state.json").read_bytes())
 
 
 def check_resume(setup):
@@ -287,29 +261,26 @@ def check_resume(setup):
     def refuse(reason):
         raise UserError(f"checkpoint {setup.path} {reason}")
 
-    was = saved["model_config"] | {"model": flags["model"]}
-    now = vars(setup.plan.model_config) | {"model": config.model, "block_size": was["block_size"]}
-    other = [f"--{name}" for name in sorted(was) if was[name] != now[name]]
-    if "--vocab_size" in other:
-        refuse("has another vocabulary: give the --data that it was trained on")
+    was = flags | saved["model_config"]
+    now = vars(config) | vars(setup.plan.model_config)
+    kept = {"model", "optimizer", *saved["model_config"]} - {"block_size"}
+    other = [f"--{name}" for name in sorted(kept) if was[name] != now[name]]
     if other:
-        refuse(f"has another shape: leave out {' '.join(other)}")
+        hint = "leave them out, and give the --data that it was trained on"
+        refuse(f"was trained with other values of {' '.join(other)}: {hint}")
     if flags["corpus_hash"] != setup.corpus.hash and "data" not in setup.given:
         refuse("was trained on another corpus: name a corpus with --data")
-    if flags.get("optimizer", "adamw") != config.optimizer:
-        refuse(f"was trained with --optimizer {flags['optimizer']}: keep it")
     if flags["method"] != config.method and not saved["averages_gradients"]:
         refuse(f"is past the warm-up of {flags['method']}: keep this method")
     took, take = saved["tokens_per_step"], setup.plan.tokens_per_step
     if took != take and not {"batch_size", "accum", "tokens_per_step"} & setup.given.keys():
-        hint = f"keep the number with --tokens_per_step {took}, or confirm the change with"
-        hint += " --batch_size or --accum"
+        hint = f"give --tokens_per_step {took}, or confirm the change with --batch_size or --accum"
         refuse(f"took {took:,} tokens per step, these ranks take {take:,}: {hint}")
 
 
 def load(setup, model, optimizer, method, clock):
-    """Continue setup's checkpoint or start from the model of --init_from, if there is one. No
-    communication. Raises UserError for files that do not contain what state.json promises."""
+    """Continue setup's checkpoint or start from the model of --init_from, if there is one.
+    Raises UserError on all ranks if one of them cannot read the checkpoint."""
     if setup.source:
         setup.source.copy_to(model)
     if not setup.saved:
@@ -317,11 +288,12 @@ def load(setup, model, optimizer, method, clock):
     state, mesh = setup.saved, model.mesh
     clock.start_at(state)
     mesh.sent.update(state["sent"])
-    N = state["mesh"]["shards"]
-    first = N * (mesh.replica % state["mesh"]["replicas"])  # rank 0 of the replica to continue
-    paths = files(setup.path, state["mesh"])
-    same_method = setup.config.method == state["flags"]["method"]
-    with clock, readable(setup.path):  # A-EDiT's round begins here
+    flags = state["flags"]
+    paths = files(setup.path, flags["world_size"])
+    N = flags["shards"]
+    first = N * mesh.replica % len(paths)  # rank 0 of the replica to continue
+    same_method = setup.config.method == flags["method"]
+    with clock, alike(mesh), readable(setup.path):  # A-EDiT's round begins here
         shared = [open_file(path) for path in paths[:N]]
         own = [open_file(path) for path in paths[first : first + N]]
         method.steps = own[0]["steps"]
@@ -349,12 +321,9 @@ def fill(vector, saved: list, model, name: str):
     if len(saved) == shards:
         vector.copy_(saved[index])
         return
-    begins = firsts(model, name)
-    places = vector.split(own_sizes(model, name))
-    files = []
-    for i, file in enumerate(saved):
-        files.append(file.split(model.sizes_from(begins, len(saved), i)))
-    for layout, first, place, *pieces in zip(model.layouts, begins, places, *files):
+    parts = [by_layer(model, name, file, len(saved), i) for i, file in enumerate(saved)]
+    places = by_layer(model, name, vector, shards, index)
+    for layout, first, place, *pieces in zip(model.layouts, firsts(model, name), places, *parts):
         whole = torch.cat(pieces)[: layout.used - first]
         whole = pad(whole, (first, layout.padded - layout.used))
         own = whole.chunk(shards)[index]

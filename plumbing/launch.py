@@ -9,7 +9,7 @@ the ranks exchange what they have found: either all train, or all end.
     replicas differ         all ranks end before a checkpoint, likewise             1
     divergence              the ranks that find it end, the others lose them        2 (others 1)
     a rank is lost          gloo, shm: the others end at once or after --timeout_s  1
-                            (a silent rank of the same replica: after 100 s or a sixth of that)
+                            (a silent rank of the same replica: after a sixth of that)
     SIGTERM, Ctrl-C         at once; with --save_on_exit at the next round end,     128 + signal
                             after a checkpoint
 
@@ -18,7 +18,6 @@ signals, so replicas wait for each other there, also in a method without a barri
 """
 
 import ctypes
-import dataclasses
 import hashlib
 import math
 import os
@@ -26,7 +25,6 @@ import signal
 import time
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,9 +38,6 @@ from plumbing.load_model import open_model
 from plumbing.plan import Plan
 
 START_S = 600  # how long ranks wait for the slowest to start
-# How long a replica's ranks wait for each other after the first round, which may compile, or a
-# sixth of --timeout_s. With NCCL a sync before it on the stream counts: a slow link needs more.
-SHARD_TIMEOUT = timedelta(seconds=100)
 
 
 # ---- checking ----
@@ -50,31 +45,28 @@ SHARD_TIMEOUT = timedelta(seconds=100)
 
 class Setup:
     """The run that a command line asks for. Making it checks everything that wrong input can break,
-    and writes nothing. Raises UserError.
+    but the vectors of a checkpoint, and writes nothing. Raises UserError.
 
     config, given: all flags, and those on the command line; corpus, plan;
     path, saved: of the checkpoint to continue, and its state.json; source: the model to start from
     """
 
-    def __init__(self, argv: list, methods: dict, rank: int, world_size: int):
+    def __init__(self, argv: list, methods: dict, world_size: int):
         self.saved = self.source = None
         self.given = read_flags(argv, methods, simulate.Config)
-        config = make_config(self.given, methods, simulate.Config)
+        config = make_config(self.given, methods, simulate.Config, {})
         out_dir, self.path = checkpoint.choose(config)
+        base = {}
         if self.path:
-            self.saved = checkpoint.read(self.path, rank, world_size)
-            config = make_config(self.given, methods, simulate.Config, self.saved["flags"])
-            if "shards" not in self.given and not config.dry_run:
-                config.shards = math.gcd(config.shards, world_size)  # the mesh follows the ranks
+            self.saved = checkpoint.read(self.path)
+            base = self.saved["flags"]
         elif config.init_from:
             self.source = open_model(config.init_from)
-            inside = Path(config.init_from).resolve().parent == Path(out_dir).resolve()
-            if inside and config.overwrite:
-                raise UserError("--overwrite deletes the model of --init_from: change --out_dir")
-            shape = vars(self.source.config) | {"vocab_size": 0}
-            config = make_config(self.given, methods, simulate.Config, shape)
+            base = vars(self.source.config) | {"vocab_size": 0}
+        self.config = config = make_config(self.given, methods, simulate.Config, base)
         config.out_dir = out_dir
-        self.config = config
+        if self.saved and "shards" not in self.given and not config.dry_run:
+            config.shards = math.gcd(config.shards, world_size)  # the mesh follows the ranks
         self.check(methods[config.method], world_size)
 
     def check(self, method, world_size: int):
@@ -95,15 +87,6 @@ class Setup:
         if self.saved:
             checkpoint.check_resume(self)
 
-    def fingerprint(self) -> str:
-        """Equal on all ranks that may train together."""
-        # Paths may differ between nodes.
-        config = dataclasses.replace(self.config, out_dir="", data="", resume="", init_from="")
-        numbers = []  # one of each tensor
-        if self.source:
-            numbers = [tensor.flatten()[0].item() for tensor in self.source.tensors.values()]
-        return f"{config} {self.corpus.hash} {self.saved} {numbers}"
-
     def describe(self, mesh) -> dict:
         """What the record and the checkpoints say of the run."""
         name = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu"
@@ -119,14 +102,14 @@ class Setup:
 def check_mesh(config, world_size: int):
     M, N = config.replicas, config.shards
     if world_size % N or M and world_size != M * N:
-        mesh = f"--replicas {M} --shards {N}" if M else f"--shards {N}"
         hint = f"change --nproc_per_node or give --shards {math.gcd(world_size, N)}"
+        mesh = f"--replicas {M} --shards {N}"
         raise UserError(f"{mesh}: {world_size} ranks do not form such a mesh; {hint}")
 
 
 def resolve_device(config):
     """Replace `auto` in device, backend and dtype by what this machine has. Raises UserError."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count()
     if config.device == "auto":
         config.device = "cuda" if gpus else "cpu"
     on_gpu = config.device == "cuda"
@@ -151,7 +134,7 @@ def has_native_bf16(device: str) -> bool:
     if device == "cuda":  # without one it is a dry run for another machine
         cuda = torch.cuda
         return not cuda.is_available() or cuda.is_bf16_supported(including_emulation=False)
-    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
+    return bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # with AMX, too
 
 
 # ---- starting ----
@@ -162,8 +145,6 @@ def connect() -> Mesh:
     they tell each other before the run's mesh is known."""
     rank = int(os.environ.get("RANK", 0))  # torchrun sets both
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if not 0 <= rank < world_size:
-        raise UserError("RANK and WORLD_SIZE describe no run: start the ranks with torchrun")
     timeout = timedelta(seconds=START_S)
     with translate_comm_errors():
         if world_size > 1:
@@ -179,14 +160,10 @@ def rendezvous(rank: int, world_size: int, timeout: timedelta):
     and TORCHELASTIC_RESTART_COUNT may differ between nodes. So each rank announces a random id, and
     the hash of all ids is the prefix of the new keys. When all ranks have computed it, none of them
     has read an old id."""
-    try:
-        store = next(dist.rendezvous("env://", timeout=timeout))[0]
-    except (ValueError, dist.DistNetworkError) as error:  # no variable, a port in use
-        raise UserError(f"{error}; start the ranks with torchrun") from None
+    store = next(dist.rendezvous("env://", timeout=timeout))[0]
     store.set(f"hello/{rank}", os.urandom(16).hex())
     names = [f"hello/{r}" for r in range(world_size)]
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
+    for _ in range(50 * START_S):
         prefix = hashlib.sha256(b"".join(store.multi_get(names))).hexdigest()
         store.set(f"{prefix}/{rank}", "")
         if store.check([f"{prefix}/{r}" for r in range(world_size)]):
@@ -200,17 +177,14 @@ def start(argv: list, methods: dict) -> tuple:
     clean."""
     everyone = connect()
     with alike(everyone):
-        setup = Setup(argv, methods, everyone.rank, everyone.world_size)
+        setup = Setup(argv, methods, everyone.world_size)
     # [start] all-gather of objects, all ranks, once per start
-    fingerprints = everyone.all_gather_object(setup.fingerprint())
+    runs = everyone.all_gather_object(f"{setup.config} {setup.corpus.hash} {setup.saved}")
     with alike(everyone):
-        if len(set(fingerprints)) > 1:
+        if len(set(runs)) > 1:
             raise UserError("the ranks differ in their flags or corpora: start them all alike")
         if everyone.rank == 0 and not setup.config.dry_run:
-            out_dir = setup.config.out_dir
-            Path(out_dir).mkdir(parents=True, exist_ok=True)
-            checkpoint.lock(out_dir)
-            checkpoint.clean_up(out_dir, setup.config.overwrite)
+            checkpoint.prepare(setup.config)
     return setup, everyone
 
 
@@ -264,9 +238,8 @@ def keep_freed_memory():
 def shorten_timeout(mesh):
     """Ranks of a replica are in step, so a silent one is soon known to be lost. Replicas may wait
     for each other for --timeout_s."""
-    if mesh.shard.size > 1:
-        longest = max(SHARD_TIMEOUT, mesh.timeout / 6)
-        mesh.shard.process_group.set_timeout(min(mesh.timeout, longest))
+    if mesh.shard.size > 1:  # With NCCL a sync before it on the stream counts, too.
+        mesh.shard.process_group.set_timeout(mesh.timeout / 6)
 
 
 def leave_together():
@@ -280,16 +253,13 @@ def leave_together():
 
 
 class Stopped(Exception):
-    """A signal ends the run after a step; a checkpoint is saved."""
+    """A signal ends the run after a step; a checkpoint is saved. (torchrun sends SIGTERM, too,
+    when a node joins: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, see slurm.sh.)"""
 
     def __init__(self, number: int, step: int, path):
         self.exit_code = 128 + number
-        line = f"stopped by {signal.Signals(number).name} after step {step}; "
-        line += f"--resume auto continues from {path}"
-        # torchrun sends SIGTERM, too, when a node joins. Then its agents fail without a clear line.
-        elastic = number == signal.SIGTERM and int(os.getenv("TORCHELASTIC_MAX_RESTARTS", 0))
-        if elastic and os.getenv("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            line += "; to let nodes join, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        name = signal.Signals(number).name
+        line = f"stopped by {name} after step {step}; --resume auto continues from {path}"
         super().__init__(line if os.getenv("RANK", "0") == "0" else "")
 
 
@@ -299,7 +269,7 @@ class StopRequest:
 
     def __init__(self, enabled: bool):
         self.enabled = enabled
-        self.signal = 0
+        self.signal = 0  # its number. In the warm-up it is this rank's vote, which reaches all
         if enabled:
             for number in STOPS:
                 signal.signal(number, self._note)
@@ -311,10 +281,6 @@ class StopRequest:
         self.signal = number
         for each in STOPS:
             signal.signal(each, signal.SIG_DFL)
-
-    def vote(self) -> float:
-        """1.0 if this rank has a signal. In the warm-up the votes reach all ranks."""
-        return float(self.signal > 0)
 
     def agreed(self, method) -> int:
         """At a round end: the signal with which all ranks stop here, or 0."""

@@ -1,6 +1,6 @@
 """The record of a run: what it prints, and what it writes to OUT_DIR/metrics.jsonl.
 
-All ranks make the rows, rank 0 writes them: one JSON object each, whose first key is `event`.
+Rank 0 writes the rows: one JSON object each, whose first key is `event`.
 `step` counts finished inner steps.
 
     config  all flags, world_size, mesh, micro_steps and micro_batch (of a rank), n_params,
@@ -20,6 +20,9 @@ has no communication between replicas. A sync row has lists with one entry per r
 over the round), `steps` (of the round), `pseudo_grad_norm`, `weight`, `dropped` (layers it was left
 out of). Of stall_ms, wait_others_ms is the host's waiting for other replicas and wait_link_ms for a
 simulated link (plumbing/simulate.py); the rest is arithmetic.
+
+timeline-RANK.json, with --timeline: {"replica": ..., "spans": [[name, begin, end], ...]}, seconds
+since 1970. Names: step, wait for others, wait for link, link (a transfer on the simulated link).
 
 To read a record: pandas.read_json("out/edit/metrics.jsonl", lines=True). To see it in TensorBoard
 (pip install tensorboard):
@@ -44,7 +47,6 @@ from pathlib import Path
 
 import torch
 
-from config import NOT_RESUMED
 from mesh import Handle
 from plumbing.plan import size
 
@@ -113,7 +115,6 @@ class RoundRecord:
         row = {
             "round": method.rounds,
             "step": method.steps,
-            "tau": exchanged.steps[mesh.replica],
             "steps": exchanged.steps,
             "loss": exchanged.losses,
             "pseudo_grad_norm": getattr(exchanged, "norms", None),
@@ -139,8 +140,8 @@ class RoundRecord:
         for name, value in row.items():
             if isinstance(value, torch.Tensor):
                 row[name] = value.tolist()
-        row["tau"] = int(row["tau"])
         row["steps"] = [int(steps) for steps in row["steps"]]
+        row["tau"] = row["steps"][self.mesh.replica]
         row["stall_ms"] = sum(passed_ms(begin, end) for begin, end in row["stall_ms"])
         self.lost_rounds = 0 if any(row["weight"]) else self.lost_rounds + 1
         return row
@@ -169,67 +170,49 @@ def passed_ms(begin, end) -> float:
 
 
 class Log:
-    """Writes the rows and prints a line for each. It decides nothing."""
+    """Writes the rows, on rank 0, and prints a line for each. It decides nothing."""
 
-    def __init__(self, setup, mesh, clock):
+    def __init__(self, setup, mesh, clock, step: int):
+        """Open the file. The record of the run that this one continues may be its beginning. step:
+        of the checkpoint."""
         self.setup = setup
         self.config = setup.config
         self.mesh = mesh
         self.clock = clock
-        self.path = Path(self.config.out_dir, "metrics.jsonl")
-        self.file = None  # on rank 0
-        self.profiler = None
         nothing = {"step": 0, "progress": 0, "tokens": 0, "train_s": 0.0, "metrics_bytes": 0}
         self.at_start = setup.saved or nothing  # state.json of the checkpoint that is continued
         self.tokens = self.at_start["tokens"]
         self.last = self.at_start  # the last row `step`
+        self.path = Path(self.config.out_dir, "metrics.jsonl")
+        if mesh.rank != 0:
+            self.path = Path(os.devnull)
 
-    def start(self, method):
-        """Open the file. The record of the run that this one continues may be its beginning."""
-        if self.config.profile:
-            self.start_profiler()
-        if self.mesh.rank != 0:
-            return
-        setup = self.setup
         continues = setup.saved and setup.path.parent.resolve() == self.path.parent.resolve()
         self.file = open(self.path, "a" if continues else "w", buffering=1)  # whole lines
-        self.file.truncate(min(self.file.tell(), self.at_start["metrics_bytes"]))
-        description = setup.describe(self.mesh)
+        if continues:
+            self.file.truncate(min(self.file.tell(), self.at_start["metrics_bytes"]))
+        description = setup.describe(mesh)
         if self.file.tell() == 0:
             self.write("config", description)
         if setup.saved:
-            self.write("resume", {"step": method.steps} | description)
-            self.print_resume(method.steps, description)
+            self.write("resume", {"step": step} | description)
+            print(f"resume  {setup.path}: step {step}; flags of this start: {setup.given}")
         if setup.source:
             print("init   ", setup.source.path, setup.source.notes)
-
-    def print_resume(self, step: int, now: dict):
-        """now: what setup.describe() says of this start."""
-        saved = self.setup.saved
-        line = f"resume  {self.setup.path}: step {step}, "
-        line += "{replicas} replicas x {shards} shards".format(**saved["mesh"])
-        if saved["mesh"] != now["mesh"]:
-            line += " -> {replicas} x {shards}".format(**now["mesh"])
-        for name in self.setup.given:
-            was = saved["flags"].get(name)
-            if was != now.get(name) and name not in NOT_RESUMED:
-                line += f"; --{name} {was} -> {now.get(name)}"
-        print(line, flush=True)
+        self.profiler = None
+        if self.config.profile:
+            self.start_profiler()
 
     def start_profiler(self):
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would report its starts and stops
+        """Of the steps 2 to 4."""
         path = Path(self.config.out_dir, f"trace-{self.mesh.rank}.json")
-        schedule = torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1)
         self.profiler = torch.profiler.profile(
-            schedule=schedule,
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
         )
         self.profiler.start()
-        print(f"profile {path}: steps 2 to 4; open it in chrome://tracing or ui.perfetto.dev")
 
     def write(self, event: str, row: dict):
-        if not self.file:
-            return
         row = json.loads(json.dumps(row), parse_constant=lambda name: None)  # JSON has no NaN
         try:
             self.file.write(json.dumps({"event": event} | row) + "\n")
@@ -238,10 +221,7 @@ class Log:
             raise
 
     def saved(self, path, seconds: float):
-        count = 0
-        if self.file:
-            count = sum(file.stat().st_size for file in path.iterdir())
-        print(f"saved   {path}: {size(count)} in {seconds:.2f} s", flush=True)
+        print(f"saved   {path} in {seconds:.2f} s")
 
     def now(self, method) -> dict:
         """tokens: that all ranks have trained on. A-EDiT extrapolates its progress between syncs;
@@ -253,9 +233,7 @@ class Log:
 
     def state(self, method) -> dict:
         """What a checkpoint must know to continue this file."""
-        state = self.now(method)
-        state["metrics_bytes"] = self.path.stat().st_size if self.file else 0
-        return state
+        return self.now(method) | {"metrics_bytes": self.path.stat().st_size}
 
     def step(self, method, lr: float, metrics):
         """metrics: shard.Metrics. Reading them waits for the step."""
@@ -263,36 +241,26 @@ class Log:
             self.profiler.step()
         step = method.steps
         max_steps = self.config.max_steps
-        if step % self.config.log_interval == 0 or step in (1, max_steps):
-            row = self.step_row(method, lr, metrics)
-            self.write("step", row)
-            self.print_step(row, method.progress)
-        if step == getattr(self.config, "sync_warmup_steps", 0) < max_steps:
-            print(f"warm-up ends after step {step}: {self.config.method} begins", flush=True)
+        due = step % self.config.log_interval == 0 or step in (1, max_steps)
+        if self.mesh.rank != 0 or not due:
+            return
 
-    def step_row(self, method, lr: float, metrics) -> dict:
         grad_norm, loss, _ = metrics.read()
         last = self.last
         row = self.last = self.now(method)
-        seconds = max(row["train_s"] - last["train_s"], 1e-9)
-        steps = max(row["step"] - last["step"], 1)
-        row |= {"loss": loss, "lr": lr, "grad_norm": grad_norm, "step_ms": 1e3 * seconds / steps}
+        seconds = row["train_s"] - last["train_s"]
+        step_s = seconds / (step - last["step"])
+        row |= {"loss": loss, "lr": lr, "grad_norm": grad_norm, "step_ms": 1e3 * step_s}
         row["tokens_per_s"] = (row["tokens"] - last["tokens"]) / seconds
         for group, count in self.mesh.sent.items():
             row[f"{group}_bytes"] = round(count)
-        return row
+        self.write("step", row)
 
-    def print_step(self, row: dict, progress: float):
-        max_steps = self.config.max_steps
-        speed = row["tokens_per_s"]
-        left_s = 0
-        if speed:
-            left_s = round((max_steps - progress) * self.setup.plan.tokens_per_step / speed)
+        left_s = round((max_steps - method.progress) * step_s)
         print(
-            f"step {row['step']:05d}/{max_steps:05d} | loss {row['loss']:.4f} | "
-            f"lr {row['lr']:.1e} | gnorm {row['grad_norm']:.2f} | {row['step_ms']:.0f} ms | "
-            f"{speed:,.0f} tok/s | {left_s // 60}m{left_s % 60:02d}s left",
-            flush=True,
+            f"step {step:05d}/{max_steps:05d} | loss {loss:.4f} | lr {lr:.1e} | "
+            f"gnorm {grad_norm:.2f} | {row['step_ms']:.0f} ms | {row['tokens_per_s']:,.0f} tok/s | "
+            f"{left_s // 60}m{left_s % 60:02d}s left"
         )
 
     def sync(self, row: dict):
@@ -303,53 +271,38 @@ class Log:
             norms = f"{sum(found) / len(found):.3f} [{min(found):.3f} .. {max(found):.3f}]"
         weights = f"[{min(row['weight']):.2f} .. {max(row['weight']):.2f}]"
         print(
-            f"sync {row['round']:04d} | tau {counts(row['steps'])} | pseudo-grad {norms} | "
-            f"weights {weights} | dropped {counts(row['dropped'])} | clip {row['clip']:.2f} | "
+            f"sync {row['round']:04d} | tau {row['tau']} | pseudo-grad {norms} | "
+            f"weights {weights} | dropped {sum(row['dropped'])} | clip {row['clip']:.2f} | "
             f"{size(row['sync_bytes'])} | stall {row['stall_ms']:.0f} ms "
-            f"(others {row['wait_others_ms']:.0f}, link {row['wait_link_ms']:.0f})",
-            flush=True,
+            f"(others {row['wait_others_ms']:.0f}, link {row['wait_link_ms']:.0f})"
         )
 
     def eval(self, method, val_loss: float):
-        bits = val_loss / math.log(2) / self.setup.corpus.bytes_per_token
         row = self.now(method)
-        row |= {"val_loss": val_loss, "bits_per_byte": bits}
+        row["val_loss"] = val_loss
+        row["bits_per_byte"] = val_loss / math.log(2) / self.setup.corpus.bytes_per_token
         row["sync_bytes"] = round(self.mesh.sent["sync"])
-        line = f"eval {row['step']:05d} | val loss {val_loss:.4f} nats/token"
-        if math.isfinite(bits):  # not of token files
-            line += f" | {bits:.3f} bits/byte"
         if method.record.spread is not None:
             row["spread"] = method.record.spread
-            line += f" | spread {row['spread']:.3g}"
         self.write("eval", row)
-        print(line, flush=True)
+        print(f"eval {row['step']:05d} | val loss {val_loss:.4f} nats/token")
 
     def end(self, method, val_loss: float):
-        if self.mesh.spans:
-            self.write_timeline()
-        now = self.now(method)
+        mesh = self.mesh
+        if mesh.spans:
+            path = Path(self.config.out_dir, f"timeline-{mesh.rank}.json")
+            zero = time.time() - time.perf_counter()  # one scale for all machines
+            spans = [(name, begin + zero, end + zero) for name, begin, end in mesh.spans]
+            path.write_text(json.dumps({"replica": mesh.replica, "spans": spans}))
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if self.mesh.device.type == "cuda":
+        if mesh.device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated()
-        row = {"step": method.steps, "val_loss": val_loss, "train_s": now["train_s"]}
-        row["tokens_per_s"] = now["tokens"] / max(now["train_s"], 1e-9)
-        row |= {"peak_memory_bytes": peak_bytes, "exit": "done"}
+        row = self.now(method)
+        row["tokens_per_s"] = row.pop("tokens") / row["train_s"]
+        row |= {"val_loss": val_loss, "peak_memory_bytes": peak_bytes, "exit": "done"}
         self.write("end", row)
         print(
             f"done | {row['step']} steps in {row['train_s']:.0f} s | "
             f"{row['tokens_per_s']:,.0f} tok/s | val loss {val_loss:.4f} | "
-            f"peak {size(peak_bytes)} on rank 0",
-            flush=True,
+            f"peak {size(peak_bytes)} on rank 0"
         )
-
-    def write_timeline(self):
-        """Names: step, wait for others, wait for link, link (a transfer on the simulated link)."""
-        zero = time.time() - time.perf_counter()  # in seconds since 1970
-        spans = [(name, begin + zero, end + zero) for name, begin, end in self.mesh.spans]
-        path = Path(self.config.out_dir, f"timeline-{self.mesh.rank}.json")
-        path.write_text(json.dumps({"replica": self.mesh.replica, "spans": spans}))
-
-
-def counts(found: list) -> str:
-    """The counts of all replicas; one number if they are equal."""
-    return str(found[0]) if len(set(found)) == 1 else "/".join(map(str, found))

@@ -12,7 +12,8 @@ A-EDiT's rounds have one step more.)
 
 Disturbances of one replica, in its steps FIRST to LAST, counted from 1 as in the record.
 `--random_tokens R:FIRST:LAST`: its inputs and targets are uniform random tokens. `--scale_lr
-R:FIRST:LAST:FACTOR`: its inner learning rate is FACTOR times the schedule's; the record and the
+R:FIRST:LAST:FACTOR`: its inner learning rate is FACTOR times the schedule's, but in the
+warm-up (in mini-batch always) nothing changes: replicas must stay equal there. The record and the
 syncs use the schedule's. `--flip R:FIRST:LAST`: in the syncs after these steps the replica's
 progress has the wrong sign: x <- 2 anchor - x. Its norm stays as it is.
 
@@ -37,6 +38,7 @@ default and then costs nothing.
 """
 
 import math
+import operator
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -52,7 +54,7 @@ FRAMING = 1538 / 1448  # TCP over Ethernet: 1448 bytes of payload take 1538 on t
 
 @dataclass
 class Config:
-    slow_replica: str = option("", "R:F, replica R is F times slower", group="simulated cluster")
+    slow_replica: str = option("", "R:F, replica R is F times slower")
     virtual_clock: bool = option(
         False, "count virtual seconds: a step takes 1, on a slow replica its factor"
     )
@@ -74,106 +76,76 @@ class Config:
         if self.flip and not (has_anchor and method.syncs_at_round_end):
             hint = "has no anchor, or syncs within a round; choose diloco, edit or robust"
             raise UserError(f"--flip: {self.method} {hint}")
-        if self.virtual_clock and not self.method_class.barrier:
-            raise UserError(
-                f"--virtual_clock: replicas of {self.method} do not wait for each other; choose "
-                "another --method"
-            )
-        if self.virtual_clock and self.limits_link:
-            raise UserError(
-                "--virtual_clock: a simulated link takes real seconds; leave out --link_mbps and "
-                "--link_latency_ms"
-            )
+        if self.virtual_clock and not method.barrier:
+            hint = "do not wait for each other; choose another --method"
+            raise UserError(f"--virtual_clock: replicas of {self.method} {hint}")
 
 
-FORMS = {  # flag -> its numbers
-    "slow_replica": ("R", "F"),
-    "random_tokens": ("R", "FIRST", "LAST"),
-    "scale_lr": ("R", "FIRST", "LAST", "FACTOR"),
-    "flip": ("R", "FIRST", "LAST"),
+FORMS = {
+    "slow_replica": "R:F",
+    "random_tokens": "R:FIRST:LAST",
+    "scale_lr": "R:FIRST:LAST:FACTOR",
+    "flip": "R:FIRST:LAST",
 }
-LIMITS = {"F": (1.0, 1e6), "FIRST": (1, 2**31), "LAST": (1, 2**31), "FACTOR": (0.0, 1e6)}
 
 
 def read_disturbances(config, replicas: int) -> dict:
-    """Flag -> its numbers by name, for the flags that are given. Raises UserError for flags that
-    name no replica, or that do not fit together."""
+    """Flag -> its numbers by name, for the flags that are given. Raises UserError."""
     found = {}
-    for flag in FORMS:
-        if text := getattr(config, flag):
-            found[flag] = read_numbers(flag, text, replicas)
-    if "scale_lr" in found and found["scale_lr"]["FIRST"] <= config.sync_warmup_steps:
-        raise UserError(
-            f"--scale_lr {config.scale_lr}: replicas must stay equal while gradients are "
-            "averaged: choose FIRST after --sync_warmup_steps, or a method with local steps"
-        )
+    for flag, form in FORMS.items():
+        text = getattr(config, flag)
+        try:
+            if text:
+                found[flag] = read_numbers(form, text, replicas)
+        except ValueError:
+            limits = f"R below {replicas}, F at least 1, FIRST at most LAST"
+            raise UserError(f"--{flag} {text}: must be {form}, {limits}") from None
     return found
 
 
-def read_numbers(flag: str, text: str, replicas: int) -> dict:
-    names = FORMS[flag]
-    limits = LIMITS | {"R": (0, replicas - 1)}
-    found = {}
-    try:
-        for name, word in zip(names, text.split(":"), strict=True):
-            low, high = limits[name]
-            found[name] = type(low)(word)
-            if not low <= found[name] <= high:
-                raise ValueError
-    except ValueError:
-        bounds = ((name, *limits[name]) for name in names)
-        needed = ", ".join(f"{low:g} <= {name} <= {high:g}" for name, low, high in bounds)
-        raise UserError(f"--{flag} {text}: must be {':'.join(names)}, {needed}") from None
-    if "FIRST" in found and found["FIRST"] > found["LAST"]:
-        raise UserError(f"--{flag}: FIRST {found['FIRST']} is after LAST {found['LAST']}")
+def read_numbers(form: str, text: str, replicas: int) -> dict:
+    numbers = [float(word) for word in text.split(":")]
+    found = dict(zip(form.split(":"), numbers, strict=True))
+    in_order = numbers[1:3] == sorted(numbers[1:3])  # FIRST and LAST
+    in_range = all(0 <= number < 1e9 for number in numbers)  # NaN is not
+    if found["R"] not in range(replicas) or found.get("F", 1) < 1 or not (in_order and in_range):
+        raise ValueError
     return found
 
 
-class VirtualClock(nullcontext):
-    """Virtual seconds of training, in place of plumbing.log.Clock."""
+class Cluster(nullcontext):
+    """The disturbances of this rank's replica during the training. train.py puts step() around the
+    forward and backward passes of a step, and sync() around a sync. With --virtual_clock it is the
+    training's clock, too, in place of plumbing.log.Clock. Does nothing without flags."""
 
     def __init__(self, config, mesh):
         super().__init__()
-        self.replica = mesh.replica
-        self.step_s = [1.0] * mesh.replicas
-        if slow := read_disturbances(config, mesh.replicas).get("slow_replica"):
-            self.step_s[slow["R"]] = slow["F"]
-        self.now = 0.0
-        self.synced_at = 0.0
+        self.config = config
+        self.mesh = mesh
+        self.disturbances = read_disturbances(config, mesh.replicas)
+        self.step_s = [1.0] * mesh.replicas  # virtual seconds
+        if slow := self.disturbances.get("slow_replica"):
+            self.step_s[int(slow["R"])] = slow["F"]
+        self.synced_at = 0.0  # when all replicas went on at the same virtual time
+        self.steps = 0  # of this replica since then
 
     def start_at(self, saved: dict):
         """Continue a checkpoint. saved: its state.json."""
-        self.now = self.synced_at = saved["train_s"]
+        self.synced_at = saved["train_s"]
 
     def train_s(self) -> float:
-        return self.now
+        return self.synced_at + self.steps * self.step_s[self.mesh.replica]
 
     def end_step(self, averages_gradients: bool):
         if averages_gradients:  # all wait for the slowest
-            self.now = self.synced_at = self.now + max(self.step_s)
+            self.synced_at += max(self.step_s)
         else:
-            self.now += self.step_s[self.replica]
+            self.steps += 1
 
     def end_round(self, counts: list):
         """Replica r has taken counts[r] steps since the last one. All go on at the same time."""
-        ends = []
-        for step_s, count in zip(self.step_s, counts):
-            end = self.synced_at
-            for _ in range(int(count)):
-                end += step_s
-            ends.append(end)
-        self.now = self.synced_at = max(ends)
-
-
-class Cluster:
-    """The disturbances of this rank's replica during the training. train.py puts step() around the
-    forward and backward passes of a step, and sync() around a sync. Does nothing without flags."""
-
-    def __init__(self, config, mesh, clock):
-        self.config = config
-        self.mesh = mesh
-        self.clock = clock
-        self.disturbances = read_disturbances(config, mesh.replicas)
+        self.synced_at += max(map(operator.mul, counts, self.step_s))
+        self.steps = 0
 
     def hits(self, flag: str, step: int) -> bool:
         """Is this replica disturbed in this step? step: counted from 0."""
@@ -185,21 +157,21 @@ class Cluster:
     @contextmanager
     def step(self, optimizer, method):
         """Before: change the learning rate that train.py has just set. After: the step's delay."""
-        if self.hits("scale_lr", method.steps):
+        if self.hits("scale_lr", method.steps) and not method.averages_gradients:
             optimizer.lr *= self.disturbances["scale_lr"]["FACTOR"]
         began = time.perf_counter()
         waited_s = sum(self.mesh.waited_s.values())
         yield
-        slow = self.disturbances.get("slow_replica")
+        factor = self.step_s[self.mesh.replica]
         if self.config.virtual_clock:
-            self.clock.end_step(method.averages_gradients)
-        elif slow and slow["R"] == self.mesh.replica:
+            self.end_step(method.averages_gradients)
+        elif factor > 1:
             if self.mesh.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
             # Waiting for other replicas is not work, so it does not get slower.
             waited_s = sum(self.mesh.waited_s.values()) - waited_s
             busy_s = time.perf_counter() - began - waited_s
-            time.sleep((slow["F"] - 1) * busy_s)
+            time.sleep((factor - 1) * busy_s)
 
     @contextmanager
     def sync(self, method):
@@ -210,43 +182,30 @@ class Cluster:
             torch.sub(2 * method.anchor.to(x.device), x, out=x)
         yield
         if self.config.virtual_clock:
-            self.clock.end_round(method.exchanged.steps.tolist())
+            self.end_round(method.exchanged.steps.tolist())
 
-    def disturb(self, batches):
-        """data.Batches, or in their place RandomTokens."""
-        return RandomTokens(self, batches) if self.config.random_tokens else batches
-
-
-class RandomTokens:
-    """data.Batches with uniform random inputs and targets in some steps of a replica."""
-
-    def __init__(self, cluster: Cluster, batches):
-        self.cluster = cluster
-        self.batches = batches
-        self.validation = batches.validation
-
-    def train(self, step: int, micro_step: int):
-        batch = self.batches.train(step, micro_step)
-        if not self.cluster.hits("random_tokens", step):
+    def batch(self, batches, method, micro_step: int):
+        """The inputs and targets of a micro-step, or in their place uniform random tokens."""
+        batch = batches.train(method.steps, micro_step)
+        if not self.hits("random_tokens", method.steps):
             return batch
-        mesh = self.cluster.mesh
+        mesh = self.mesh
         # The third number: 0 draws the batches, 2 NoLoCo's pairs.
-        counter = [0, micro_step * mesh.shards + mesh.shard_index, 3, step]
-        philox = np.random.Philox(key=self.batches.seed, counter=counter)
+        counter = [0, micro_step * mesh.shards + mesh.shard_index, 3, method.steps]
+        philox = np.random.Philox(key=self.config.seed, counter=counter)
         size = (2, *batch[0].shape)
-        tokens = np.random.Generator(philox).integers(self.batches.corpus.vocab_size, size=size)
+        tokens = np.random.Generator(philox).integers(method.model.config.vocab_size, size=size)
         return torch.from_numpy(tokens).to(mesh.device)
 
 
+@dataclass
 class Transfer:
     """A collective on the link. wait() returns when it has arrived, like torch's Work."""
 
-    def __init__(self, works: list, on_cuda: bool, finish: Future):
-        """finish: when the link has delivered it, in seconds of perf_counter()."""
-        self.works = works
-        self.on_cuda = on_cuda
-        self.finish = finish
-        self.link_s = 0.0  # how long wait() waited for the link, not for other ranks
+    works: list
+    on_cuda: bool
+    finish: Future  # when the link has delivered it, in seconds of perf_counter()
+    link_s: float = 0.0  # how long wait() waited for the link, not for other ranks
 
     def wait(self):
         finish = self.finish.result()  # raises the error of a lost neighbour
@@ -254,16 +213,14 @@ class Transfer:
             for work in self.works:
                 work.wait()  # it has finished, but the caller's stream must be ordered after it
         self.link_s = max(0.0, finish - time.perf_counter())
-        time.sleep(min(self.link_s, 1e6))
+        time.sleep(self.link_s)
 
 
 class SimulatedLink:
     """One replica's link to the others; this rank has 1/N of its rate."""
 
     def __init__(self, config, ranks: int, device: torch.device):
-        self.bytes_per_s = math.inf
-        if config.link_mbps:
-            self.bytes_per_s = config.link_mbps * 1e6 / 8 / ranks
+        self.bytes_per_s = config.link_mbps * 1e6 / 8 / ranks or math.inf
         self.latency_s = config.link_latency_ms / 1e3
         self.on_cuda = device.type == "cuda"
         self.free = 0.0  # when it has sent what was queued
@@ -287,6 +244,5 @@ class SimulatedLink:
                 work.wait()
         begin = max(time.perf_counter(), self.free)
         self.free = begin + seconds
-        if self.note:
-            self.note("link", begin, self.free)
+        self.note("link", begin, self.free)
         return self.free + latency_s

@@ -103,7 +103,8 @@ def _write_to(folder, rank):
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(f"{folder}/{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")  # as Python's own
 
 
 def script(argv, rank, world_size, port, folder, path, cwd):
@@ -223,7 +224,7 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
         out = Path(same[0])
         out.mkdir(parents=True, exist_ok=True)
         argv = [*flags(**options), "--data", corpus_folder, "--out_dir", str(out)]
-        setup = launch.Setup(argv, train.METHODS, dist.get_rank(), dist.get_world_size())
+        setup = launch.Setup(argv, train.METHODS, dist.get_world_size())
         config, made = setup.config, []
         link = simulate.SimulatedLink(config, config.shards, CPU) if config.limits_link else None
         background = link or not train.METHODS[config.method].barrier  # as in plumbing/launch.py

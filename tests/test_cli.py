@@ -49,11 +49,11 @@ train --block_size 1000000000           | lower --block_size
 train --shards 3                        | do not form such a mesh; change --nproc_per_node or give --shards 1
 train --replicas 2                      | --replicas 2 --shards 1
 train --n_head 2 --n_embd 6             | --n_embd 6
-train --slow_replica 1:2                | --slow_replica 1:2: must be R:F, 0 <= R <= 0, 1 <= F
+train --slow_replica 1:2                | --slow_replica 1:2: must be R:F, R below 1, F at least 1
 train --slow_replica 0:0.5              | --slow_replica 0:0.5
 train --slow_replica fast               | --slow_replica fast: must be R:F
-train --random_tokens 1:2:3             | --random_tokens 1:2:3: must be R:FIRST:LAST, 0 <= R <= 0
-train --random_tokens 0:3:2             | FIRST 3 is after LAST 2
+train --random_tokens 1:2:3             | --random_tokens 1:2:3: must be R:FIRST:LAST, R below 1
+train --random_tokens 0:3:2             | must be R:FIRST:LAST, R below 1, F at least 1, FIRST at most LAST
 train --method zero_one_adam --sync_warmup_steps 0 | needs --sync_warmup_steps above 0
 train --method zero_one_adam --average_moments | no --average_moments
 train --method zero_one_adam --optimizer muon | --optimizer muon: zero_one_adam needs AdamW's variance
@@ -68,30 +68,26 @@ train --tau_schedule 0:96               | --tau_schedule 0:96: write 2:96,4:384
 train --tau_schedule 2:96:5,4:384       | --tau_schedule 2:96:5,4:384: write 2:96,4:384
 train --tau_schedule ,                  | --tau_schedule ,: write 2:96,4:384
 train --average_moments v               | --average_moments: invalid choice
-train --flip 0:5:4                      | FIRST 5 is after LAST 4
+train --flip 0:5:4                      | must be R:FIRST:LAST
 train --flip 3:1:2                      | --flip 3:1:2: must be R:FIRST:LAST
 train --method top_k --flip 0:1:2       | top_k has no anchor
 train --method streaming_edit --flip 0:1:2 | or syncs within a round
 train --scale_lr 0:1:2                  | must be R:FIRST:LAST:FACTOR
-train --scale_lr 0:200:201:100          | gradients are averaged
 train --virtual_clock --method co2      | replicas of co2 do not wait for each other
-train --virtual_clock --link_mbps 10    | leave out --link_mbps
 train --resume nowhere                  | --resume nowhere: there is no checkpoint
 train --out_dir NAME                    | File name too long
 train --out_dir /dev/null/run           | error: /dev/null/run: Not a directory
 train --overwrite --resume auto         | --resume, --overwrite: give only one of them
-train --profile --max_steps 3           | --profile: it needs at least 4 steps
 train --tokens_per_step 100             | --tokens_per_step 100: must be a multiple of 8
 train --tokens_per_step 3               | --tokens_per_step 3: must be a multiple of 8
 train --tokens_per_step 96 --accum 2    | leave out --accum
 train --backend nccl                    | --backend nccl
 train --device cuda                     | use --device cpu
 train --data nowhere                    | nowhere: No such file
-train --data \udcff                     | No such file
 train --data IN/text.txt                | no token files; name token files (.bin), or one corpus folder
 train --data IN/tokens.bin --block_size 2 --vocab_size 9 | its vocabulary has 9 tokens
 train --data IN/loop/corpus             | corpus: Too many levels of symbolic links
-train --resume IN/loop/run              | run: Too many levels of symbolic links
+train --resume IN/loop/run              | there is no checkpoint
 train --out_dir IN/loop/run             | run: Too many levels of symbolic links
 train --method streaming_diloco --tau 8 --fragments 3 | --fragments 3: must divide --tau 8
 train --method streaming_diloco --tau 8 --fragments 2 --delay 4 | below tau / fragments = 4
@@ -99,8 +95,6 @@ train --method streaming_diloco --tau 8 --delay 2 | --delay 2: must be below tau
 train --method streaming_diloco --tau 8 --fragments 8 --delay 0 | at most one per layer
 train --method streaming_diloco --alpha 1.5 | --alpha 1.5: must be at most 1
 train --method noloco                   | --method noloco: it needs at least two replicas
-train RANK=1                            | RANK and WORLD_SIZE describe no run
-train RANK=0 WORLD_SIZE=2               | MASTER_ADDR expected, but not set; start the ranks with torchrun
 data                                    | --out
 data --input IN/nowhere --out new       | No such file
 data --input IN --out new               | Is a directory
@@ -160,7 +154,7 @@ def inputs(tmp_path_factory):
 @pytest.fixture
 def run_here(monkeypatch):
     """run_here(program, argv): its exit code, in this process. This machine has no GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(launch, "has_native_bf16", lambda device: False)
     monkeypatch.setattr(config_module, "STOPS", set())
     monkeypatch.setattr(os, "_exit", sys.exit)
@@ -181,12 +175,9 @@ def run_here(monkeypatch):
 def test_wrong_input_is_refused_in_one_line(
     line, message, inputs, run_here, corpus_folder, tmp_path, monkeypatch, capsys
 ):
-    """A word NAME=value sets a variable of the environment."""
     monkeypatch.chdir(tmp_path)
     line = line.replace("DIGITS", "9" * 400).replace("NAME", "n" * 300)
     program, *argv = [re.sub("^IN", str(inputs), word) for word in line.split()]
-    while argv and argv[0][0].isupper():
-        monkeypatch.setenv(*argv.pop(0).split("="))
     if program == "train":  # would end soon if it was not refused
         argv = [*flags(max_steps=1, data=corpus_folder), *argv]
     assert run_here(program, argv) == 2
@@ -201,7 +192,7 @@ def test_port_in_use_is_named(run_here, monkeypatch, capsys):
         variables = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
         for name, value in (variables | {"MASTER_PORT": str(server.getsockname()[1])}).items():
             monkeypatch.setenv(name, value)
-        assert run_here("train", []) == 2
+        assert run_here("train", []) == 1
     assert "EADDRINUSE" in capsys.readouterr().err
 
 
@@ -234,8 +225,8 @@ def test_new_run_replaces_an_earlier_one_only_with_overwrite(
     monkeypatch.setattr(checkpoint, "lock", lambda *_: os.open(os.devnull, os.O_RDONLY))
     assert run_here("train", argv) is None
     assert run_here("train", argv) == 2
-    ways = "--resume auto continues checkpoint-00000004; otherwise name another --out_dir, or "
-    assert ways + "delete that run with --overwrite" in capsys.readouterr().err
+    ways = "--resume auto continues it, --overwrite deletes it; or name another --out_dir"
+    assert ways in capsys.readouterr().err
     (tmp_path / "timeline-7.json").touch()  # of more ranks
     assert run_here("train", [*argv, "--max_steps", "6", "--resume", "auto"]) is None
     (tmp_path / "checkpoint-best").mkdir()
@@ -309,9 +300,7 @@ def test_full_and_closed_output_and_torchrun_give_one_line_or_none(corpus_folder
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2"
     cases = [  # shell line; exit code; the line of error
         (f"{train} > /dev/full", 2, "No space left"),
-        (f"{train} | true", 141, ""),  # a quiet end, as with `| head -1`
-        (f"{sys.executable} data.py --input README.md --out {tmp_path}/new | true", 141, ""),
-        (f"{train} >&-", 0, ""),
+        (f"{train} | true", 2, "output: Broken pipe"),  # as with `| head -1`
         (f"{torchrun} train.py --method adam", 1, "--method"),  # and torchrun's report
     ]
     shell, options = ["bash", "-o", "pipefail", "-c"], dict(stderr=subprocess.PIPE, text=True)
@@ -344,7 +333,7 @@ def test_help_all_lists_every_flag_with_its_default(capsys):
     for f in (f for config in configs for f in dataclasses.fields(config)):
         assert f"--{f.name}" in text, f.name
         assert isinstance(f.default, (bool, str)) or f"{f.default}" in text, f.name
-    assert "diloco: 0.8, edit: 0.8, " in text and "slowmo: 0.5, " in text  # methods differ
+    assert "(default: 0.7, 0.9, 1.0)" in text  # methods differ
 
 
 def test_presets_set_what_is_not_given():
@@ -468,9 +457,8 @@ def test_clock_stops_for_evaluations_and_goes_on_in_a_resumed_run(monkeypatch):
 
 
 def test_three_lost_rounds_end_the_training_if_they_are_in_a_row():
-    setup = SimpleNamespace(config=SimpleNamespace(out_dir=""), saved=None)
     mesh = Mesh(1, torch.device("cpu"))
-    log = Log(setup, mesh, None)
+    log = Log.__new__(Log)
     log.file = io.StringIO()
     record = RoundRecord(mesh)
     row = dict.fromkeys("round clip sync_bytes tau wait_others_ms wait_link_ms".split(), 0)

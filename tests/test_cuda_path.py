@@ -83,7 +83,7 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
         monkeypatch.setattr(AEDiT, name, note(getattr(AEDiT, name)))
     monkeypatch.setattr(train, "print_sample", lambda path: None)
     monkeypatch.setattr(checkpoint, "files", lambda path, mesh: 4 * [path / "rank-00000.pt"])
-    setup = launch.Setup(argv, train.METHODS, 0, 4)
+    setup = launch.Setup(argv, train.METHODS, 4)
     folder.mkdir(exist_ok=True)
     mesh = ImaginedMesh(device)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -115,11 +115,3 @@ def test_run_goes_on_when_a_node_is_lost_and_when_one_joins(node, tmp_path):
     resumed = [row["step"] for row in found if row["event"] == "resume"]
     print(f"alone after {alone_s:.0f} s, together after {together_s:.0f} s, from steps {resumed};")
     print("validation losses, undisturbed and disturbed:", *losses)
-
-
-def test_torchrun_that_cannot_take_a_node_in_is_told_how(node, tmp_path):
-    stays = node(tmp_path / "run")
-    wait_until(lambda: last_step(tmp_path / "run") > 0, [stays])
-    joins = node(tmp_path / "run")
-    way_out = "to let nodes join, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    wait_until(lambda: way_out in stays.log.read_text(), [stays, joins])

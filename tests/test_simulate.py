@@ -10,7 +10,7 @@ import data
 import shard
 from config import UserError
 from plumbing import simulate
-from plumbing.simulate import FRAMING, Cluster, SimulatedLink, VirtualClock, read_disturbances
+from plumbing.simulate import FRAMING, Cluster, SimulatedLink, read_disturbances
 from ranks import run_training, train_all
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def test_slow_replica_takes_f_times_as_long_without_its_waiting(clock):
     for replica in 0, 1:
         mesh = SimpleNamespace(replica=replica, replicas=2, device=CPU)
         mesh.waited_s = {"others": 3.0, "link": 1.0}
-        cluster = Cluster(config(slow_replica="1:1.5"), mesh, clock)
+        cluster = Cluster(config(slow_replica="1:1.5"), mesh)
         with cluster.step(None, SimpleNamespace(steps=0)):
             clock.now += 2.0
             mesh.waited_s = {"others": 3.5, "link": 2.0}  # of 2 seconds it has waited 1.5
@@ -74,7 +74,7 @@ def test_slow_replica_takes_f_times_as_long_without_its_waiting(clock):
 
 def test_virtual_clock_worked_out_by_hand():
     """Replica 1 takes 2 seconds for a step. After a round all go on at the time of the latest."""
-    clock = VirtualClock(config(slow_replica="1:2"), SimpleNamespace(replica=0, replicas=2))
+    clock = Cluster(config(slow_replica="1:2"), SimpleNamespace(replica=0, replicas=2))
     seconds = []
     for steps in [4, 4], [5, 2]:
         for _ in range(steps[0]):
@@ -86,7 +86,7 @@ def test_virtual_clock_worked_out_by_hand():
 
 
 def test_virtual_clock_counts_the_slowest_replica_while_gradients_are_averaged():
-    clock = VirtualClock(config(slow_replica="1:2.5"), SimpleNamespace(replica=0, replicas=2))
+    clock = Cluster(config(slow_replica="1:2.5"), SimpleNamespace(replica=0, replicas=2))
     seconds = []
     for averages_gradients in True, True, False:
         clock.end_step(averages_gradients)
@@ -101,7 +101,7 @@ def test_one_step_of_one_replica_may_be_hit():
     hits = {}
     for replica in 0, 1:
         mesh = SimpleNamespace(replica=replica, replicas=2, device=CPU)
-        cluster = Cluster(flags, mesh, None)
+        cluster = Cluster(flags, mesh)
         hits[replica] = [cluster.hits("flip", step) for step in range(7)]
         assert not any(cluster.hits("scale_lr", step) for step in range(7))
     assert hits == {0: [False] * 7, 1: [False] * 4 + [True] + [False] * 2}
