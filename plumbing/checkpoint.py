@@ -264,7 +264,7 @@ def check_resume(setup):
     was = flags | saved["model_config"]
     now = vars(config) | vars(setup.plan.model_config)
     kept = {"model", "optimizer", *saved["model_config"]} - {"block_size"}
-    other = [f"--{name}" for name in sorted(kept) if was[name] != now[name]]
+    other = [f"--{name}" for name in sorted(kept) if was.get(name) != now[name]]
     if other:
         hint = "leave them out, and give the --data that it was trained on"
         refuse(f"was trained with other values of {' '.join(other)}: {hint}")

@@ -25,6 +25,7 @@ import signal
 import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,9 @@ class Setup:
             base = self.saved["flags"]
         elif config.init_from:
             self.source = open_model(config.init_from)
+            model_folders = Path(config.init_from).resolve().parents
+            if config.overwrite and Path(out_dir).resolve() in model_folders:
+                raise UserError("--overwrite deletes the model of --init_from: change --out_dir")
             base = vars(self.source.config) | {"vocab_size": 0}
         self.config = config = make_config(self.given, methods, simulate.Config, base)
         config.out_dir = out_dir

@@ -141,8 +141,8 @@ class Plan:
         return numbers * self.dtype.itemsize + max(head, gradient)
 
     def model_bytes(self) -> int:
-        """What rank 0 takes more at the end, on the host: the whole model in fp32, for model.pt. The
-        sync buffers are free then."""
+        """What rank 0 takes more at the end, on the host: the whole model in fp32, for model.pt.
+        The sync buffers are free then."""
         free = self.memory().get("sync buffers", 0) if self.on_cpu else 0
         return max(0, 4 * self.n_params - free)
 

@@ -259,10 +259,12 @@ def test_run_starts_from_a_model_on_any_mesh_with_any_method(tmp_path, corpus_fo
         assert f"init    {init['init_from']}" in run.printed
     start, data = f"--init_from={init['init_from']}", f"--data={corpus_folder}"
     refuse = lambda *argv: launch.Setup([start, *argv], train.METHODS, 1)
-    with pytest.raises(UserError, match="another shape: leave out --n_layer --norm_eps"):
+    with pytest.raises(UserError, match="another shape, .*n_layer=2.*: leave out the flags"):
         refuse(data, "--n_layer=3", "--norm_eps=0.1")
     with pytest.raises(UserError, match=r"257 tokens\) than the corpus \(300\): give the --data"):
         refuse(data, "--vocab_size=300")
+    with pytest.raises(UserError, match="--overwrite deletes the model of --init_from"):
+        refuse(data, "--overwrite", f"--out_dir={Path(init['init_from']).parent}")
     assert refuse(data, "--model=10m").plan.model_config.n_embd == 6
 
 
