@@ -73,7 +73,7 @@ def encode(x: torch.Tensor, format: str) -> torch.Tensor:
         codes = (x >= 0).view(torch.uint8)
     elif format == "two_bits":
         scale = norms(x, 2) / norms(x, 0).clamp(min=1).sqrt()
-        large = x.abs() > THRESHOLD * scale
+        large = x.abs() > THRESHOLD * scale[:, None]
         codes = (x >= 0).view(torch.uint8) + (large.view(torch.uint8) << 1)
     elif format == "int8":
         scale = norms(x, torch.inf) / 127
@@ -89,19 +89,19 @@ def encode(x: torch.Tensor, format: str) -> torch.Tensor:
         for smaller, larger in pairwise(MAGNITUDES):
             codes += size >= (smaller + larger) / 2
     scale = scale.float()
-    scale = scale.where(scale.isfinite(), torch.nan)
+    scale = scale.where(scale.isfinite(), torch.nan)[:, None]
     return torch.cat([pack(codes, BITS[format]), scale.view(torch.uint8)], dim=1)
 
 
 def norms(x, order):
-    """Of each block. Order 0: how many elements are not 0."""
-    return torch.linalg.vector_norm(x, order, dim=1, keepdim=True)
+    """Of each block, (B,). Order 0: how many elements are not 0."""
+    return torch.linalg.vector_norm(x, order, dim=1)
 
 
 def relative(x, scale):
     """x / scale as the receiver knows it; 0 where all elements are 0."""
-    scale = scale.float()
-    return x / scale.masked_fill(scale == 0, 1)
+    divisor = scale.float().masked_fill(scale == 0, 1)
+    return x / divisor[:, None]
 
 
 def pack(codes, bits: int):
