@@ -4,15 +4,14 @@ The problem. Even one all-reduce per round makes every replica wait. CO2 sends t
 of round t while round t+1 computes, and applies their mean one round late. A staleness gap penalty
 makes the step smaller where the anchor moves fast.
 
-    sync_warmup_steps steps of mini-batch; anchor = x; u = 0; r = C = 0; then round t = 0, 1, ...:
+    sync_warmup_steps steps of mini-batch; anchor = x; f = u = 0; r = C = 0; then repeat:
         tau inner steps: x_i <- AdamW(x_i)
         d_i = anchor - x_i                            # in the storage of x_i
-        if t > 0:
-            wait for f                                # f = mean of the d_i of round t-1
-            G       = 1 + r / C                       # staleness gap penalty; 1 while C = 0
-            u      <- mu u + f / G
-            anchor <- anchor - lr u
-            r       = lr ||u||;  C <- max(C, r)       # [shard] all-gather, 1 scalar
+        wait for f                                    # the mean of the d_i of the round before
+        G       = 1 + r / C                           # staleness gap penalty; 1 while C = 0
+        u      <- mu u + f / G
+        anchor <- anchor - lr u
+        r       = lr ||u||;  C <- max(C, r)           # [shard] all-gather, 1 scalar
         f <- d_i / M;  start to sum f over replicas   # [sync] all-reduce, asynchronous
         x_i <- anchor
     at the end of training: wait for f and apply it as above
@@ -58,7 +57,7 @@ class Config(LocalConfig):  # code: tau 48, outer_lr 1, outer_momentum 0.5, no p
 class CO2(Method):
     Config = Config
     shared = ("anchor", "momentum", "mean")
-    scalars = ("sent", "r", "C")
+    scalars = ("r", "C")
     barrier = False
 
     def __init__(self, *arguments):
@@ -67,25 +66,22 @@ class CO2(Method):
 
     def begin(self):
         self.anchor.copy_(self.model.master)
-        self.sent = False
         self.r, self.C = self.model.master.new_zeros(2)
 
     def sync(self):
         # d_i = a - x_i, in the storage of x_i
         d = torch.sub(self.anchor, self.model.master, out=self.model.master)
         self.exchange(norms=self.model.norm(d))  # for the record
-        if self.sent:
-            self.outer_step()
+        self.outer_step()
         # f = d_i / M
         torch.div(d, self.mesh.replicas, out=self.mean)
         # [sync] all-reduce, sum P/N fp32, asynchronous, once per round
         self.handle = self.mesh.all_reduce(self.mean, self.mesh.sync)
-        self.sent = True
         # x_i <- a
         self.model.master.copy_(self.anchor)
 
     def outer_step(self):
-        """The mean pseudo-gradient of the round before moves the anchor."""
+        """The mean pseudo-gradient of the round before, at first 0, moves the anchor."""
         self.handle.wait()
         f = self.mean
         u = self.momentum
@@ -101,13 +97,11 @@ class CO2(Method):
 
     def drain(self):
         super().drain()
-        if not self.averages_gradients:
-            with self.record.stall():
-                self.handle.wait()
+        with self.record.stall():
+            self.handle.wait()
 
     def finish(self):
         self.drain()
-        if not self.averages_gradients and self.sent:
+        if not self.averages_gradients:
             self.outer_step()
-            self.sent = False
             self.model.master.copy_(self.anchor)

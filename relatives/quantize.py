@@ -105,12 +105,18 @@ def relative(x, scale):
 
 
 def pack(codes, bits: int):
-    """Codes of 1, 2, 4 or 8 bits (B, n) -> bytes, the first code in the lowest bits."""
+    """Codes of 1, 2, 4 or 8 bits (..., n) -> whole bytes, the first code in the lowest bits."""
     in_byte = 8 // bits
-    packed = torch.zeros_like(codes[:, ::in_byte])
+    packed = torch.zeros_like(codes[..., ::in_byte])
     for place in range(in_byte):
-        packed |= codes[:, place::in_byte] << place * bits
+        packed |= codes[..., place::in_byte] << place * bits
     return packed
+
+
+def unpack(packed, bits: int):
+    """Bytes (n,) -> the codes in each, (n, 8 / bits)."""
+    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return packed[:, None] >> places & 2**bits - 1
 
 
 def decode(coded: torch.Tensor, format: str, dtype=torch.float32) -> torch.Tensor:
@@ -129,8 +135,7 @@ def decode(coded: torch.Tensor, format: str, dtype=torch.float32) -> torch.Tenso
 @functools.cache  # A table is copied to a GPU once, because the host waits for the copy.
 def decoded_bytes(format: str, device, dtype) -> torch.Tensor:
     """A table: byte -> its elements, in scales."""
-    bits = BITS[format]
-    codes = torch.arange(256)[:, None] >> torch.arange(0, 8, bits) & 2**bits - 1
+    codes = unpack(torch.arange(256), BITS[format])
     return torch.tensor(VALUES[format], dtype=dtype)[codes].to(device)
 
 
