@@ -82,11 +82,12 @@ class Muon(AdamW):
         self.layout = model.layouts[1]  # of every block
         # Elements of matrices in this shard of a block; norms' gains follow them.
         self.size = self.layout.border(self.layout.decayed, model.mesh.shard_index)
-        buffers = model.gathered or [model.master.new_empty(self.layout.padded)]
-        self.pieces = buffers[0][: self.layout.padded].view(model.mesh.shards, -1)
-        self.whole = self.pieces  # N = 1: a block is whole already
-        if model.mesh.shards > 1:
-            self.whole = buffers[1][: self.layout.padded].view(model.mesh.shards, -1)
+        shards = model.mesh.shards
+        padded = self.layout.padded
+        # One shard: a block is whole already, and both names are one buffer.
+        buffers = model.gathered[:shards] or [model.master.new_empty(padded)]
+        self.pieces = buffers[0][:padded].view(shards, -1)
+        self.whole = buffers[-1][:padded].view(shards, -1)
 
     def step(self):
         super().step()

@@ -4,14 +4,15 @@ The problem. Even one all-reduce per round makes every replica wait. CO2 sends t
 of round t while round t+1 computes, and applies their mean one round late. A staleness gap penalty
 makes the step smaller where the anchor moves fast.
 
-    sync_warmup_steps steps of mini-batch; anchor = x; f = u = 0; r = C = 0; then repeat:
+    sync_warmup_steps steps of mini-batch; anchor = x; u = 0; r = C = 0; then round t = 1, 2, ...:
         tau inner steps: x_i <- AdamW(x_i)
         d_i = anchor - x_i                            # in the storage of x_i
-        wait for f                                    # the mean of the d_i of the round before
-        G       = 1 + r / C                           # staleness gap penalty; 1 while C = 0
-        u      <- mu u + f / G
-        anchor <- anchor - lr u
-        r       = lr ||u||;  C <- max(C, r)           # [shard] all-gather, 1 scalar
+        if t > 1:
+            wait for f                                # f = mean of the d_i of round t-1
+            G       = 1 + r / C                       # staleness gap penalty; 1 while C = 0
+            u      <- mu u + f / G
+            anchor <- anchor - lr u
+            r       = lr ||u||;  C <- max(C, r)       # [shard] all-gather, 1 scalar
         f <- d_i / M;  start to sum f over replicas   # [sync] all-reduce, asynchronous
         x_i <- anchor
     at the end of training: wait for f and apply it as above
@@ -72,7 +73,8 @@ class CO2(Method):
         # d_i = a - x_i, in the storage of x_i
         d = torch.sub(self.anchor, self.model.master, out=self.model.master)
         self.exchange(norms=self.model.norm(d))  # for the record
-        self.outer_step()
+        if self.rounds > 1:
+            self.outer_step()
         # f = d_i / M
         torch.div(d, self.mesh.replicas, out=self.mean)
         # [sync] all-reduce, sum P/N fp32, asynchronous, once per round
@@ -81,7 +83,7 @@ class CO2(Method):
         self.model.master.copy_(self.anchor)
 
     def outer_step(self):
-        """The mean pseudo-gradient of the round before, at first 0, moves the anchor."""
+        """The mean pseudo-gradient of the round before moves the anchor."""
         self.handle.wait()
         f = self.mean
         u = self.momentum

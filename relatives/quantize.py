@@ -100,8 +100,8 @@ def norms(x, order):
 
 def relative(x, scale):
     """x / scale as the receiver knows it; 0 where all elements are 0."""
-    divisor = scale.float().masked_fill(scale == 0, 1)
-    return x / divisor[:, None]
+    scale = scale.float()
+    return x / scale.masked_fill(scale == 0, 1)[:, None]
 
 
 def pack(codes, bits: int):

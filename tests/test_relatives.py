@@ -101,6 +101,7 @@ def test_mean_is_waited_for_one_round_late_and_before_a_checkpoint(name):
     work = SimpleNamespace(wait=lambda: waited.append(None))
     method.mesh.all_reduce = lambda x, group: Handle([work])
     for wait, count in (method.sync, 0), (method.sync, 1), (method.drain, 2):
+        method.rounds += 1
         wait()
         assert len(waited) == count
 
