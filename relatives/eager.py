@@ -46,7 +46,7 @@ class Config(LocalConfig):  # paper: tau 30
     outer_momentum: float = option(0.0, "outer Nesterov momentum (paper: 0.9)", below=1)
 
 
-class Eager(CO2):
+class Eager(CO2):  # its mean in flight, and drain()
     Config = Config
     shared = ("mean",)
     private = ("anchor", "momentum", "own")

@@ -79,8 +79,8 @@ class TopK(Method):
         # s_i = the largest of v_i;  u_i, v_i <- 0 where sent
         at, positions = largest(v, self.model, self.config.density)
         values = v[at]
-        u[at] = 0.0
-        v[at] = 0.0
+        u.index_fill_(0, at, 0.0)
+        v.index_fill_(0, at, 0.0)
         # g = 1/M sum_i s_i
         g.zero_()
         payload = values.view(torch.uint8)
