@@ -56,8 +56,8 @@ class Config(LocalConfig):  # paper: tau 15 to 100, density 1/64
 
     @property
     def buffer_vectors(self):
-        """Positions and codes are int64 on their way to bytes and back: 54 bytes an element."""
-        return 54 / 4 * self.density
+        """Positions and codes are int64 on their way to bytes and back: 70 bytes an element."""
+        return 70 / 4 * self.density
 
     def sent_vectors(self, replicas):
         each = 5.5 * self.density  # bytes
@@ -134,5 +134,5 @@ class SparseLoCo(Method):
             means_of_each.append(part.repeat_interleave(shape.shape[1], dim=0))
         sizes = torch.cat(means_of_each).to(dtype)
         codes = unpack(payload[border:], bits=2).view(-1, 1)[: len(sizes)]
-        sizes = sizes.gather(1, codes.long() & 1)
+        sizes = sizes.gather(1, (codes & 1).long())
         return torch.where(codes > 1, -sizes, sizes).view(-1)
