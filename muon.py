@@ -59,14 +59,15 @@ COEFFICIENTS = (  # a, b, c of each iteration
 def orthogonalize(M):
     """A matrix (out, in) with the singular vectors of M and singular values near 1."""
     out, columns = M.shape
-    X = M.T if out > columns else M  # the smaller side first: A is as small as it can be
-    X = X / (X.norm() + 1e-7)
+    if out > columns:  # A is as small as it can be if the smaller side comes first
+        return orthogonalize(M.T).T
+    X = M / (M.norm() + 1e-7)
     for a, b, c in COEFFICIENTS:
         A = X @ X.T
         # X <- a X + (b A + c A A) X
         B = torch.addmm(A, A, A, beta=b, alpha=c)
         X = torch.addmm(X, B, X, beta=a)
-    return X.T if out > columns else X
+    return X
 
 
 class Muon(AdamW):
@@ -81,17 +82,18 @@ class Muon(AdamW):
         self.layout = model.layouts[1]  # of every block
         # Elements of matrices in this shard of a block; norms' gains follow them.
         self.size = self.layout.border(self.layout.decayed, model.mesh.shard_index)
-        buffers = model.gathered or [model.master.new_empty(self.layout.padded)]
-        self.pieces = buffers[0][: self.layout.padded].view(model.mesh.shards, -1)
-        self.whole = self.pieces  # N = 1: a block is whole already
-        if model.mesh.shards > 1:
-            self.whole = buffers[1][: self.layout.padded].view(model.mesh.shards, -1)
+        shards = model.mesh.shards
+        padded = self.layout.padded
+        # One shard: a block is whole already, and both names are one buffer.
+        buffers = model.gathered[:shards] or [model.master.new_empty(padded)]
+        self.pieces = buffers[0][:padded].view(shards, -1)
+        self.whole = buffers[-1][:padded].view(shards, -1)
 
     def step(self):
         super().step()
         N = self.model.mesh.shards
-        for first in self.blocks[::N]:
-            self.step_blocks(range(first, min(first + N, self.blocks.stop)))
+        for first in range(0, len(self.blocks), N):
+            self.step_blocks(self.blocks[first : first + N])
 
     def step_blocks(self, blocks):
         """The step of at most N blocks."""

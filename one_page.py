@@ -93,11 +93,12 @@ def synchronize(models, anchors, outer, accepted, penalty):
         # flag i if G_i > mean_i + delta sigma_i
         limits = torch.tensor([largest_norm(norms[l]) for norms in accepted])
         flagged = (G > limits) | ~G.isfinite()
+        exponents = -G
         if not penalty:
             flagged[:] = False
+            exponents[:] = 0.0
 
         # w_i = exp(-G_i) / sum_j exp(-G_j) over the unflagged; without penalty 1 / M
-        exponents = -G if penalty else torch.zeros_like(G)
         exponents[flagged] = -torch.inf
         w = torch.softmax(exponents, dim=0).nan_to_num()  # 0 if all are flagged
 
@@ -153,15 +154,14 @@ def as_vector(layer):
 def make_optimizer(model):
     matrices = [p for p in model.parameters() if p.dim() == 2]
     gains = [p for p in model.parameters() if p.dim() == 1]
-    decayed = {"params": matrices, "weight_decay": 0.1}
-    others = {"params": gains, "weight_decay": 0.0}
-    return torch.optim.AdamW([decayed, others], betas=(0.9, 0.95), fused=True)
+    groups = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
 def learning_rate(step, steps, peak=3e-3, lr_warmup=50):
     if step < lr_warmup:
         return peak * (step + 1) / lr_warmup
-    cosine = 0.5 * (1 + math.cos(math.pi * (step - lr_warmup) / max(1, steps - lr_warmup)))
+    cosine = 0.5 * (1 + math.cos(math.pi * (step - lr_warmup) / (steps - lr_warmup)))
     return peak * (0.1 + 0.9 * cosine)
 
 

@@ -4,10 +4,10 @@ The problem. Even one all-reduce per round makes every replica wait. CO2 sends t
 of round t while round t+1 computes, and applies their mean one round late. A staleness gap penalty
 makes the step smaller where the anchor moves fast.
 
-    sync_warmup_steps steps of mini-batch; anchor = x; u = 0; r = C = 0; then round t = 0, 1, ...:
+    sync_warmup_steps steps of mini-batch; anchor = x; u = 0; r = C = 0; then round t = 1, 2, ...:
         tau inner steps: x_i <- AdamW(x_i)
         d_i = anchor - x_i                            # in the storage of x_i
-        if t > 0:
+        if t > 1:
             wait for f                                # f = mean of the d_i of round t-1
             G       = 1 + r / C                       # staleness gap penalty; 1 while C = 0
             u      <- mu u + f / G
@@ -58,7 +58,7 @@ class Config(LocalConfig):  # code: tau 48, outer_lr 1, outer_momentum 0.5, no p
 class CO2(Method):
     Config = Config
     shared = ("anchor", "momentum", "mean")
-    scalars = ("sent", "r", "C")
+    scalars = ("r", "C")
     barrier = False
 
     def __init__(self, *arguments):
@@ -67,20 +67,18 @@ class CO2(Method):
 
     def begin(self):
         self.anchor.copy_(self.model.master)
-        self.sent = False
         self.r, self.C = self.model.master.new_zeros(2)
 
     def sync(self):
         # d_i = a - x_i, in the storage of x_i
         d = torch.sub(self.anchor, self.model.master, out=self.model.master)
         self.exchange(norms=self.model.norm(d))  # for the record
-        if self.sent:
+        if self.rounds > 1:
             self.outer_step()
         # f = d_i / M
         torch.div(d, self.mesh.replicas, out=self.mean)
         # [sync] all-reduce, sum P/N fp32, asynchronous, once per round
         self.handle = self.mesh.all_reduce(self.mean, self.mesh.sync)
-        self.sent = True
         # x_i <- a
         self.model.master.copy_(self.anchor)
 
@@ -101,13 +99,11 @@ class CO2(Method):
 
     def drain(self):
         super().drain()
-        if not self.averages_gradients:
-            with self.record.stall():
-                self.handle.wait()
+        with self.record.stall():
+            self.handle.wait()
 
     def finish(self):
         self.drain()
-        if not self.averages_gradients and self.sent:
+        if not self.averages_gradients:
             self.outer_step()
-            self.sent = False
             self.model.master.copy_(self.anchor)

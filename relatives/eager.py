@@ -36,8 +36,8 @@ import torch
 
 from config import option
 from diloco import nesterov
-from mesh import Handle
-from method import LocalConfig, Method
+from method import LocalConfig
+from relatives.co2 import CO2
 
 
 @dataclass
@@ -46,21 +46,15 @@ class Config(LocalConfig):  # paper: tau 30
     outer_momentum: float = option(0.0, "outer Nesterov momentum (paper: 0.9)", below=1)
 
 
-class Eager(Method):
+class Eager(CO2):  # its mean in flight, and drain()
     Config = Config
     shared = ("mean",)
     private = ("anchor", "momentum", "own")
-    scalars = ("sent",)
-    barrier = False
+    scalars = ()
     equal_replicas = False
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.handle = Handle()  # of dbar
 
     def begin(self):
         self.anchor.copy_(self.model.master)
-        self.sent = False
 
     def outer_step(self, u):
         nesterov(self.anchor, self.momentum, u, self.config.outer_lr, self.config.outer_momentum)
@@ -73,14 +67,12 @@ class Eager(Method):
         self.exchange(norms=self.model.norm(d))  # for the record
         # u = d_i / M + (dbar - d_i' / M), in the storage of the gradient
         u = torch.div(d, M, out=self.model.grad)
-        if self.sent:
-            self.handle.wait()
-            u.add_(self.mean).sub_(self.own, alpha=1 / M)
+        self.handle.wait()
+        u.add_(self.mean).sub_(self.own, alpha=1 / M)
         self.own.copy_(d)
         torch.div(d, M, out=self.mean)
         # [sync] all-reduce, sum P/N fp32, asynchronous, once per round
         self.handle = self.mesh.all_reduce(self.mean, self.mesh.sync)
-        self.sent = True
         # b_i <- mu b_i + u;  a_i <- a_i - lr (u + mu b_i);  x_i <- a_i
         self.outer_step(u)
         x.copy_(self.anchor)
@@ -90,18 +82,11 @@ class Eager(Method):
         self.average(mean)
         return mean
 
-    def drain(self):
-        super().drain()
-        if not self.averages_gradients:
-            with self.record.stall():
-                self.handle.wait()
-
     def finish(self):
         self.drain()
-        if not self.averages_gradients and self.sent:
+        if not self.averages_gradients:
             self.average(self.anchor)
             self.average(self.momentum)
             if self.mesh.replicas > 1:
                 self.outer_step(self.mean.mul_(1 - 1 / self.mesh.replicas))
-            self.sent = False
             self.model.master.copy_(self.anchor)

@@ -54,9 +54,8 @@ class Config(LocalConfig):  # paper: tau 50; it converges if mu < pull < sqrt(2 
 
     def sent_vectors(self, replicas):  # in the mean of replicas and rounds
         pair = replicas // 2 * 2 / replicas
-        if not self.global_every:
-            return pair
-        return pair + (super().sent_vectors(replicas) - pair) / self.global_every
+        globally = super().sent_vectors(replicas)
+        return pair + (globally - pair) / (self.global_every or torch.inf)
 
     def check(self, replicas):
         super().check(replicas)

@@ -33,6 +33,7 @@ Plain version: tests/reference/local.py.
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 import diloco
 from config import UserError, option
@@ -96,9 +97,7 @@ class Robust(DiLoCo):
         d.nan_to_num_(0.0, 0.0, 0.0)
         if M == 1:
             return
-        size = -(-len(d) // M)  # of a piece
-        pieces = d.new_zeros(M, size)
-        pieces.view(-1)[: len(d)] = d
+        pieces = pad(d, (0, -len(d) % M)).view(M, -1)
         theirs = torch.empty_like(pieces)  # own piece of all replicas
         # [sync] all-to-all, sum P/N fp32, once per round
         mesh.all_to_all(theirs, pieces, mesh.sync).wait()

@@ -7,58 +7,47 @@ they stay bit-equal.
 Plain version: tests/reference/sparse.py.
 """
 
-import math
-
 import torch
 from torch.nn.functional import pad
+
+from relatives.quantize import pack, unpack
 
 CHUNK = 4096  # elements
 
 
-def chunks(vector, model) -> list:
-    """A vector laid out like model.master as matrices with a chunk in each row: (R, 4096) and the
-    rest (1, n) of each layer."""
-    parts = []
+def largest(vector, model, density: float):
+    """Where the k largest absolute values of each chunk are: in the vector, which is laid out like
+    model.master, (n,), and in their chunks, a list of (R, k) for R chunks of one length."""
+    found = []
+    positions = []
     for view in model.used_views(vector):
         whole = len(view) // CHUNK * CHUNK
-        parts += [view[:whole].view(-1, CHUNK), view[whole:].view(1, -1)]
-    return [part for part in parts if part.numel()]
+        for part in view[:whole].view(-1, CHUNK), view[whole:].view(1, -1):
+            if part.numel() == 0:
+                continue
+            k = max(1, round(density * part.shape[1]))
+            position = part.abs().topk(k, dim=1, sorted=False).indices
+            row = torch.arange(len(part), device=part.device)[:, None]
+            first = part.storage_offset() - vector.storage_offset()
+            found.append(first + CHUNK * row + position)
+            positions.append(position)
+    return flat(found), positions
 
 
-def largest(part, density: float):
-    """Where the k largest absolute values of each row are, (R, k)."""
-    k = max(1, round(density * part.shape[1]))
-    return part.abs().topk(k, dim=1, sorted=False).indices
+def flat(matrices: list):
+    return torch.cat([matrix.flatten() for matrix in matrices])
 
 
-def steps(of: int, bits: int, device):
-    return torch.arange(0, of, bits, device=device)
-
-
-def pack(numbers, bits: int):
-    """Whole numbers (n,) of `bits` bits -> bytes. A word: the fewest that fill whole bytes."""
-    word = math.lcm(bits, 8)
-    groups = pad(numbers, (0, -len(numbers) % (word // bits))).view(-1, word // bits)
-    words = (groups << steps(word, bits, numbers.device)).sum(dim=1, keepdim=True)
-    return (words >> steps(word, 8, numbers.device)).to(torch.uint8).view(-1)
-
-
-def unpack(packed, count: int, bits: int):
-    """The inverse. count: n."""
-    word = math.lcm(bits, 8)
-    words = packed.view(-1, word // 8).long() << steps(word, 8, packed.device)
-    words = words.sum(dim=1, keepdim=True)
-    return (words >> steps(word, bits, packed.device) & 2**bits - 1).view(-1)[:count]
-
-
-def gather_entries(mesh, positions: list, payload):
-    """For each replica, in rank order: its positions, matrices of these shapes, and its payload,
-    bytes (n,). Waits for them."""
-    own = torch.cat([at.view(-1) for at in positions])
-    counts = [at.numel() for at in positions]
-    row = torch.cat([payload, pack(own, bits=12)])
+def gather_entries(mesh, at, positions: list, payload):
+    """For each replica, in rank order: where its elements are in the vector, (n,), and its payload,
+    bytes. Waits for them."""
+    own = flat(positions)
+    firsts = at - own  # of the chunks
+    own = pad(own, (0, len(own) % 2))  # two positions are three bytes
+    high = pack((own >> 8).to(torch.uint8), bits=4)
+    row = torch.cat([high, (own & 255).to(torch.uint8), payload])
     # [sync] all-gather, payload and 12 bits per position, once per call
     for row in mesh.gather_rows(row, mesh.sync):
-        theirs = unpack(row[len(payload) :], len(own), bits=12).split(counts)
-        theirs = [part.view(at.shape) for part, at in zip(theirs, positions)]
-        yield theirs, row[: len(payload)].clone()
+        high, low, payload = row.split([len(high), len(own), len(payload)])
+        theirs = (unpack(high, bits=4).flatten().long() << 8) + low
+        yield firsts + theirs[: len(firsts)], payload.clone()

@@ -39,10 +39,12 @@ Plain version: tests/reference/sparse.py.
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from config import option
 from method import LocalConfig, Method
-from relatives.sparse import CHUNK, chunks, gather_entries, largest, pack, unpack
+from relatives.quantize import pack, unpack
+from relatives.sparse import CHUNK, flat, gather_entries, largest
 
 
 @dataclass
@@ -54,8 +56,8 @@ class Config(LocalConfig):  # paper: tau 15 to 100, density 1/64
 
     @property
     def buffer_vectors(self):
-        """Positions and codes are int64 on their way to bytes and back: 54 bytes an element."""
-        return 54 / 4 * self.density
+        """Positions and codes are int64 on their way to bytes and back: 70 bytes an element."""
+        return 70 / 4 * self.density
 
     def sent_vectors(self, replicas):
         each = 5.5 * self.density  # bytes
@@ -71,14 +73,10 @@ def encode(values):
     """Values (R, k) -> 2 bits of each, (R, k) in 0..3, and the rows' means (R, 2) in fp16."""
     size = values.abs()
     high = size > size.mean(dim=1, keepdim=True)
-    classes = [~high, high]
-    means = [(size * own).sum(dim=1) / own.sum(dim=1).clamp(min=1) for own in classes]
+    means = []
+    for own in ~high, high:
+        means.append((size * own).sum(dim=1) / own.sum(dim=1).clamp(min=1))
     return 2 * (values < 0) + high, torch.stack(means, dim=1).half()
-
-
-def decode(codes, means, dtype):
-    size = means.to(dtype).gather(1, codes & 1)
-    return torch.where(codes > 1, -size, size)
 
 
 class SparseLoCo(Method):
@@ -99,36 +97,42 @@ class SparseLoCo(Method):
         self.exchange(norms=self.model.norm(d))  # for the record
         e.mul_(config.error_decay).add_(d)
         # s_i = Q(the largest of e_i)
-        parts = chunks(e, self.model)
-        positions = [largest(part, config.density) for part in parts]
-        values = [part.gather(1, at) for part, at in zip(parts, positions)]
-        payload = self.to_bytes(values)
+        at, positions = largest(e, self.model, config.density)
+        payload = self.to_bytes(e[at], positions)
         # e_i <- e_i - s_i
-        for part, at, s in zip(parts, positions, self.from_bytes(payload, positions)):
-            part.scatter_add_(1, at, -s)
+        e.index_add_(0, at, self.from_bytes(payload, positions), alpha=-1)
         # a <- a - lr 1/M sum_i s_i;  x_i <- a
-        for theirs, payload in gather_entries(self.mesh, positions, payload):
-            arrived = self.from_bytes(payload, theirs)
-            for part, at, s in zip(chunks(a, self.model), theirs, arrived):
-                part.scatter_add_(1, at, s.mul_(-config.outer_lr / self.mesh.replicas))
+        for at, payload in gather_entries(self.mesh, at, positions, payload):
+            s = self.from_bytes(payload, positions)
+            a.index_add_(0, at, s.mul_(-config.outer_lr / self.mesh.replicas))
         x.copy_(a)
 
-    def to_bytes(self, values: list):
+    def to_bytes(self, values, shapes: list):
+        """Values (n,); shapes: matrices (R, k) like those that the values come from."""
         if not self.config.two_bits:
-            return torch.cat([part.view(-1) for part in values]).view(torch.uint8)
-        codes, means = zip(*map(encode, values))
-        codes = pack(torch.cat([part.view(-1) for part in codes]), bits=2)
-        return torch.cat([torch.cat(means).view(-1).view(torch.uint8), codes])
+            return values.view(torch.uint8)
+        all_codes = []
+        all_means = []
+        for part, shape in zip(values.split([shape.numel() for shape in shapes]), shapes):
+            codes, means = encode(part.view(shape.shape))
+            all_codes.append(codes)
+            all_means.append(means)
+        codes = flat(all_codes).to(torch.uint8)
+        codes = pack(pad(codes, (0, -len(codes) % 4)), bits=2)
+        return torch.cat([flat(all_means).view(torch.uint8), codes])
 
-    def from_bytes(self, payload, shapes: list) -> list:
-        """Matrices of values in these shapes."""
+    def from_bytes(self, payload, shapes: list):
+        """The values (n,)."""
         dtype = self.anchor.dtype
-        counts = [part.numel() for part in shapes]
         if not self.config.two_bits:
-            values = payload.clone().view(dtype).split(counts)
-            return [part.view(shape.shape) for part, shape in zip(values, shapes)]
-        rows = [len(part) for part in shapes]
-        means, codes = payload.split([4 * sum(rows), len(payload) - 4 * sum(rows)])
-        means = means.view(torch.float16).view(-1, 2).split(rows)
-        codes = unpack(codes, sum(counts), bits=2).split(counts)
-        return [decode(c.view(s.shape), m, dtype) for c, m, s in zip(codes, means, shapes)]
+            return payload.view(dtype)
+        rows = [len(shape) for shape in shapes]
+        border = 4 * sum(rows)
+        means = payload[:border].view(torch.float16).view(-1, 2).split(rows)
+        means_of_each = []  # (R k, 2)
+        for part, shape in zip(means, shapes):
+            means_of_each.append(part.repeat_interleave(shape.shape[1], dim=0))
+        sizes = torch.cat(means_of_each).to(dtype)
+        codes = unpack(payload[border:], bits=2).view(-1, 1)[: len(sizes)]
+        sizes = sizes.gather(1, (codes & 1).long())
+        return torch.where(codes > 1, -sizes, sizes).view(-1)

@@ -38,7 +38,7 @@ class Config(QuantizedConfig):  # paper: tau 100
     outer_momentum: float = option(0.8, "outer Nesterov momentum (paper: 0.9)", below=1)
     fragments: int = option(4, "F, parts of the model; divides tau", low=1)
     delay: int = option(-1, "steps from sending to outer step; -1: tau / F - 1, at most 2", low=-1)
-    alpha: float = option(0.0, "weight of the local value when a fragment lands, 0 to 1")
+    alpha: float = option(0.0, "weight of local values when a fragment lands", below=1.000001)
 
     @property
     def buffer_vectors(self):
@@ -60,8 +60,6 @@ class Config(QuantizedConfig):  # paper: tau 100
             raise UserError(f"--delay {self.delay}: must be below tau / fragments = {interval:g}")
         if self.tau_rule != "fixed" or self.tau_schedule:
             raise UserError("--tau_rule qsr, --tau_schedule: a streaming round has tau steps")
-        if self.alpha > 1:
-            raise UserError(f"--alpha {self.alpha}: must be at most 1")
 
 
 class StreamingDiLoCo(Method):
@@ -116,10 +114,16 @@ class StreamingDiLoCo(Method):
     def judge(self, d):
         """Streaming EDiT returns weights of the replicas."""
 
+    def penalize(self, means):
+        """Streaming EDiT clips the means. Returns for each layer 1, or 0 to leave it as it is."""
+        return means[0].new_ones(len(means))
+
     def land(self):
         lr, mu, alpha = self.config.outer_lr, self.config.outer_momentum, self.config.alpha
-        for (x, a, b), d in zip(self.layers[self.p], self.mean.wait()):
-            nesterov_unless_flagged(a, b, d, lr, mu, accepted=a.new_ones(()))
+        means = self.mean.wait()
+        accepted = self.penalize(means)
+        for l, (x, a, b) in enumerate(self.layers[self.p]):
+            nesterov_unless_flagged(a, b, means[l], lr, mu, accepted[l])
             x.mul_(alpha).add_(a, alpha=1 - alpha)  # x_i <- alpha x_i + (1 - alpha) a
         self.landed = self.p
         self.mean = None

@@ -46,7 +46,6 @@ from edit import (
     anomaly_limits,
     clip_factor,
     is_anomaly,
-    nesterov_unless_flagged,
     replica_weights,
     update_statistics,
 )
@@ -97,29 +96,27 @@ class StreamingEDiT(StreamingDiLoCo):
         self.judgement = norms, flags > 0, weights
         return weights * self.mesh.replicas
 
-    def land(self):
-        layers = self.layers[self.p]
-        means = self.mean.wait()
-        config = self.config
+    def penalize(self, means):
+        """The norms of means and x, the clip. Returns 0 for the layers that all have flagged."""
         norms, flagged, weights = self.judgement
-        squares = torch.stack([v.norm() ** 2 for v in [*means, *(x for x, _, _ in layers)]])
+        parameters = [x for x, _, _ in self.layers[self.p]]
+        squares = torch.stack([v.norm() ** 2 for v in [*means, *parameters]])
         # [shard] all-gather, 2 scalars per layer, once per fragment
         squares = self.mesh.gather_rows(squares, self.mesh.shard).sum(dim=0)
         dbar_norms, x_norms = squares.sqrt().chunk(2)
         clips = torch.ones_like(dbar_norms)
-        if config.pseudo_grad_clipping:
-            clips = clip_factor(dbar_norms, config.pseudo_grad_clip)
-        accepted = (~flagged).any(dim=0).to(clips.dtype)
-        sick = flagged[self.mesh.replica] | ~x_norms.isfinite()
-        for l, ((x, a, b), dbar) in enumerate(zip(layers, means)):
-            lr, mu, alpha = config.outer_lr, config.outer_momentum, config.alpha
-            nesterov_unless_flagged(a, b, dbar.mul_(clips[l]), lr, mu, accepted[l])
-            # x_i <- alpha x_i + (1 - alpha) a; a if it is sick
-            x.mul_(alpha).add_(a, alpha=1 - alpha)
-            torch.where(sick[l], a, x, out=x)
+        if self.config.pseudo_grad_clipping:
+            clips = clip_factor(dbar_norms, self.config.pseudo_grad_clip)
+        for dbar, clip in zip(means, clips):
+            dbar.mul_(clip)
         self.landings.append((norms, flagged, weights, clips))
-        self.landed = self.p
-        self.mean = None
+        self.sick = flagged[self.mesh.replica] | ~x_norms.isfinite()
+        return (~flagged).any(dim=0).to(clips.dtype)
+
+    def land(self):
+        super().land()
+        for (x, a, _), sick in zip(self.layers[self.p], self.sick):
+            torch.where(sick, a, x, out=x)
 
     def sync(self):
         super().sync()

@@ -38,7 +38,7 @@ import torch
 
 from config import option
 from method import LocalConfig, Method
-from relatives.sparse import chunks, gather_entries, largest
+from relatives.sparse import gather_entries, largest
 
 
 @dataclass
@@ -71,26 +71,21 @@ class TopK(Method):
                 self.average_largest(self.model.grad)
 
     def average_largest(self, g):
-        model = self.model
         m = self.config.momentum_correction
         u = self.momentum
         v = self.rest
         # u_i <- m u_i + (1 - m) g_i;  v_i <- v_i + u_i
         v.add_(u.mul_(m).add_(g, alpha=1 - m))
         # s_i = the largest of v_i;  u_i, v_i <- 0 where sent
-        positions = [largest(part, self.config.density) for part in chunks(v, model)]
-        values = [part.gather(1, at).view(-1) for part, at in zip(chunks(v, model), positions)]
-        for vector in u, v:
-            for part, at in zip(chunks(vector, model), positions):
-                part.scatter_(1, at, 0.0)
+        at, positions = largest(v, self.model, self.config.density)
+        values = v[at]
+        u.index_fill_(0, at, 0.0)
+        v.index_fill_(0, at, 0.0)
         # g = 1/M sum_i s_i
         g.zero_()
-        payload = torch.cat(values).view(torch.uint8)
-        for theirs, payload in gather_entries(self.mesh, positions, payload):
-            arrived = payload.view(g.dtype).div_(self.mesh.replicas)
-            arrived = arrived.split([at.numel() for at in theirs])
-            for part, at, s in zip(chunks(g, model), theirs, arrived):
-                part.scatter_add_(1, at, s.view(at.shape))
+        payload = values.view(torch.uint8)
+        for at, payload in gather_entries(self.mesh, at, positions, payload):
+            g.index_add_(0, at, payload.view(g.dtype).div_(self.mesh.replicas))
 
     def inner_step(self, optimizer):
         if not self.averages_gradients and self.config.momentum_correction > 0:

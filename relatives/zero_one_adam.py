@@ -106,30 +106,28 @@ class ZeroOneAdam(Method):
 
     def sync(self):
         V = self.model.exp_avg_sq
+        frozen = V == 0
         views = self.model.used_views
         d = torch.sub(self.anchor, self.model.master, out=self.model.grad)
         self.exchange(norms=self.model.norm(d))  # for the record
         # z_i = (a - x_i) (sqrt(V) + eps) + e_i
-        z = self.error.add_(d.mul_(V.sqrt().add_(self.eps)).masked_fill_(V == 0, 0))
+        z = self.error.add_(d.mul_(V.sqrt().add_(self.eps)).masked_fill_(frozen, 0))
         errors = views(self.mean_error)
         mean = MeanInFlight(views(z), self.config.quantize, self.mesh, errors=errors)
-        for l, u in enumerate(mean.wait()):
-            self.outer_step(l, u)
+        u = self.model.grad  # its storage is free between two steps
+        for place, received in zip(views(u), mean.wait()):
+            place.copy_(received)
+        for vector in u, self.error, self.mean_error:
+            vector.masked_fill_(frozen, 0)
+        if not self.config.error_feedback:
+            self.error.zero_()
+            self.mean_error.zero_()
+        # a <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / sum of lr
+        self.anchor.addcdiv_(u, V.sqrt().add_(self.eps), value=-1)
+        self.model.master.copy_(self.anchor)
+        torch.div(u, self.lr_sum or 1.0, out=self.model.exp_avg)
         if self.config.refresh and is_power_of_two(self.rounds):
             self.refresh_variance()
-
-    def outer_step(self, l, u):
-        """Layer l's anchor and momentum from u, the mean of what all have sent."""
-        vectors = self.model.master, self.anchor, self.model.exp_avg, self.model.exp_avg_sq
-        x, a, m, V = (self.model.used_views(vector)[l] for vector in vectors)
-        frozen = V == 0
-        u.masked_fill_(frozen, 0)
-        for error in self.error, self.mean_error:
-            forgotten = frozen | (not self.config.error_feedback)
-            self.model.used_views(error)[l].masked_fill_(forgotten, 0)
-        # a <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / sum of lr
-        x.copy_(a.addcdiv_(u, V.sqrt().add_(self.eps), value=-1))
-        m.copy_(u.div_(self.lr_sum or 1.0))
 
     def refresh_variance(self):
         V = self.model.views(self.model.exp_avg_sq)

@@ -93,7 +93,7 @@ train --method streaming_diloco --tau 8 --fragments 3 | --fragments 3: must divi
 train --method streaming_diloco --tau 8 --fragments 2 --delay 4 | below tau / fragments = 4
 train --method streaming_diloco --tau 8 --delay 2 | --delay 2: must be below tau / fragments = 2
 train --method streaming_diloco --tau 8 --fragments 8 --delay 0 | at most one per layer
-train --method streaming_diloco --alpha 1.5 | --alpha 1.5: must be at most 1
+train --method streaming_diloco --alpha 1.5 | --alpha 1.5: must be at least 0
 train --method noloco                   | --method noloco: it needs at least two replicas
 data                                    | --out
 data --input IN/nowhere --out new       | No such file

@@ -14,6 +14,7 @@ from model import Llama, ModelConfig
 from ranks import CPU, method_alone, run_config, run_ranks
 from relatives import sparse
 from relatives.noloco import partner
+from relatives.quantize import pack, unpack
 from relatives.robust import flag_weights, middle
 
 SENDING = [  # test_plan.py has the bytes of the methods with a barrier
@@ -100,6 +101,7 @@ def test_mean_is_waited_for_one_round_late_and_before_a_checkpoint(name):
     work = SimpleNamespace(wait=lambda: waited.append(None))
     method.mesh.all_reduce = lambda x, group: Handle([work])
     for wait, count in (method.sync, 0), (method.sync, 1), (method.drain, 2):
+        method.rounds += 1
         wait()
         assert len(waited) == count
 
@@ -201,21 +203,39 @@ def test_median_stays_between_the_honest_replicas():
     torch.testing.assert_close(middle(d[:4], 1), d[:4].sort(dim=0).values[1:3].mean(dim=0))
 
 
-def test_positions_of_long_and_short_chunks_survive_packing():
-    model = SimpleNamespace(used_views=lambda v: v.split([2 * 4096 + 48, 16]))
-    vector = torch.randn(2 * 4096 + 64)
-    parts = sparse.chunks(vector, model)
-    assert [tuple(part.shape) for part in parts] == [(2, 4096), (1, 48), (1, 16)]
-    found = [sparse.largest(part, 0.05) for part in parts]
-    assert [at.shape[1] for at in found] == [205, 2, 1]
-    assert sparse.largest(parts[2], 0.01).shape == (1, 1)  # at least one
-    for part, at in zip(parts, found):
-        largest = part.abs().sort(dim=1, descending=True).values[:, : at.shape[1]]
-        assert torch.equal(part.gather(1, at).abs().sort(dim=1, descending=True).values, largest)
-    for bits, numbers in (12, torch.cat([at.view(-1) for at in found])), (2, torch.arange(7) % 4):
-        packed = sparse.pack(numbers, bits)
-        assert torch.equal(sparse.unpack(packed, len(numbers), bits), numbers)
-        assert len(packed) == -(-len(numbers) // (24 // bits if bits == 12 else 4)) * (bits // 4 or 1)
+def test_largest_elements_of_long_and_short_chunks_are_found():
+    model = SimpleNamespace(used_views=lambda v: [v[: 2 * 4096 + 48], v[-16:]])  # 8 of padding
+    memory = torch.randn(100 + 2 * 4096 + 72)
+    vector = memory[100:]
+    ends = 4096, 2 * 4096, 2 * 4096 + 48, 2 * 4096 + 72
+    at, positions = sparse.largest(vector, model, 0.05)
+    assert [tuple(part.shape) for part in positions] == [(2, 205), (1, 2), (1, 1)]
+    firsts = at - torch.cat([part.view(-1) for part in positions])
+    for first, end, k in zip((*ends[:2], 0, ends[3] - 16), (*ends[1:3], ends[0], ends[3]), (205, 2, 205, 1)):
+        found = vector[at[firsts == first]].abs().sort(descending=True).values
+        assert torch.equal(found, vector[first:end].abs().sort(descending=True).values[:k])
+    _, (_, _, one) = sparse.largest(vector, model, 0.01)
+    assert one.shape == (1, 1)  # at least one
+
+
+@pytest.mark.parametrize("n", [7, 8])
+def test_positions_survive_12_bits_and_payloads_their_bytes(n):
+    firsts = 4096 * torch.arange(n)
+    positions = torch.tensor([0, 4095, 255, 256, 17, 2048, 3000, 1])[:n]
+    payload = torch.arange(5, dtype=torch.uint8)
+    sent = []
+    gather_rows = lambda row, group: sent.append(row) or torch.stack([row, row])
+    mesh = SimpleNamespace(gather_rows=gather_rows, sync=None)
+    for at, theirs in sparse.gather_entries(mesh, firsts + positions, [positions.view(1, n)], payload):
+        assert torch.equal(at, firsts + positions) and torch.equal(theirs, payload)
+    assert len(sent[0]) == 12 + 5  # three bytes for two positions
+
+
+def test_codes_of_one_to_eight_bits_survive_packing():
+    for bits in 1, 2, 4, 8:
+        codes = (torch.arange(48) % 2**bits).to(torch.uint8)
+        packed = pack(codes, bits)
+        assert len(packed) == 6 * bits and torch.equal(unpack(packed, bits).flatten(), codes)
 
 
 def test_sparse_messages_of_zeros_are_zeros():
