@@ -81,6 +81,7 @@ def replica_row(record, replica, recorded) -> dict:
         waits_s += sum(overlap_s(spans[name], *step) for step in steps[first:last])
 
     row = {"replica": replica, "computing": 1 - waits_s / steps_s, "begin": begin, "spans": spans}
+    row["step_s"] = (steps_s - waits_s) / (last - first)
     row["whole_s"] = steps[last][0] - begin
     row["some_s"] = steps[some][0] - begin
     return row
