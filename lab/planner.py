@@ -35,7 +35,7 @@ import sys
 from collections import defaultdict, namedtuple
 from dataclasses import dataclass
 
-from config import run_command
+from config import UserError, run_command
 from lab.rows import read_run
 from lab.timeline import read_timeline
 from plumbing.simulate import FRAMING
@@ -219,8 +219,11 @@ def needed(rows) -> list:
 
 def compare(folder):
     """Print the share of computing of each replica of a run with --timeline: as it was recorded,
-    and as the simulation predicts it from the time of a step."""
+    and as the simulation predicts it from the time of a step. (Of the streaming methods it knows
+    no --fragments.) Raises UserError for a method that it does not know."""
     config = read_run(folder)["config"]
+    if config["method"] not in SCHEDULES:
+        raise UserError(f"{folder}: {config['method']} has no schedule in lab/planner.py")
     recorded = read_timeline(folder)
     slow_replica, _, factor = config["slow_replica"].partition(":")
     step_s = min(row["step_s"] for row in recorded)
