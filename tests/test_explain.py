@@ -56,15 +56,20 @@ def in_fragment(setting: dict) -> str:
     return "&".join(f"{name}={value}" for name, value in setting.items())
 
 
-def numbers_of_the_page(fragment: str) -> list:
-    """The JSON at the page's end: a dict for each of the settings in the fragment."""
+def loaded(page, fragment: str) -> str:
+    """The page as it is after its scripts have run."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if not chromium:
         pytest.skip("no Chromium (Debian: apt-get install chromium)")
     command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command.append(f"{PAGE.as_uri()}#{fragment}")
+    command.append(f"{page.as_uri()}#{fragment}")
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    text = re.search(r'<pre id="numbers">(.*?)</pre>', run.stdout, re.S)[1]
+    return run.stdout
+
+
+def numbers_of_the_page(fragment: str) -> list:
+    """The JSON at its end: a dict for each of the settings in the fragment."""
+    text = re.search(r'<pre id="numbers">(.*?)</pre>', loaded(PAGE, fragment), re.S)[1]
     return json.loads(html.unescape(text))
 
 
@@ -118,8 +123,6 @@ def enlarged(setting) -> tuple:
 
 def penalty(setting) -> dict:
     norms = torch.tensor([[setting[f"G{i}"]] for i in range(4)], dtype=torch.float64)
-    statistics = torch.tensor([[100.0], [setting["mean"]], [setting["sigma"] ** 2]])
-    limits = anomaly_limits(statistics.double(), Penalty())
     statistics = torch.tensor([100.0, setting["mean"], setting["sigma"] ** 2], dtype=torch.float64)
     limits = anomaly_limits(statistics[:, None], Penalty())
     flagged = is_anomaly(norms, limits)
@@ -193,9 +196,45 @@ def test_wrong_settings_in_the_fragment_become_the_defaults():
         assert numbers["settings"] == DEFAULT
 
 
+PLAYED = """<script>
+const lit = {};
+function change(id, value) {
+  element(id).value = value;
+  element(id).dispatchEvent(new Event("input"));
+}
+for (const method in METHODS) {
+  lit[method] = new Set();
+  change("method", method);
+  for (const place of ["20", "45"]) {
+    change("gbit_per_s", place);
+    for (let time = 0; time < 1; time += 0.002) {
+      change("time", time);
+      for (const row of document.querySelectorAll(".lit")) lit[method].add(row.dataset.key);
+    }
+  }
+  lit[method] = [...lit[method]].sort().join("");
+}
+document.dispatchEvent(new KeyboardEvent("keydown", {key: " "}));  // not the body: nothing
+document.body.dispatchEvent(new KeyboardEvent("keydown", {key: " ", bubbles: true}));
+document.title = JSON.stringify([lit, location.hash, element("play").textContent]);
+</script></body>"""
+
+
+def test_controls_change_the_fragment_and_the_cursor_lights_the_code(tmp_path):
+    page = tmp_path / "played.html"
+    page.write_text(PAGE.read_text().replace("</body>", PLAYED))
+    dom = loaded(page, "model=tiny&tau=4&slowness=1.5")
+    title = re.search("<title>(.*?)</title>", dom)[1]
+    lit, fragment, button = json.loads(html.unescape(title))
+    every = {method: "bflsw" for method in METHODS}  # forward, backward, link, sync, wait
+    assert lit == every | {"minibatch": "bflw"}
+    assert fragment.startswith("#method=one_bit_edit&model=tiny&replicas=2&tau=4&gbit_per_s=5.62&")
+    assert button == "Pause"
+
+
 def test_page_is_one_small_file_that_needs_no_network():
     text = PAGE.read_text()
     assert len(text.encode()) <= 60_000
     assert not re.search(r'https?://|\bsrc=|<link|@import|\bfetch\(|\bimport\b', text)
-    linked = [target for target in re.findall(r'href="([^"#]+)"', text)]
+    linked = re.findall(r'href="([^"#]+)"', text)
     assert linked and all(os.path.exists(ROOT / target) for target in linked)
