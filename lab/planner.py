@@ -6,7 +6,8 @@
 
 Assumptions:
 (1) The M replicas have equal links and equal speed. At most one of them is slow: it takes
-    `slowness` times as long for each step.
+    `slowness` times as long for each layer. (--slow_replica sleeps after the step, so a recorded
+    mini-batch hides less of its traffic.)
 (2) The L layers are equal: each has 1/L of the parameters. A backward takes twice a forward.
 (3) A replica has one link, without latency. It sends one layer after the other, first come, first
     served, and begins when all replicas have the layer. An all-reduce sends 2 (M-1)/M of a vector.
@@ -21,7 +22,10 @@ Assumptions:
     steps, rounded up. The clock does not count the time of waiting.
 (8) Two hops (one_bit_edit, M > 2): the link sends half of every layer, then the other halves.
 
-    python -m lab.planner out/edit    # a run with --timeline: measured, and by this simulation
+A recorded run beside this simulation:
+
+    torchrun --standalone --nproc_per_node 2 train.py --method edit --timeline --link_mbps 100 ...
+    python -m lab.planner out/edit
 
 explain.html computes the same in a browser, with the same names.
 
@@ -66,7 +70,7 @@ class Schedule:
     delay: int = 0  # 0: the step after the sending one waits; 1: the step after that; ...
     early: bool = False  # a layer is sent when its backward is done, else after the step
     by_layer: bool = False  # layer l's forward waits for layer l, else the first for all
-    by_clock: bool = False  # a slow replica takes fewer steps per round, else as many as the others
+    by_clock: bool = False  # a slow replica takes fewer steps per round, else as many as others
     hops: int = 1  # of a mean over more than two replicas
 
 
@@ -166,7 +170,7 @@ def round_seconds(*arguments) -> float:
 
 
 def shares(plan: Schedule, model: Model, gbit_per_s, replicas=2, slowness=1.0) -> list:
-    """Compute time / wall time, 0 to 1, of a steady round: of a fast replica and of the slow one."""
+    """Compute time / wall time, 0 to 1, of a steady round: a fast replica's and the slow one's."""
     round_s = round_seconds(plan, model, gbit_per_s, replicas, slowness)
     found = []
     for slow in (1.0, slowness):

@@ -1,4 +1,4 @@
-"""explain.html computes what lab/planner.py and edit.py compute, for many settings in its fragment."""
+"""explain.html computes what lab/planner.py and edit.py compute, and its controls work."""
 
 import html
 import json
@@ -21,9 +21,14 @@ pytestmark = pytest.mark.ecosystem
 PAGE = ROOT / "explain.html"
 METHODS = "minibatch diloco edit a_edit streaming_edit co2 one_bit_edit".split()
 MODELS = planner.MODELS | planner.MORE_MODELS
-DEFAULT = dict(method="edit", model="7b", replicas=2, tau=16, gbit_per_s=10.0, slowness=1.0, bits="own")
+DEFAULT = dict(method="edit", model="7b", replicas=2, tau=16, gbit_per_s=10.0)
+DEFAULT |= dict(slowness=1.0, bits="own")
 DEFAULT |= dict(G0=1.0, G1=1.26, G2=0.794, G3=5.01, mean=1.0, sigma=0.2, phi=10.0)
-PUBLISHED = {"diloco": "paper_diloco", "streaming_edit": "paper_overlap_4bit", "minibatch": "minibatch"}
+PUBLISHED = {  # method of the page -> that of the published table
+    "minibatch": "minibatch",
+    "diloco": "paper_diloco",
+    "streaming_edit": "paper_overlap_4bit",
+}
 
 
 def many_settings() -> list:
@@ -117,8 +122,8 @@ def enlarged(setting) -> tuple:
     later = [span for span in steps if span.begin > round_end]
     begin = round_end - model.step_s * slowness
     end = later[plan.delay if plan.delay < plan.every else 0].end
-    inside = [list(s) for s in timeline.spans if s.end > s.begin and s.end > begin and s.begin < end]
-    return [begin, end], inside
+    spans = [span for span in timeline.spans if span.end > span.begin]
+    return [begin, end], [list(span) for span in spans if span.end > begin and span.begin < end]
 
 
 def penalty(setting) -> dict:
@@ -189,8 +194,9 @@ def test_every_number_of_the_page_is_the_planners():
 
 
 def test_wrong_settings_in_the_fragment_become_the_defaults():
-    wrong = "method=sgd&model=9b&replicas=2.5&tau=0&gbit_per_s=1e9&slowness=nan&bits=3&G0=-1&G1=&phi=x"
-    odd = ["", "%", "tau=16;rm", "&&=&", "constructor=1&__proto__=2", "tau=1e400", "method=toString"]
+    wrong = "method=sgd&model=9b&replicas=2.5&tau=0&gbit_per_s=1e9&slowness=nan&bits=3&G0=-1&G1="
+    odd = ["", "%", "tau=16;rm", "&&=&", "constructor=1&__proto__=2", "tau=1e400", "phi=x"]
+    odd += ["method=toString", "model=constructor"]
     odd += ["replicas=65", "slowness=0.5", "<script>alert(1)</script>"]
     for numbers in numbers_of_the_page("|".join([wrong, *odd])):
         assert numbers["settings"] == DEFAULT

@@ -127,7 +127,8 @@ def test_waits_of_a_round_by_hand():
     second = [span for span in timeline.spans if 1200 <= span.begin < 2000]
     link = [span[2:] for span in second if span.name == "link"]
     assert link == [(0, 1200, 1204), (1, 1204, 1208)]
-    waits = {(who, l): end - begin for name, who, l, begin, end in second if name == "wait for link"}
+    waits = [span for span in second if span.name == "wait for link"]
+    waits = {(span.who, span.layer): span.end - span.begin for span in waits}
     assert waits == {(0, 0): 4, (1, 0): 4, (0, 1): 3, (1, 1): 2}  # a forward of 1 s, of 2 s
     waits = [span for span in timeline.spans if span.name == "wait for others"]
     assert [span[1:] for span in waits if span.begin < span.end][0] == (0, 0, 600, 1200)
