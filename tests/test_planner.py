@@ -103,6 +103,7 @@ ONE_BIT_LAYER_S = 0.5e9 * 1.5 * 1.125 / 1e9  # at 1 Gbit/s between four replicas
         ("a_edit", 8, 2, 1.5, 67 * 9 + 1, 600, 67 * 9),
         # four replicas send 2 * 3/4 times a vector: 6 s a layer
         ("diloco", 2, 4, 1, 600 + 12, 600, 600),
+        ("diloco", 2, 4, 2, 1200 + 12, 600, 1200),  # three of them wait for the fourth
         # layers after 0.5 s and 1 s; in two hops after 0.25 + 0.25 + 0.25 s and 1 s
         ("one_bit_edit", 2 * ONE_BIT_LAYER_S / 1.5, 2, 1, 600 + 0.5, 600, 600),
         ("one_bit_edit", 2 * ONE_BIT_LAYER_S, 4, 1, 600 + 0.75, 600, 600),
@@ -151,6 +152,7 @@ def test_bytes_and_time_of_a_training_by_hand():
     assert planner.sent_bytes(plan, TWO_LAYERS, 4) == 3e9
     steps = 20e9 / 2**20
     assert planner.training_seconds(plan, TWO_LAYERS, 2) == pytest.approx(steps / 200 * 608)
+    assert planner.training_seconds(plan, TWO_LAYERS, 2, 4) == pytest.approx(steps / 400 * 612)
     slow = planner.training_seconds(SCHEDULES["a_edit"], TWO_LAYERS, 8, 2, 2.0)
     assert slow == pytest.approx(steps / 150 * 601)
 
