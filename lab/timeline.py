@@ -79,6 +79,7 @@ def replica_row(record, replica, spans) -> dict:
     return {
         "replica": replica,
         "computing": 1 - waits_s / steps_s,
+        "step_s": (steps_s - waits_s) / len(whole),
         "spans": by_name,
         "begin": begin,
         "whole_s": whole[-1][1] - begin,

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ import torch
 
 import lab.__main__ as lab
 from config import UserError, explain, run_command
-from lab import merge, plot, rows, runs, timeline
+from lab import merge, planner, plot, rows, runs, timeline
 from lab.svg import checksum
 from plumbing.checkpoint import list_checkpoints
 from ranks import ROOT, context, run_training
@@ -450,15 +451,19 @@ def test_timeline_counts_whole_rounds_and_draws_what_a_run_has_recorded(tmp_path
         timeline.read_timeline(tmp_path)
 
 
-def test_timeline_of_a_run_is_drawn(tmp_path, corpus_folder, monkeypatch):
+def test_timeline_of_a_run_is_predicted_and_drawn(tmp_path, corpus_folder, monkeypatch, capsys):
     began = time.time()
     options = dict(method="diloco", tau=2, sync_warmup_steps=1, max_steps=9, timeline=True)
-    run_training(2, corpus_folder, out_dir=tmp_path, link_mbps=1, **options)
+    run_training(2, corpus_folder, out_dir=tmp_path, link_mbps=1, dtype="fp32", **options)
     spans = json.loads((tmp_path / "timeline-0.json").read_text())["spans"]
     assert all(began < begin <= end for _, begin, end in spans)  # on one scale for all machines
     slow = timeline.read_timeline(tmp_path)
     assert len(slow) == 2 and all(0 < row["computing"] < 1 for row in slow)
     assert all(len(row["spans"]["link"]) >= 4 for row in slow)
+    capsys.readouterr()
+    planner.compare(tmp_path)
+    printed = capsys.readouterr().out
+    assert re.findall(r"replica (\d): measured .*%, predicted .*%\n", printed) == ["0", "1"]
     run_training(4, corpus_folder, out_dir=tmp_path / "fast", **options)  # no link, four replicas
     rows_ = slow + timeline.read_timeline(tmp_path / "fast")
     assert len(rows_) == 6

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lab import planner
 from lab.planner import LEVELS, MODELS, SCHEDULES, Model, Schedule, needed, rows, utilization
 from ranks import ROOT
 
@@ -83,6 +84,116 @@ def test_strided_fragments_by_hand():
     # Layers 4, 2, 0: 10 to 13, 14 to 17, 18 to 21 s. Layers 5, 3, 1: 8 to 11, 12 to 15, 16 to 19 s.
     used = utilization(PAPER["paper_streaming"], Model(6e9, 6, 18.0), 16 / 3)
     assert used == pytest.approx(1800 / (1800 + 3 + 1), rel=1e-9)
+
+
+TWO_LAYERS = Model(1e9, 2, 6.0)  # forward 1 + 1 s, backward 2 + 2 s
+ONE_BIT_LAYER_S = 0.5e9 * 1.5 * 1.125 / 1e9  # at 1 Gbit/s between four replicas
+
+
+@pytest.mark.parametrize(
+    "method, gbit_per_s, replicas, slowness, round_s, fast_s, slow_s",
+    [
+        # replica 1 takes 12 s for a step, replica 0 waits for it; 4 s a layer on the link:
+        ("diloco", 2, 2, 2, 1200 + 8, 600, 1200),
+        ("minibatch", 2, 2, 2, 16, 6, 12),  # its layer 1 from 8 to 12 s, its layer 0 from 12 s
+        ("edit", 8, 2, 2, 1200 + 1, 600, 1200),
+        ("streaming_edit", 0.5, 2, 2, 1200, 600, 1200),  # 8 s on the link, a step of 12 s
+        # 600 s of both; replica 1's 50 steps; layer 0 after 1 s:
+        ("a_edit", 8, 2, 2, 600 + 1, 600, 600),
+        ("a_edit", 8, 2, 1.5, 67 * 9 + 1, 600, 67 * 9),
+        # four replicas send 2 * 3/4 times a vector: 6 s a layer
+        ("diloco", 2, 4, 1, 600 + 12, 600, 600),
+        ("diloco", 2, 4, 2, 1200 + 12, 600, 1200),  # three of them wait for the fourth
+        # layers after 0.5 s and 1 s; in two hops after 0.25 + 0.25 + 0.25 s and 1 s
+        ("one_bit_edit", 2 * ONE_BIT_LAYER_S / 1.5, 2, 1, 600 + 0.5, 600, 600),
+        ("one_bit_edit", 2 * ONE_BIT_LAYER_S, 4, 1, 600 + 0.75, 600, 600),
+    ],
+)
+def test_round_of_unequal_replicas_by_hand(
+    method, gbit_per_s, replicas, slowness, round_s, fast_s, slow_s
+):
+    setting = (SCHEDULES[method], TWO_LAYERS, gbit_per_s, replicas, slowness)
+    assert planner.round_seconds(*setting) == pytest.approx(round_s, rel=1e-9)
+    fast = fast_s / round_s
+    slow = slow_s / round_s
+    assert planner.shares(*setting) == pytest.approx([fast, slow], rel=1e-9)
+    mean = ((replicas - 1) * fast + slow) / replicas
+    assert utilization(*setting) == pytest.approx(mean, rel=1e-9)
+
+
+def test_waits_of_a_round_by_hand():
+    """EDiT, replica 1 twice as slow, 4 s a layer on the link."""
+    timeline = planner.simulate(SCHEDULES["edit"], TWO_LAYERS, 2, slowness=2.0)
+    assert timeline.ends == pytest.approx([1200, 2400 + 6, 3600 + 12])
+    second = [span for span in timeline.spans if 1200 <= span.begin < 2000]
+    link = [span[2:] for span in second if span.name == "link"]
+    assert link == [(0, 1200, 1204), (1, 1204, 1208)]
+    waits = [span for span in second if span.name == "wait for link"]
+    waits = {(span.who, span.layer): span.end - span.begin for span in waits}
+    assert waits == {(0, 0): 4, (1, 0): 4, (0, 1): 3, (1, 1): 2}  # a forward of 1 s, of 2 s
+    waits = [span for span in timeline.spans if span.name == "wait for others"]
+    assert [span[1:] for span in waits if span.begin < span.end][0] == (0, 0, 600, 1200)
+
+
+@pytest.mark.parametrize("slowness", [1.0, 1.3, 2.0, 4.0])
+def test_a_edit_waits_at_most_for_one_step_of_the_slow_replica(slowness):
+    for tau, gbit in product([1, 4, 16, 100], [0.1, 10, 1000]):
+        plan = planner.schedules(tau)["a_edit"]
+        busy = planner.shares(plan, MODELS["1b"], gbit, 4, slowness)
+        round_s = planner.round_seconds(plan, MODELS["1b"], gbit, 4, slowness)
+        sent_s = planner.sent_bytes(plan, MODELS["1b"], 4) * 8 / (gbit * 1e9)
+        assert round_s * (1 - min(busy)) <= 0.1 * slowness + sent_s + 1e-9
+        assert max(busy) <= 1 + 1e-12
+
+
+def test_bytes_and_time_of_a_training_by_hand():
+    plan = SCHEDULES["diloco"]
+    assert planner.sent_bytes(plan, TWO_LAYERS, 2) == 2e9  # 16 bits
+    assert planner.sent_bytes(plan, TWO_LAYERS, 4) == 3e9
+    steps = 20e9 / 2**20
+    assert planner.training_seconds(plan, TWO_LAYERS, 2) == pytest.approx(steps / 200 * 608)
+    assert planner.training_seconds(plan, TWO_LAYERS, 2, 4) == pytest.approx(steps / 400 * 612)
+    slow = planner.training_seconds(SCHEDULES["a_edit"], TWO_LAYERS, 8, 2, 2.0)
+    assert slow == pytest.approx(steps / 150 * 601)
+
+
+@pytest.mark.parametrize("method", ["minibatch", "diloco", "edit", "a_edit", "co2"])
+def test_recorded_run_that_is_a_simulation_is_predicted(method, tmp_path, capsys, monkeypatch):
+    """The spans of a simulation as files of a run; replica 1 is slow."""
+    plan = planner.schedules(4)[method]
+    plan.bits = 32 * planner.FRAMING
+    model = Model(1e6, 3, 0.6)
+    simulated = planner.simulate(plan, model, 0.06, 2, 1.5, rounds=60)
+    config = dict(event="config", method=method, slow_replica="1:1.5", link_mbps=60.0)
+    config |= dict(n_params=model.parameters, n_layer=model.layers)
+    if method == "a_edit":
+        config["tau_time_s"] = 4 * 0.6 - 0.01
+    elif method != "minibatch":
+        config["tau"] = 4
+    steps = [planner.steps_per_round(plan, slowness) for slowness in (1.0, 1.5)]
+    record = [config, *({"event": "sync", "steps": steps} for _ in range(60))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, record)))
+    for replica in (0, 1):
+        spans = []
+        begin = 0.0
+        for name, who, _, first, last in simulated.spans:
+            if who == replica and name == "backward":
+                spans.append(("step", begin, last))
+                begin = last
+            elif who == replica and name != "forward":
+                spans.append((name, first, last))
+        text = json.dumps({"replica": replica, "spans": spans})
+        (tmp_path / f"timeline-{replica}.json").write_text(text)
+    monkeypatch.setattr("sys.argv", ["planner", str(tmp_path)])
+    planner.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2
+    for line in printed:
+        words = line.replace(",", "").split()
+        measured = float(words[-3].rstrip("%"))
+        predicted = float(words[-1].rstrip("%"))
+        # In its first rounds a fast replica waits less, with CO2 for two rounds.
+        assert abs(measured - predicted) < (2 if method == "co2" else 0.15), line
 
 
 @pytest.mark.parametrize("name", MODELS)
