@@ -95,10 +95,10 @@ def test_limits_of_size_are_kept():
     sizes = {path: tokens(path) for path in PRODUCT}
     total = lambda paths: sum(sizes[path] for path in paths)
     limits = {
-        "the reading path": (total(ROOT / f"{name}.py" for name in READING_PATH), 10830),
-        "plumbing": (total([*inside("plumbing"), ROOT / "config.py"]), 15500),
-        "lab": (total(inside("lab")), 11600),
-        "product": (total(PRODUCT), 53800),
+        "the reading path": (total(ROOT / f"{name}.py" for name in READING_PATH), 10900),
+        "plumbing": (total([*inside("plumbing"), ROOT / "config.py"]), 13600),
+        "lab": (total(inside("lab")), 11000),
+        "product": (total(PRODUCT), 50200),
         "Python files in the root": (len(inside("")), 15),
     }
     for path in inside("relatives"):
