@@ -64,7 +64,7 @@ def run_command(program: str, main):
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(report)
         time.sleep(rank != "0")  # rank 0 first: when it has ended, torchrun ends this rank
         kind = "error: " if code < 128 else ""  # a signal is none
-        print(f"{program}: {kind}{line}", file=sys.stderr)
+        print(f"{program}: {kind}{line}", file=sys.stderr, flush=True)
     os._exit(code)  # destructors could wait for lost ranks
 
 

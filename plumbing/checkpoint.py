@@ -64,6 +64,8 @@ def choose(config) -> tuple:
         out_dir = config.out_dir or str(found[-1].parent)
 
     own = list_checkpoints(out_dir)
+    if own:  # a run that is writing there could remove what this one reads
+        os.close(lock(out_dir, fcntl.LOCK_SH))
     if resume == "auto":
         found = own
     last = found[-1] if found else None
@@ -75,16 +77,18 @@ def choose(config) -> tuple:
     return out_dir, last
 
 
-def lock(folder):
-    """Lock a run's folder until this process ends. Raises UserError if another run has it."""
+def lock(folder, kind=fcntl.LOCK_EX) -> int:
+    """Lock a run's folder until this process ends or closes the descriptor that this returns.
+    Raises UserError if another run has it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         hint = "wait for it or name another folder"
         raise UserError(f"--out_dir {folder}: another run is writing there; {hint}") from None
     except OSError:  # a file system without locks
         pass
+    return descriptor
 
 
 # ---- saving ----
