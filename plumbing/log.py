@@ -47,6 +47,7 @@ from pathlib import Path
 
 import torch
 
+from config import NOT_RESUMED
 from mesh import Handle
 from plumbing.plan import size
 
@@ -196,12 +197,24 @@ class Log:
             self.write("config", description)
         if setup.saved:
             self.write("resume", {"step": step} | description)
-            print(f"resume  {setup.path}: step {step}; flags of this start: {setup.given}")
+            self.print_resume(step, description)
         if setup.source:
             print("init   ", setup.source.path, setup.source.notes)
         self.profiler = None
         if self.config.profile:
             self.start_profiler()
+
+    def print_resume(self, step: int, now: dict):
+        """now: what setup.describe() says of this start."""
+        saved = self.setup.saved["flags"]
+        line = f"resume  {self.setup.path}: step {step}, "
+        line += "{replicas} replicas x {shards} shards".format(**saved["mesh"])
+        if saved["mesh"] != now["mesh"]:
+            line += " -> {replicas} x {shards}".format(**now["mesh"])
+        for name in self.setup.given:
+            if saved.get(name) != now[name] and name not in NOT_RESUMED:
+                line += f"; --{name} {saved.get(name)} -> {now[name]}"
+        print(line)
 
     def start_profiler(self):
         """Of the steps 2 to 4."""
@@ -271,8 +284,8 @@ class Log:
             norms = f"{sum(found) / len(found):.3f} [{min(found):.3f} .. {max(found):.3f}]"
         weights = f"[{min(row['weight']):.2f} .. {max(row['weight']):.2f}]"
         print(
-            f"sync {row['round']:04d} | tau {row['tau']} | pseudo-grad {norms} | "
-            f"weights {weights} | dropped {sum(row['dropped'])} | clip {row['clip']:.2f} | "
+            f"sync {row['round']:04d} | tau {counts(row['steps'])} | pseudo-grad {norms} | "
+            f"weights {weights} | dropped {counts(row['dropped'])} | clip {row['clip']:.2f} | "
             f"{size(row['sync_bytes'])} | stall {row['stall_ms']:.0f} ms "
             f"(others {row['wait_others_ms']:.0f}, link {row['wait_link_ms']:.0f})"
         )
@@ -280,12 +293,13 @@ class Log:
     def eval(self, method, val_loss: float):
         row = self.now(method)
         row["val_loss"] = val_loss
-        row["bits_per_byte"] = val_loss / math.log(2) / self.setup.corpus.bytes_per_token
+        bits = val_loss / math.log(2) / self.setup.corpus.bytes_per_token  # of token files: NaN
+        row["bits_per_byte"] = bits
         row["sync_bytes"] = round(self.mesh.sent["sync"])
         if method.record.spread is not None:
             row["spread"] = method.record.spread
         self.write("eval", row)
-        print(f"eval {row['step']:05d} | val loss {val_loss:.4f} nats/token")
+        print(f"eval {row['step']:05d} | val loss {val_loss:.4f} nats/token | {bits:.3f} bits/byte")
 
     def end(self, method, val_loss: float):
         mesh = self.mesh
@@ -306,3 +320,10 @@ class Log:
             f"{row['tokens_per_s']:,.0f} tok/s | val loss {val_loss:.4f} | "
             f"peak {size(peak_bytes)} on rank 0"
         )
+
+
+def counts(found: list) -> str:
+    """The counts of all replicas; one number if they are equal."""
+    if len(set(found)) == 1:
+        return str(found[0])
+    return "/".join(map(str, found))
