@@ -7,7 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import edit
+from lab import planner
 from ranks import ROOT
 
 pytestmark = pytest.mark.slow
@@ -44,26 +47,63 @@ def rows(folder, name, event) -> list:
 
 def test_answers_are_true(copy):
     folder, printed = copy
-    assert "918,912 parameters" in printed[1]
     assert rows(folder, "ex2", "step")[0]["shard_bytes"] == 4_955_148
-    losses = [[row["loss"] for row in rows(folder, name, "step")][:3] for name in ("ex3", "ex3b")]
+    alone, shard, edit_shard = re.findall(r"memory  (.*)", printed[3])
+    assert "parameters 25.81 GB, gradient 25.81 GB, AdamW 51.63 GB, two" in alone
+    assert "parameters 3226.6 MB, gradient 3226.6 MB, AdamW 6453.2 MB, two" in shard
+    assert "anchor 3226.6 MB, momentum 3226.6 MB" in edit_shard
+    assert all("two whole layers 806.4 MB" in text for text in (alone, shard, edit_shard))
+    losses = [[row["loss"] for row in rows(folder, name, "step")][:3] for name in ("ex4", "ex4b")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert {row["sync_bytes"] for row in rows(folder, "ex3", "sync")} == {3_675_660}
-    sick = rows(folder, "ex6", "sync")[1]
+    assert {row["sync_bytes"] for row in rows(folder, "ex4", "sync")} == {3_675_660}
+    sick = rows(folder, "ex7", "sync")[1]
     assert sick["weight"][1] < 1e-6 and sick["dropped"] == [0] * 4
     assert sick["pseudo_grad_norm"][1] > 10 * sick["pseudo_grad_norm"][0]
-    assert all(row["steps"] == [8, 4] for row in rows(folder, "ex7", "sync"))
-    waits = [rows(folder, name, "sync")[1]["wait_link_ms"] for name in ("ex8", "ex8b")]
+    assert "tau 8/4" in printed[9]
+    assert all(row["steps"] == [8, 4] for row in rows(folder, "ex9", "sync"))
+    waits = [rows(folder, name, "sync")[1]["wait_link_ms"] for name in ("ex10", "ex10b")]
     assert 450 < waits[0] < 560 and waits[1] < 100
-    assert "2 replicas x 1 shards -> 1 x 1" in printed[9]
-    plain, outer, neutral = (rows(folder, f"ex11{x}", "end")[0]["val_loss"] for x in ("", "b", "c"))
+    plain, outer, neutral = (rows(folder, f"ex12{x}", "end")[0]["val_loss"] for x in ("", "b", "c"))
     assert neutral == pytest.approx(plain, rel=1e-3) and outer > 1.01 * plain
 
 
-def test_a_wrong_clip_turns_red(copy):
+def test_answers_on_paper_and_on_the_page_are_the_planners():
+    large = planner.Model(7e9, 32, 3.0)
+    for tau, share in {1: 0.97, 16: 0.70, 128: 0.23}.items():
+        assert round(1 - planner.utilization(planner.Schedule(tau), large, 1.0), 2) == share
+
+    model, plans = planner.MORE_MODELS["124m"], planner.schedules(16)
+    forward_s = model.step_s / 3 / model.layers
+    for c in 0.5, 1.0, 4.0:  # in forwards of a layer
+        gbit_per_s = planner.sent_bytes(plans["edit"], model) * 8 / model.layers / (c * forward_s) / 1e9
+        busy_s = 16 * model.step_s
+        waits = [
+            planner.round_seconds(plans[name], model, gbit_per_s) - busy_s for name in ("diloco", "edit")
+        ]
+        L = model.layers
+        expected = [L * c, max(c, L * c - (L - 1))]
+        assert waits == pytest.approx([wait * forward_s for wait in expected], rel=1e-6)
+
+    links = [10 ** (k / 10) for k in range(-30, 31)]
+    for method, rate in {"minibatch": 6.3, "edit": 4.0, "one_bit_edit": 0.25}.items():
+        busy = (g for g in links if planner.utilization(plans[method], model, g) >= 0.95)
+        assert next(busy) == pytest.approx(rate, rel=0.01)
+    for method, tau in {"edit": 74, "one_bit_edit": 4}.items():
+        used = [
+            planner.utilization(planner.schedules(t)[method], planner.MORE_MODELS["7b"], 10)
+            for t in (tau - 1, tau)
+        ]
+        assert used[0] < 0.8 <= used[1]
+    for norms, weight in ((1.0, 3.0), 0.04), ((10.0, 30.0), 0.0):
+        column = torch.tensor([norms[0]] * 3 + [norms[1]])[:, None]
+        found = edit.replica_weights(column, torch.zeros_like(column, dtype=torch.bool))
+        assert round(found[3].item(), 2) == weight
+
+
+def test_wrong_weights_turn_red(copy):
     folder, _ = copy
     text = (folder / "edit.py").read_text()
-    wrong = text.replace("return (phi / (norm + 1e-6)).clamp(max=1.0)", "return torch.ones_like(norm)")
+    wrong = text.replace("return weights.masked_fill(flagged, 0.0)", "return torch.zeros_like(norms)")
     assert wrong != text
     (folder / "edit.py").write_text(wrong)
     run(folder, "python -m pytest -x tests/test_edit.py", code=1)
@@ -72,7 +112,7 @@ def test_a_wrong_clip_turns_red(copy):
 
 def test_averaging_in_every_second_round_is_averaging_in_rounds_twice_as_long(copy):
     folder, _ = copy
-    (method,) = re.findall(r"```python\n(.*?)```", TASKS[10], re.S)
+    (method,) = re.findall(r"```python\n(.*?)```", TASKS[11], re.S)
     (folder / "second.py").write_text(method)
     text = (folder / "train.py").read_text()
     text = text.replace("METHODS = {", 'from second import EverySecond\nMETHODS = {"second": EverySecond, ')
