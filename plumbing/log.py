@@ -212,8 +212,9 @@ class Log:
         if saved["mesh"] != now["mesh"]:
             line += " -> {replicas} x {shards}".format(**now["mesh"])
         for name in self.setup.given:
-            if saved.get(name) != now[name] and name not in NOT_RESUMED:
-                line += f"; --{name} {saved.get(name)} -> {now[name]}"
+            was = saved.get(name)
+            if was != now.get(name) and name not in NOT_RESUMED:
+                line += f"; --{name} {was} -> {now.get(name)}"
         print(line)
 
     def start_profiler(self):
