@@ -21,7 +21,7 @@ replica with a large norm and a small weight would otherwise send its errors lat
 weight.
 
 In the forward, the first hop of all layers is waited for before layer 0. The second hops travel
-while earlier layers compute.
+while earlier layers compute. Two replicas need one hop only: each sends C(z_i) to the other.
 
 The warm-up averages gradients, in fp32 as in mini-batch or, with --warmup_format int8, in 8 bits.
 Then the same errors are fed back, and dropped at the warm-up's end.
