@@ -146,16 +146,14 @@ def torch_bytes():
     return 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])
 
 
-PEAKS = [(2, 1, [dict(method="robust")])]
 LOCAL = [dict(method=name) for name in train.METHODS if name != "a_edit"]
 LOCAL += [dict(method="a_edit", virtual_clock=True, tau_time_s=4)]
 LOCAL += [dict(method="one_bit_edit", optimizer="muon")]
 SHARDED = [dict(method=name) for name in ("minibatch", "edit")]
-PEAKS += [pytest.param(2, 1, LOCAL, marks=pytest.mark.slow)]
-PEAKS += [pytest.param(4, 2, SHARDED, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("ranks, shards, cases", PEAKS)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, shards, cases", [(2, 1, LOCAL), (4, 2, SHARDED)])
 def test_memory_of_a_fresh_process_is_within_a_twentieth_of_the_plan(
     corpus_folder, tmp_path, torch_bytes, ranks, shards, cases
 ):
