@@ -168,6 +168,7 @@ def finish(setup, batches, model, method, log):
     if not math.isfinite(val_loss):
         raise UserError(f"diverged: the validation loss at the end is {val_loss}; {HINT}")
     path = Path(setup.config.out_dir, "model.pt")
+    launch.return_freed_memory()
     if model.mesh.replica == 0:
         save_model(path, model, setup.corpus.tokenizer, setup.describe(model.mesh))
     log.end(method, val_loss)

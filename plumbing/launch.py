@@ -236,6 +236,13 @@ def keep_freed_memory():
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
+def return_freed_memory():
+    """The training is over: what glibc has kept goes back, and model.pt takes its place."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 # ---- ending ----
 
 

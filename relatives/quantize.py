@@ -250,7 +250,8 @@ class MeanInFlight:
         replicas = [self._decode(codes, sizes) for codes in self.received.chunk(self.M)]
         for l, copies in enumerate(zip(*replicas)):
             if weights is not None:  # weight 0 leaves a vector out, also if it is not finite
-                copies = [(w * x).where(w > 0, 0) for w, x in zip(weights[:, l], copies)]
+                for w, x in zip(weights[:, l], copies):
+                    x.mul_(w).masked_fill_(w == 0, 0)
             total = functools.reduce(torch.Tensor.add_, copies)
             means.append(total.div_(self.M))
         return means

@@ -56,8 +56,8 @@ class Config(LocalConfig):  # paper: tau 15 to 100, density 1/64
 
     @property
     def buffer_vectors(self):
-        """Positions and codes are int64 on their way to bytes and back: 70 bytes an element."""
-        return 70 / 4 * self.density
+        """Positions and codes are int64 on their way to bytes and back: 84 bytes an element."""
+        return 84 / 4 * self.density
 
     def sent_vectors(self, replicas):
         each = 5.5 * self.density  # bytes

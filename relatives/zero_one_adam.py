@@ -57,7 +57,7 @@ class Config(QuantizedConfig):  # paper: tau grows from 1 to 16
     error_feedback: bool = option(True, "add what was not sent to the next round")
     refresh: bool = option(True, "take a new shape of V after rounds 1, 2, 4, 8, ...")
     step_bound: float = option(1.0, "largest step of an element, in learning rates; 0: none")
-    buffer_vectors = 1.5  # a mean, and the codes of a refresh: own, received, sent again
+    buffer_vectors = 2.5  # a mean, the root of V, and codes: own, received, sent again
 
     def gathered_vectors(self, replicas):
         widest = max(map(bytes_per_element, ["log8", self.quantize])) / 4
