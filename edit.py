@@ -232,7 +232,6 @@ class EDiT(Method):
         self.record.done(self)
 
     def drain(self):
-        super().drain()
         if self.model.pre_layer_hook:
             for l in range(len(self.model.layers)):
                 self.complete(l)

@@ -83,9 +83,6 @@ class Handle:
             self.mesh.waited("link", ended - link_s, ended)
         self.works = ()
 
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
-
 
 class Group:
     """A row or a column of the grid."""
@@ -243,16 +240,6 @@ class Mesh:
         rows = self.gather_rows(row, self.shard).view(-1)
         rows = self.gather_rows(rows, self.sync).view(self.world_size, -1)
         return rows.sum(dim=0)
-
-    def gather_in_background(self, row: torch.Tensor) -> tuple:
-        """(rows, handle): rows (world_size, n) has the rows (n,) of all ranks, on the host, when
-        handle.is_completed(). For the record of a run, so it is not counted."""
-        rows = row.repeat(self.world_size, 1)
-        works = []
-        if self.world_size > 1:
-            with translate_comm_errors():
-                works = [all_gather_single(rows.view(-1), row, async_op=True)]
-        return rows, Handle(works)
 
     def all_gather_object(self, thing) -> list:
         """What every rank passes, in rank order; on the host, for rare things."""

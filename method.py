@@ -162,7 +162,6 @@ class Method:
 
     def drain(self):
         """Wait for all traffic in flight. This does not change the run."""
-        self.record.wait()
 
     def finish(self):
         """The training is over: complete what is in flight, and make model.master the model to
@@ -178,18 +177,15 @@ class Method:
     def exchange(self, **values):
         """All-gather one row per replica. self.exchanged.losses is then each replica's mean loss in
         the round, .steps its number of steps, and .NAME its value NAME: (M,), or (M, n) for a value
-        of n elements. A value must be equal in the shard group. Without a barrier the rows arrive
-        later and are for the record only."""
+        of n elements. A value must be equal in the shard group. Without a barrier nobody waits for
+        the other rows: there is only the own one, (1,) or (1, n), for the record."""
         loss = self.record.loss_sum / self.local_steps
         own = {"losses": loss, "steps": torch.full_like(loss, self.local_steps), **values}
         row = torch.cat([value.to(self.model.master.dtype).view(-1) for value in own.values()])
+        rows = row[None]
         if self.barrier:
             # [sync] all-gather, 2 scalars and the values per replica, once per round
             rows = self.mesh.gather_rows(row, self.mesh.sync)
-        else:  # On a GPU the host waits for its own row, that is for the end of the round.
-            # [sync] all-gather of rows as above, once per round, on the host, not counted
-            rows, self.record.gather = self.mesh.gather_in_background(row.cpu())
-            rows = rows[:: self.mesh.shards]  # one rank of each replica
         columns = rows.split([value.numel() for value in own.values()], dim=1)
         self.exchanged = SimpleNamespace()
         for name, column in zip(own, columns):

@@ -156,14 +156,15 @@ class ShardedModel:
             self.gathered = [self.master.new_empty(size, dtype=self.dtype) for _ in range(2)]
         if not one_shard:
             self.grad_buffer = self.master.new_empty(size)
-        for l, (layer, master) in enumerate(zip(self.layers, self.masters)):
-            buffer = master if self.aliased else self.gathered[l % 2]
+        self.parameters = []  # of each layer, in the order of its layout
+        for l, layer in enumerate(self.layers):
+            buffer = self.masters[l] if self.aliased else self.gathered[l % 2]
+            own = []
             # .data has a version counter of its own: autograd does not see the buffer change.
             for name, place in self.layouts[l].cut(buffer.data).items():
-                layer.get_parameter(name).data = place
-        self.parameters = []
-        for layer, layout in zip(self.layers, self.layouts):
-            self.parameters.append([layer.get_parameter(name) for name in layout.shapes])
+                own.append(layer.get_parameter(name))
+                own[-1].data = place
+            self.parameters.append(own)
         self.invalidate_gathered()
 
     def views(self, vector: torch.Tensor) -> list:
@@ -385,8 +386,3 @@ class AdamW:
             x, g, m, v, [], steps, fused=True, amsgrad=False, maximize=False,
             lr=self.lr, beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=weight_decay,
         )  # fmt: skip
-
-    def decay(self):
-        """Weight decay alone, for methods with a step of their own: x <- (1 - lr wd) x."""
-        for x, *_ in self.matrices:
-            x.mul_(1 - self.lr * self.weight_decay)

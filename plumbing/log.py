@@ -18,8 +18,9 @@ Rank 0 writes the rows: one JSON object each, whose first key is `event`.
 step.loss is the mean over all ranks if gradients were averaged, else over replica 0: a local step
 has no communication between replicas. A sync row has lists with one entry per replica: `loss` (mean
 over the round), `steps` (of the round), `pseudo_grad_norm`, `weight`, `dropped` (layers it was left
-out of). Of stall_ms, wait_others_ms is the host's waiting for other replicas and wait_link_ms for a
-simulated link (plumbing/simulate.py); the rest is arithmetic.
+out of). In methods without a barrier (method.py) they have one entry, of replica 0. Of stall_ms,
+wait_others_ms is the host's waiting for other replicas and wait_link_ms for a simulated link
+(plumbing/simulate.py); the rest is arithmetic.
 
 timeline-RANK.json, with --timeline: {"replica": ..., "spans": [[name, begin, end], ...]}, seconds
 since 1970. Names: step, wait for others, wait for link, link (a transfer on the simulated link).
@@ -48,7 +49,6 @@ from pathlib import Path
 import torch
 
 from config import NOT_RESUMED
-from mesh import Handle
 from plumbing.plan import size
 
 
@@ -85,7 +85,7 @@ class RoundRecord:
     def __init__(self, mesh):
         self.mesh = mesh
         self.spread = None  # distance between replicas at the last evaluation, if they differ
-        self.rows = deque()  # that nobody has taken yet, each with its exchange
+        self.rows = deque()  # that nobody has taken yet
         self.lost_rounds = 0  # in a row, in which EDiT left out all replicas in all layers
         self.start_round()
 
@@ -94,7 +94,6 @@ class RoundRecord:
         self.loss_sum = 0.0
         self.fields = {}
         self.stalls = []
-        self.gather = Handle()  # of the round's exchange, if it is still in flight
         self.waited_before = dict(self.mesh.waited_s)
         self.sent_before = self.mesh.sent["sync"]
 
@@ -119,8 +118,8 @@ class RoundRecord:
             "steps": exchanged.steps,
             "loss": exchanged.losses,
             "pseudo_grad_norm": getattr(exchanged, "norms", None),
-            "weight": [1 / mesh.replicas] * mesh.replicas,
-            "dropped": [0] * mesh.replicas,
+            "weight": [1 / mesh.replicas] * len(exchanged.steps),
+            "dropped": [0] * len(exchanged.steps),
             "clip": 1.0,
         }
         row |= self.fields
@@ -128,29 +127,22 @@ class RoundRecord:
         for cause, seconds in mesh.waited_s.items():
             row[f"wait_{cause}_ms"] = 1e3 * (seconds - self.waited_before[cause])
         row["sync_bytes"] = mesh.sent["sync"] - self.sent_before
-        self.rows.append((row, self.gather))
+        self.rows.append(row)
         self.start_round()
 
     def take(self) -> dict | None:
-        """The next row whose exchange has arrived, or None. Reads the device. Counts the rounds
-        that were lost."""
-        if not self.rows or not self.rows[0][1].is_completed():
+        """The next row, or None. Reads the device. Counts the rounds that were lost."""
+        if not self.rows:
             return None
-        row, gather = self.rows.popleft()
-        gather.wait()  # raises an error if another rank was lost
+        row = self.rows.popleft()
         for name, value in row.items():
             if isinstance(value, torch.Tensor):
                 row[name] = value.tolist()
         row["steps"] = [int(steps) for steps in row["steps"]]
-        row["tau"] = row["steps"][self.mesh.replica]
+        row["tau"] = row["steps"][0]
         row["stall_ms"] = sum(passed_ms(begin, end) for begin, end in row["stall_ms"])
         self.lost_rounds = 0 if any(row["weight"]) else self.lost_rounds + 1
         return row
-
-    def wait(self):
-        """Wait for the exchanges in flight."""
-        for _, gather in self.rows:
-            gather.wait()
 
 
 def time_mark(device: torch.device):

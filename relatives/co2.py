@@ -98,7 +98,6 @@ class CO2(Method):
         self.C = torch.maximum(self.C, self.r)
 
     def drain(self):
-        super().drain()
         with self.record.stall():
             self.handle.wait()
 

@@ -91,7 +91,8 @@ class ZeroOneAdam(Method):
         g = self.model.grad
         m.lerp_(g, 1 - beta1)
         self.variance.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        optimizer.decay()
+        for x, *_ in optimizer.matrices:
+            x.mul_(1 - optimizer.lr * optimizer.weight_decay)
         bound = self.config.step_bound or torch.inf
         # In the storage of the gradient, which is free from here to the next step.
         size = torch.sqrt(V, out=g).add_(self.eps)

@@ -229,8 +229,5 @@ class ImaginedMesh(Mesh):
         received.copy_(x)
         return Handle()
 
-    def gather_in_background(self, row):
-        return row.repeat(4, 1), Handle()
-
     def all_gather_object(self, thing):
         return [thing] * 4

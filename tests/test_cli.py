@@ -463,7 +463,7 @@ def test_three_lost_rounds_end_the_training_if_they_are_in_a_row():
     record = RoundRecord(mesh)
     row = dict.fromkeys("round clip sync_bytes tau wait_others_ms wait_link_ms".split(), 0)
     row |= dict(steps=[1], dropped=[0], stall_ms=[], pseudo_grad_norm=[math.nan])
-    record.rows += [(row | {"weight": [w]}, Handle()) for w in (0, 0, 1, 0, 0, 0)]
+    record.rows += [row | {"weight": [w]} for w in (0, 0, 1, 0, 0, 0)]
     with pytest.raises(UserError, match="left out of the last 3 syncs"):
         train.write_syncs(SimpleNamespace(record=record), log)
     assert log.file.getvalue().count("[null]") == 6  # JSON has no NaN

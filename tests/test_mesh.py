@@ -1,5 +1,5 @@
-"""The grid and its collectives; which backend each group uses. all_to_all, send_receive and
-gather_in_background are in test_methods.py and test_relatives.py."""
+"""The grid and its collectives; which backend each group uses. all_to_all and
+send_receive are in test_methods.py and test_relatives.py."""
 
 import contextlib
 import functools

@@ -106,14 +106,11 @@ def test_mean_is_waited_for_one_round_late_and_before_a_checkpoint(name):
         assert len(waited) == count
 
 
-def test_row_of_a_sync_is_not_waited_for_but_before_a_checkpoint():
-    method, waited = method_alone(method="co2"), []
-    gather = SimpleNamespace(wait=lambda: waited.append(None), is_completed=lambda: bool(waited))
-    method.mesh.gather_in_background = lambda row: (row[None], Handle([gather]))
+def test_method_without_a_barrier_records_its_own_row_only():
+    method, events = on_meta(4, method="co2")
     method.end_round()
-    assert method.record.take() is None and not waited
-    method.drain()
-    assert waited and method.record.take()["round"] == 1
+    assert [len(value) for value in vars(method.exchanged).values()] == [1, 1, 1]
+    assert "sync all-gather 0" not in events
 
 
 def test_second_hop_of_a_fragment_starts_halfway():
@@ -249,7 +246,7 @@ def test_nothing_moves_where_the_variance_is_zero():
     method = method_alone(method="zero_one_adam", n_embd=16, sync_warmup_steps=1, steps=1)
     model, anchor = method.model, method.anchor.clone()
     model.exp_avg_sq[::3], model.exp_avg_sq[1::3], model.exp_avg_sq[2::3] = 0.0, 1.0, 4.0
-    optimizer = SimpleNamespace(betas=(0.9, 0.95), lr=0.5, decay=lambda: None)
+    optimizer = SimpleNamespace(betas=(0.9, 0.95), lr=0.5, matrices=[])
     model.grad.fill_(1e3)
     method.inner_step(optimizer)
     moved = anchor - model.master
