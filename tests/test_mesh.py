@@ -83,7 +83,14 @@ def collectives(shards, backend):
     )
 
 
-MESHES = [(shards, backend) for shards in (1, 2, 4) for backend in ("gloo", "shm")]
+MESHES = [
+    (1, "gloo"),
+    (1, "shm"),
+    (2, "gloo"),
+    (2, "shm"),
+    (4, "gloo"),
+    (4, "shm"),
+]
 
 
 def all_meshes():
@@ -141,13 +148,18 @@ def test_all_ranks_get_the_same_sum_and_all_objects(shards, backend, found):
             assert result.total == in_rank_order.tolist()
 
 
+# sum_over_ranks() of 40 numbers: an all-reduce in one group of 4, or two all-gathers
+BYTES_OF_A_SUM = {
+    1: {"shard": 0, "sync": 2 * 3 / 4 * 160},
+    2: {"shard": 160, "sync": 2 * 160},
+    4: {"shard": 2 * 3 / 4 * 160, "sync": 0},
+}
+
+
 @pytest.mark.parametrize("shards, backend", MESHES)
 def test_mesh_counts_the_bytes_calls_and_waits_it_promises(shards, backend, found):
     sizes = {"shard": shards, "sync": 4 // shards}
-    # Bytes of sum_over_ranks(), 40 numbers: an all-reduce in one group of 4, or two all-gathers.
-    in_sum = {name: 2 * 3 / 4 * 160 if size == 4 else 0 for name, size in sizes.items()}
-    if shards == 2:
-        in_sum = {"shard": 160, "sync": 2 * 160}
+    in_sum = BYTES_OF_A_SUM[shards]
 
     for result in found[shards, backend]:
         assert {call.split()[0] for call in result.calls} <= {"shard", "sync"}
@@ -191,17 +203,15 @@ def test_waits_for_a_simulated_link_and_for_others_are_told_apart(monkeypatch):
     assert mesh.waited_s["others"] == 1.0
 
 
-@pytest.mark.parametrize(
-    "raised, error",
-    [
-        (torch.OutOfMemoryError, torch.OutOfMemoryError),
-        (torch.AcceleratorError, torch.AcceleratorError),
-        (RuntimeError, RankLostError),
-    ],
-)
-def test_faults_of_this_ranks_gpu_are_told_apart_from_lost_ranks(raised, error):
+def test_error_of_torch_becomes_a_lost_rank():
+    with pytest.raises(RankLostError), translate_comm_errors():
+        raise RuntimeError("x")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_fault_of_this_ranks_gpu_is_no_lost_rank(error):
     with pytest.raises(error), translate_comm_errors():
-        raise raised("x")
+        raise error("x")
 
 
 def test_link_carries_what_crosses_replicas_with_its_bytes_and_hops(monkeypatch):
@@ -242,15 +252,8 @@ def replace_functions(monkeypatch, module, **results):
 def groups_made(monkeypatch, backend):
     """Arguments of dist.new_group() on rank 0 of 2 x 2."""
     made = []
-    replace_functions(
-        monkeypatch,
-        dist,
-        is_initialized=True,
-        get_world_size=4,
-        get_rank=0,
-        get_backend=backend,
-        all_reduce=None,
-    )
+    replace_functions(monkeypatch, dist, is_initialized=True, get_world_size=4, get_rank=0)
+    replace_functions(monkeypatch, dist, get_backend=backend, all_reduce=None)
     monkeypatch.setattr(dist, "new_group", lambda *args: made.append(args))
     Mesh(2, CPU, 7, lambda ranks, crosses_replicas: backend)
     ranks = [args[0] for args in made]
@@ -279,9 +282,20 @@ def test_gloo_groups_need_nothing_of_nccl(monkeypatch):
         assert options is None
 
 
+def launch_flags(device, backend):
+    config = SimpleNamespace(device=device, backend=backend, dtype="fp32")
+    config.dry_run = False
+    config.shards = 1
+    config.timeout_s = 1.0
+    config.limits_link = False
+    config.timeline = False
+    return config
+
+
 @pytest.mark.parametrize(
     "backend, limits_link, barrier, machines, expected",
     [
+        # rank 0 .. 3 on machine a or b
         ("auto", False, True, "aabb", ["shm", "shm", "gloo"]),
         ("auto", True, True, "aaaa", ["shm", "gloo", "gloo"]),
         ("auto", False, False, "aaaa", ["shm", "gloo", "gloo"]),
@@ -295,25 +309,15 @@ def test_groups_use_shm_within_a_machine(
 ):
     monkeypatch.setattr(simulate, "SimulatedLink", lambda *args: SimpleNamespace())
     everyone = SimpleNamespace(all_gather_object=lambda own: list(machines))
-    config = SimpleNamespace(
-        device="cpu",
-        backend=backend,
-        dtype="fp32",
-        dry_run=False,
-        shards=1,
-        timeout_s=1.0,
-        limits_link=limits_link,
-        timeline=False,
-    )
+    config = launch_flags("cpu", backend)
+    config.limits_link = limits_link
     launch.resolve_device(config)
     mesh = launch.make_mesh(config, everyone, barrier)
     assert mesh.device == CPU
-    found = [
-        mesh.backend([0, 1], False),  # ranks; crosses replicas?
-        mesh.backend([0, 1], True),
-        mesh.backend([1, 2], True),
-    ]
-    assert found == expected
+    in_replica, between_replicas, between_machines = expected
+    assert mesh.backend([0, 1], crosses_replicas=False) == in_replica
+    assert mesh.backend([0, 1], crosses_replicas=True) == between_replicas
+    assert mesh.backend([1, 2], crosses_replicas=True) == between_machines
 
 
 @pytest.mark.parametrize("given", [None, "0"])
@@ -324,9 +328,7 @@ def test_nccl_launches_in_the_order_of_issue_by_default(monkeypatch, given):
     if given is not None:
         environment[ORDER] = given
     monkeypatch.setattr(os, "environ", environment)
-    config = SimpleNamespace(
-        device="cuda", backend="gloo", shards=1, timeout_s=1.0, limits_link=False, timeline=False
-    )
+    config = launch_flags("cuda", "gloo")
     everyone = Mesh(1, CPU)
     launch.make_mesh(config, everyone)
     assert os.environ.get(ORDER) == given
@@ -353,7 +355,7 @@ def test_ranks_that_share_a_gpu_are_refused_for_nccl(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     replace_functions(monkeypatch, torch.cuda, device_count=gpus, is_available=True)
-    config = SimpleNamespace(device="auto", backend=backend, dtype="fp32", dry_run=False)
+    config = launch_flags("auto", backend)
     outcome = contextlib.nullcontext()
     if refused:
         message = "some ranks share a GPU; lower --nproc_per_node"

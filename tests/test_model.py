@@ -33,7 +33,8 @@ def llama():
 
 
 def norm(x, gain):
-    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + EPS) * gain
+    mean_square = (x**2).mean(-1, keepdim=True)
+    return x / torch.sqrt(mean_square + EPS) * gain
 
 
 def rotated(x):
