@@ -1,13 +1,17 @@
 import os
 import random
 import sys
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
 
 # before torch is imported, here and in every process started from here
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    sys.path[:1] + os.environ.get("PYTHONPATH", "").split(os.pathsep)[:1]
-)
+sys.path.insert(0, ROOT)
+python_path = [ROOT]
+if "PYTHONPATH" in os.environ:
+    python_path.append(os.environ["PYTHONPATH"])
+os.environ["PYTHONPATH"] = os.pathsep.join(python_path)
 
 import pytest
 import torch
@@ -23,13 +27,20 @@ def empty_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def corpus_folder(tmp_path_factory):
-    """A small corpus on disk: sentences of words that a seed draws, byte tokens."""
+    """A small corpus on disk: words that a seed draws, byte tokens."""
     import data
 
-    folder, draw = tmp_path_factory.mktemp("corpus"), random.Random(1)
-    words = ["".join(draw.choices("aeinorst", k=draw.randint(2, 7))) for _ in range(300)]
-    (folder / "text.txt").write_text(" ".join(draw.choices(words, k=16000)))
-    data.write_corpus(data.text_documents([folder / "text.txt"]), "byte", folder / "tokens")
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(1)
+    words = []
+    for _ in range(300):
+        letters = draw.choices("aeinorst", k=draw.randint(2, 7))
+        words.append("".join(letters))
+
+    text = folder / "text.txt"
+    text.write_text(" ".join(draw.choices(words, k=16000)))
+    documents = data.text_documents([text])
+    data.write_corpus(documents, "byte", folder / "tokens")
     return folder / "tokens"
 
 

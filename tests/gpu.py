@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mesh import Group, Handle, Mesh
 
-CUDA, CPU, aten = torch.device("cuda", 0), torch.device("cpu"), torch.ops.aten
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
 LAZY = torch.device("lazy", 0)  # autograd runs it on the thread that calls backward
+aten = torch.ops.aten
 # Operators that return a host value, or whose result's shape depends on the values.
 HOST_READS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.is_nonzero}
 INDEXING = {aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_}
@@ -26,9 +28,17 @@ class GpuTensor(torch.Tensor):
     """Memory of the host; the device cuda:0 for Python and `lazy` for the dispatcher."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    device = property(lambda self: CUDA)
-    is_cuda = property(lambda self: True)
-    tolist = lambda self: self.cpu().tolist()
+
+    @property
+    def device(self):
+        return CUDA
+
+    @property
+    def is_cuda(self):
+        return True
+
+    def tolist(self):
+        return self.cpu().tolist()
 
     @staticmethod
     def __new__(cls, host):
@@ -54,10 +64,27 @@ def each(function, values):
     return function(values)
 
 
+def tensors_in(values) -> list:
+    """All tensors in nested lists, tuples and dicts."""
+    found = []
+
+    def look(value):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+
+    each(look, values)
+    return found
+
+
 def memory(x: GpuTensor) -> torch.Tensor:
     """The same memory as a tensor of the host."""
     host = torch.empty(0, dtype=x.dtype)
     return host.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
+
+
+def address(x: torch.Tensor) -> int:
+    """Of the storage: views of one memory have the same."""
+    return x.untyped_storage().data_ptr()
 
 
 class Gpu(TorchDispatchMode):
@@ -65,62 +92,94 @@ class Gpu(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.waits, self.pinned, self.copies, self.now, self.step = [], {}, [], 0, 0
+        self.waits = []
+        self.pinned = {}  # address -> tensor, which keeps the memory
+        self.copies = []  # to the host, in flight: (time of issue, into, value)
+        self.now = 0  # copies to the host so far
+        self.step = 0  # of the training: the test sets it
 
     # ---- operators ----
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, packet, tensors = dict(kwargs or {}), func.overloadpacket, []
+        kwargs = dict(kwargs or {})
+        packet = func.overloadpacket
         if packet is torch.ops.prim.device:
             return LAZY
-        each(lambda x: tensors.append(x) if isinstance(x, torch.Tensor) else None, [args, kwargs])
+        tensors = tensors_in([args, kwargs])
         here = [x for x in tensors if isinstance(x, GpuTensor)]
-        device = kwargs.get("device") or (CUDA if here else CPU)  # of the result
+        device = kwargs.get("device")  # of the result
+        on_gpu = is_cuda(device)
+        if device is None:
+            on_gpu = len(here) > 0
+
         if packet is aten.copy_ and len(here) == 1:
             return self.copy(func, args, kwargs, to_gpu=here[0] is args[0])
-        if packet is aten._to_copy and bool(here) != is_cuda(device):
-            return self.copy(func, args, kwargs, to_gpu=not here)
-        if packet in HOST_READS and here:
-            self.waits.append(packet.__name__)
-        if here and any(x.dim() for x in tensors if not isinstance(x, GpuTensor)):
-            assert packet in INDEXING, f"{func}: a tensor of the host among those of the device"
-            self.waits.append("index on the host")
+        if packet is aten._to_copy and on_gpu != (len(here) > 0):
+            return self.copy(func, args, kwargs, to_gpu=on_gpu)
+        self.note_waits(func, tensors, here)
+
         pin = kwargs.pop("pin_memory", False)
-        out = self.run(func, args, kwargs, is_cuda(device))
+        out = self.run(func, args, kwargs, on_gpu)
         return self.pin(out) if pin else out
+
+    def note_waits(self, func, tensors, here):
+        """Does the operator read tensors of the device (`here`) on the host, or mix them with
+        others? A scalar of the host may stand among them."""
+        if not here:
+            return
+        if func.overloadpacket in HOST_READS:
+            self.waits.append(func.overloadpacket.__name__)
+        foreign = [x for x in tensors if not isinstance(x, GpuTensor)]
+        if any(x.dim() > 0 for x in foreign):
+            indexing = func.overloadpacket in INDEXING
+            assert indexing, f"{func}: a tensor of the host among those of the device"
+            self.waits.append("index on the host")
 
     def run(self, func, args, kwargs, on_gpu):
         """Compute on the memory. Results that are arguments (in place, out=) stay the same."""
         same = []  # pairs of a tensor and its memory
 
         def to_host(x):
-            if isinstance(x, torch.Tensor):
-                same.append((x, memory(x) if isinstance(x, GpuTensor) else x))
-                return same[-1][1]
-            return CPU if is_cuda(x) else x
+            if is_cuda(x):
+                return CPU
+            if not isinstance(x, torch.Tensor):
+                return x
+            host = memory(x) if isinstance(x, GpuTensor) else x
+            same.append((x, host))
+            return host
 
         def wrap(x):
             if not isinstance(x, torch.Tensor):
                 return x
-            arguments = [argument for argument, host in same if host is x]
-            return arguments[0] if arguments else GpuTensor(x) if on_gpu else x
+            for argument, host in same:
+                if host is x:
+                    return argument
+            return GpuTensor(x) if on_gpu else x
 
-        return each(wrap, func(*each(to_host, args), **each(to_host, kwargs)))
+        out = func(*each(to_host, args), **each(to_host, kwargs))
+        return each(wrap, out)
 
     # ---- copies between host and device ----
 
     def pin(self, x):
-        self.pinned[x.untyped_storage().data_ptr()] = x  # keeps the memory
+        self.pinned[address(x)] = x
         return x
 
     def copy(self, func, args, kwargs, to_gpu):
-        into = args[0] if func.overloadpacket is aten.copy_ else None
-        source = args[0] if into is None else args[1]
-        later = kwargs.get("non_blocking") or into is not None and args[2:3] == (True,)
-        if later and into is None and not to_gpu:  # torch takes pinned memory for it
-            into = self.pin(torch.empty(source.shape, dtype=kwargs.get("dtype", source.dtype)))
+        """copy_(into, source, non_blocking) or _to_copy(source, ...)."""
+        later = kwargs.get("non_blocking", False)
+        if func.overloadpacket is aten.copy_:
+            into, source = args[:2]
+            later = later or args[2:3] == (True,)
+        else:
+            into = None
+            source = args[0]
+            if later and not to_gpu:  # torch takes pinned memory for it
+                dtype = kwargs.get("dtype", source.dtype)
+                into = self.pin(torch.empty(source.shape, dtype=dtype))
         host = source if to_gpu else into
-        later = later and host.untyped_storage().data_ptr() in self.pinned
+        later = later and address(host) in self.pinned
+
         if not later and source.dim() > 0:
             self.waits.append("copy to the device" if to_gpu else "copy to the host")
         if later and not to_gpu:
@@ -132,13 +191,14 @@ class Gpu(TorchDispatchMode):
 
     def finish_copies(self, until=math.inf, of=None):
         """Carry out the copies to the host that were issued before `until`, or into `of`."""
-        place = of.untyped_storage().data_ptr() if of is not None else None
-        left, self.copies = self.copies, []
-        for time, to, value in left:
-            if time < until and place in (None, to.untyped_storage().data_ptr()):
-                to.copy_(value)
+        left = []
+        for time, into, value in self.copies:
+            asked_for = of is None or address(of) == address(into)
+            if time < until and asked_for:
+                into.copy_(value)
             else:
-                self.copies.append((time, to, value))
+                left.append((time, into, value))
+        self.copies = left
 
     def wait(self, what, until=math.inf):
         self.waits.append(what)
@@ -154,7 +214,8 @@ class Gpu(TorchDispatchMode):
                 pass
 
             def record(self):
-                self.now, self.step = gpu.now, gpu.step
+                self.now = gpu.now
+                self.step = gpu.step
 
             def synchronize(self):
                 gpu.wait(f"event of {gpu.step - self.step} steps before", self.now)
@@ -165,17 +226,24 @@ class Gpu(TorchDispatchMode):
         stream = SimpleNamespace(synchronize=lambda: gpu.wait("stream"))
         properties = SimpleNamespace(total_memory=10**10, uuid="0")
         cuda = {
-            "Event": Event, "synchronize": lambda: gpu.wait("device"), "_lazy_init": lambda: None,
-            "current_stream": lambda: stream, "is_available": lambda: True,
-            "device_count": lambda: 1, "get_device_name": lambda: "none",
+            "Event": Event,
+            "synchronize": lambda: gpu.wait("device"),
+            "_lazy_init": lambda: None,
+            "current_stream": lambda: stream,
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "get_device_name": lambda: "none",
             "get_device_properties": lambda device: properties,
             "max_memory_allocated": lambda: 0,
-        }  # fmt: skip
+        }
+
+        def pin_memory(x):
+            return gpu.pin(x.clone())
+
         self.patches = contextlib.ExitStack()
         for name, stand_in in cuda.items():
             self.patches.enter_context(mock.patch.object(torch.cuda, name, stand_in))
-        pin = lambda x: gpu.pin(x.clone())
-        self.patches.enter_context(mock.patch.object(torch.Tensor, "pin_memory", pin))
+        self.patches.enter_context(mock.patch.object(torch.Tensor, "pin_memory", pin_memory))
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda")
         return super().__enter__()
 
@@ -192,31 +260,46 @@ class LateWork:
     """A collective that reads and writes in wait()."""
 
     def __init__(self, operation, group, tensors):
-        self.operation, self.group, self.tensors = operation, group, tensors
+        self.operation = operation
+        self.group = group
+        self.tensors = tensors
 
     def wait(self):
-        n, tensors = self.group.size, self.tensors
+        n = self.group.size
         if self.operation == "all-reduce":
-            tensors[0].mul_(n)
+            self.tensors[0].mul_(n)
         elif self.operation == "reduce-scatter":
-            tensors[0].copy_(tensors[1].chunk(n)[0]).mul_(n)
-        else:  # all-gather; all-to-all: the piece of each rank that is for rank 0
-            for piece in tensors[0].chunk(n):
-                own = tensors[1].view(-1) if self.operation == "all-gather" else tensors[1].chunk(n)[0]
-                if piece.data_ptr() != own.data_ptr():
-                    piece.copy_(own.view_as(piece))
+            part, whole = self.tensors
+            part.copy_(whole.chunk(n)[0]).mul_(n)
+        elif self.operation == "all-gather":
+            whole, own = self.tensors
+            self.fill(whole, own.view(-1))
+        else:  # all-to-all: each rank's piece for rank 0
+            received, pieces = self.tensors
+            self.fill(received, pieces.chunk(n)[0])
+
+    def fill(self, received, own):
+        """Every rank has sent what rank 0 has."""
+        for piece in received.chunk(self.group.size):
+            if piece.data_ptr() != own.data_ptr():
+                piece.copy_(own.view_as(piece))
 
 
 class ImaginedMesh(Mesh):
     def __init__(self, device):
         super().__init__(1, device, alone=True)
-        self.world_size, self.shards, self.replicas = 4, 2, 2
+        self.world_size = 4
+        self.shards = 2
+        self.replicas = 2
         self.timeouts = {"shard": self.timeout, "sync": self.timeout}
-        self.shard, self.sync = self.make("shard", 0, 1), self.make("sync", 0, 2)
+        self.shard = self.make("shard", [0, 1])
+        self.sync = self.make("sync", [0, 2])
 
-    def make(self, name, *ranks):
-        set_timeout = lambda timeout: self.timeouts.update({name: timeout})
-        return Group(name, list(ranks), 0, SimpleNamespace(set_timeout=set_timeout))
+    def make(self, name, ranks):
+        def set_timeout(timeout):
+            self.timeouts[name] = timeout
+
+        return Group(name, ranks, 0, SimpleNamespace(set_timeout=set_timeout))
 
     def _issue(self, group, operation, function, *tensors, passes=1):
         work = LateWork(operation, group, tensors)

@@ -1,7 +1,6 @@
 """The penalty: its equations, rollback; what a sync sends, reads and allocates, and in which order.
 Sick replicas are in test_methods.py."""
 
-import functools
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -19,70 +18,117 @@ from edit import (
     update_statistics,
 )
 from mesh import Mesh
-from ranks import method_alone, run_training
+from ranks import method_alone, run_training, train_all
 from reference import Sick
 
 ROUNDS = dict(method="edit", tau=3, sync_warmup_steps=2, max_steps=14)  # four rounds
+STREAMING = dict(method="streaming_edit", tau=8, sync_warmup_steps=2, fragments=2, max_steps=60)
 L = 4  # layers of the tiny model: embedding, 2 blocks, head
 
 
-def test_weights_and_clip_factor_worked_out_by_hand():
-    norms, none = torch.tensor([[1.0, 5.0], [2.0, 5.0]]), torch.zeros(2, 2, dtype=torch.bool)
+# ---- the equations ----
+
+
+def test_weights_equal_a_softmax_of_negative_norms_worked_out_by_hand():
+    norms = torch.tensor([[1.0, 5.0], [2.0, 5.0]])  # (M, L)
+    none = torch.zeros(2, 2, dtype=torch.bool)
     e = math.exp(-1.0)
     expected = torch.tensor([[1 / (1 + e), 0.5], [e / (1 + e), 0.5]])
     torch.testing.assert_close(replica_weights(norms, none), expected)
-    assert torch.equal(replica_weights(norms, none, weighted=False), torch.full((2, 2), 0.5))
+
+    equal = replica_weights(norms, none, weighted=False)
+    assert torch.equal(equal, torch.full((2, 2), 0.5))
+
+
+def test_flagged_replicas_weigh_nothing_whatever_the_norms():
     norms = torch.tensor([[1e30], [3e30], [math.nan], [math.inf]])
-    assert replica_weights(norms, ~norms.isfinite()).tolist() == [[1.0], [0.0], [0.0], [0.0]]
-    assert replica_weights(norms, norms != 0).tolist() == [[0.0]] * 4
-    assert clip_factor(torch.tensor(5.0), 10.0) == 1
-    assert clip_factor(torch.tensor(20.0), 10.0) * 20 == pytest.approx(10)
+    weights = replica_weights(norms, flagged=~norms.isfinite())
+    assert weights.tolist() == [[1.0], [0.0], [0.0], [0.0]]
+
+    everyone = torch.ones(4, 1, dtype=torch.bool)
+    weights = replica_weights(norms, flagged=everyone)
+    assert weights.tolist() == [[0.0]] * 4
+
+
+def test_clip_factor_takes_a_norm_above_phi_to_phi():
+    small = torch.tensor(5.0)
+    large = torch.tensor(20.0)
+    assert clip_factor(small, 10.0) == 1
+    assert clip_factor(large, 10.0) * large == pytest.approx(10)
 
 
 def feed(norms, statistics=None, **flags):
     """One layer's norms, one after the other. Returns which are flagged, and the statistics."""
-    statistics, flagged = torch.zeros(3, 1).double() if statistics is None else statistics, []
+    config = PenaltyConfig(**flags)
+    if statistics is None:
+        statistics = torch.zeros(3, 1).double()
+    flagged = []
     for norm in norms:
-        config, G = PenaltyConfig(**flags), torch.tensor([norm]).double()
-        flagged.append(is_anomaly(G, anomaly_limits(statistics, config)))
-        statistics = update_statistics(statistics, G, ~flagged[-1], config)
-    return [bool(flag) for flag in flagged], statistics
+        G = torch.tensor([norm]).double()
+        limits = anomaly_limits(statistics, config)
+        anomaly = is_anomaly(G, limits)
+        statistics = update_statistics(statistics, G, ~anomaly, config)
+        flagged.append(anomaly.item())
+    return flagged, statistics
 
 
 def test_statistics_are_the_sample_mean_and_deviation_during_warmup_then_exponential():
-    samples = [1.0, 1.2, 0.9, 1.1, 1.3]
-    flagged, statistics = feed([*samples, 1.0], anomaly_warmup_rounds=5)
-    early = torch.tensor(samples).double()
-    mean = early.mean() + 0.02 * (1.0 - early.mean())
-    variance = 0.98 * early.var() + 0.02 * (1.0 - mean) ** 2
+    early = [1.0, 1.2, 0.9, 1.1, 1.3]
+    last = 1.0
+    flagged, statistics = feed([*early, last], anomaly_warmup_rounds=5)
     assert flagged == [False] * 6
-    torch.testing.assert_close(statistics[:, 0], torch.stack([torch.tensor(6.0), mean, variance]))
+
+    sample = torch.tensor(early).double()
+    mean = sample.mean() + 0.02 * (last - sample.mean())
+    variance = 0.98 * sample.var() + 0.02 * (last - mean) ** 2
+    expected = torch.stack([torch.tensor(6.0), mean, variance])
+    torch.testing.assert_close(statistics[:, 0], expected)
 
 
 def test_outlier_is_flagged_and_does_not_blind_the_statistics():
-    assert not any(feed([*[1.0] * 12, 1.001, 1.1])[0])  # within the floor of sigma
     _, before = feed([1.0, 1.1, 0.9, 1.05] * 3)
     flagged, after = feed([100.0, math.nan, math.inf, 100.0], before)
-    assert flagged == [True] * 4 and torch.equal(before, after)
-    assert feed([0.01], before)[0] == [False]  # a small norm is good news
-    assert feed([100.0], before, anomaly_elimination=False)[0] == [False]
+    assert flagged == [True] * 4
+    assert torch.equal(before, after)
+
+    small, _ = feed([0.01], before)
+    assert small == [False]
+    without_elimination, _ = feed([100.0], before, anomaly_elimination=False)
+    assert without_elimination == [False]
+
+
+def test_noise_around_equal_norms_is_never_flagged():
+    """sigma has a floor: 5% of the mean."""
+    flagged, _ = feed([*[1.0] * 12, 1.001, 1.1])
+    assert not any(flagged)
 
 
 def test_warmup_flags_only_non_finite_norms_and_takes_at_least_two():
     flagged, statistics = feed([math.nan, 1.0, math.inf, 1.0])
-    assert flagged == [True, False, True, False] and statistics[:2, 0].tolist() == [2, 1]
-    assert feed([1.0, 5.0, 100.0], anomaly_warmup_rounds=0)[0] == [False, False, True]
+    count, mean, _ = statistics[:, 0].tolist()
+    assert flagged == [True, False, True, False]
+    assert count == 2
+    assert mean == 1
+
+    flagged, _ = feed([1.0, 5.0, 100.0], anomaly_warmup_rounds=0)
+    assert flagged == [False, False, True]
 
 
-@pytest.mark.parametrize("options", [
-    # at the end of the next round or, if there is none, at the end of the training
-    ROUNDS | dict(max_steps=20), ROUNDS | dict(max_steps=11),
-    dict(method="streaming_edit", tau=8, sync_warmup_steps=2, fragments=2, max_steps=60),
-])  # fmt: skip
-def test_three_rounds_rolled_back_in_a_row_end_the_training(options, corpus_folder):
-    steps = [4, 7, 10] if options["method"] == "edit" else range(3, 60)
+# ---- rollback ----
+
+
+@pytest.mark.parametrize(
+    "options, sick_steps",
+    [
+        (ROUNDS | dict(max_steps=20), [4, 7, 10]),  # known at the end of the next round
+        (ROUNDS | dict(max_steps=11), [4, 7, 10]),  # there is none: at the end of the training
+        (STREAMING, range(3, 60)),
+    ],
+)
+def test_three_rounds_rolled_back_in_a_row_end_the_training(options, sick_steps, corpus_folder):
+    sick = Sick(math.nan, [0, 1], *sick_steps)
     with pytest.raises(AssertionError, match="UserError: all replicas were left out of the last 3"):
-        run_training(2, corpus_folder, Sick(math.nan, [0, 1], *steps), **options)
+        run_training(2, corpus_folder, sick, **options)
 
 
 def spoil(method, model, mesh):
@@ -94,12 +140,16 @@ def test_only_a_sync_repairs_a_replica_so_the_warmup_ends_if_it_diverges(corpus_
         run_training(2, corpus_folder, spoil, **ROUNDS)
 
 
+# ---- what a sync reads, allocates and sends ----
+
+
 class LargestNew(TorchDispatchMode):
     """Elements of the largest tensor that is none of `known` and no view of them."""
 
     def __init__(self, *known):
         super().__init__()
-        self.known, self.elements = {x.untyped_storage()._cdata for x in known}, 0
+        self.known = {x.untyped_storage()._cdata for x in known}
+        self.elements = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -111,16 +161,39 @@ class LargestNew(TorchDispatchMode):
 def on_meta(replicas=1, **options):
     """A method on the meta device, which has no data, so every way to read it on the host raises an
     error; one of so many replicas. Returns it and [what it sends or waits for, ...]."""
-    mesh, events = Mesh(1, torch.device("meta")), []
-    mesh.replicas = mesh.sync.size = replicas
+    mesh = Mesh(1, torch.device("meta"))
+    mesh.replicas = replicas
+    mesh.sync.size = replicas
+    events = []
+    issued = Counter()
 
     def issue(group, operation, *_, **__):
         name = f"{group.name} {operation}"
-        events.append(f"{name} {sum(event.startswith(name) for event in events)}")
-        return SimpleNamespace(wait=functools.partial(events.append, f"wait: {events[-1]}"))
+        event = f"{name} {issued[name]}"
+        issued[name] += 1
+        events.append(event)
+        return SimpleNamespace(wait=lambda: events.append(f"wait: {event}"))
 
     mesh._issue = issue
-    return method_alone(mesh, **options), events
+    method = method_alone(mesh, **options)
+    return method, events
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x[0].item(),
+        lambda x: bool(x[0]),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: x.to("cpu"),
+        lambda x: torch.zeros(2).copy_(x),
+    ],
+)
+def test_host_read_on_the_meta_device_raises_an_error(read):
+    """So the tests below see every host read."""
+    with pytest.raises((RuntimeError, NotImplementedError, TypeError), match="meta"):
+        read(torch.zeros(2, device="meta"))
 
 
 @pytest.mark.parametrize("elimination", [True, False])
@@ -131,19 +204,18 @@ def test_sync_reads_nothing_on_the_host_and_allocates_only_scalars(elimination):
         method.end_round()
         assert method.model.pre_layer_hook
         method.drain()
-    assert method.rounds == 1 and not method.model.pre_layer_hook and len(method.clips) == L
+    assert method.rounds == 1
+    assert method.model.pre_layer_hook is None
+    assert len(method.clips) == L
     assert 0 < largest.elements <= 3 * L  # d_i lives in the storage of x_i
-    # pseudo-gradients, and rows with norms and limits; norms, and norms for the clip
-    expected = {"sync all-reduce": L, "sync all-gather": 1}
-    expected |= {"shard all-reduce": 1, "shard all-gather": L}
-    assert Counter(event[:-2] for event in events if "wait" not in event) == expected
-    x = torch.zeros(2, device="meta")
-    for read in (
-        x[0].item, lambda: bool(x[0]), x.tolist, x.numpy, lambda: x.to("cpu"),
-        lambda: torch.zeros(2).copy_(x),
-    ):  # fmt: skip
-        with pytest.raises((RuntimeError, NotImplementedError, TypeError), match="meta"):
-            read()
+
+    sent = [event for event in events if "wait" not in event]
+    assert Counter(event[:-2] for event in sent) == {  # without their numbers
+        "shard all-reduce": 1,  # squared norms
+        "sync all-gather": 1,  # rows with norms and limits
+        "sync all-reduce": L,  # pseudo-gradients
+        "shard all-gather": L,  # norms for the clip
+    }
 
 
 @pytest.mark.parametrize("elimination, quantize", [(True, "e3m0"), (False, "none")])
@@ -160,38 +232,53 @@ def test_fragment_reads_nothing_on_the_host(elimination, quantize):
     assert waits == [f"wait: sync all-gather {number}" for number in range(4)]
 
 
+def synced_vectors():
+    """Parameters, anchor and momentum of a replica alone after a sync."""
+    method = method_alone(method="edit")
+    method.model.master.mul_(0.9)
+    method.end_round()
+    method.drain()
+    return method.model.master, method.anchor, method.momentum
+
+
 def test_sync_of_offloaded_vectors_writes_their_new_values_back(monkeypatch):
     """On a GPU, to() copies what --offload keeps on the host."""
-    results = []
-    for _ in range(2):
-        method = method_alone(method="edit")
-        vectors = method.model.master, method.anchor, method.momentum
-        vectors[0].mul_(0.9)
-        method.end_round()
-        method.drain()
-        results.append([vector.clone() for vector in vectors])
-        monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **more: x.clone())
-    assert results[0][2].norm() > 0 and all(map(torch.equal, *results))
+    expected = synced_vectors()
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **more: x.clone())
+    found = synced_vectors()
+    momentum = expected[2]
+    assert momentum.norm() > 0
+    assert all(map(torch.equal, found, expected))
 
 
 def test_all_layers_are_sent_before_the_first_wait_and_arrive_in_the_forward():
     """Each layer is waited for only when the forward has computed the layers before it."""
     method, events = on_meta(method="edit")
-    for l, layer in enumerate(method.model.layers):
-        layer.register_forward_pre_hook(lambda *_, l=l: events.append(f"compute {l}"))
+    layers = method.model.layers
+
+    def note_compute(layer, inputs):
+        events.append(f"compute {layers.index(layer)}")
+
+    for layer in layers:
+        layer.register_forward_pre_hook(note_compute)
     method.end_round()
     tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
     method.model.forward(tokens, tokens)
+
     expected = [f"sync all-reduce {l}" for l in range(L)]
     for l in range(L):
         expected += [f"wait: sync all-reduce {l}", f"compute {l}"]
-    assert [each for each in events if "sync all-reduce" in each or "compute" in each] == expected
+    found = [event for event in events if "sync all-reduce" in event or "compute" in event]
+    assert found == expected
 
 
 def test_evaluation_between_round_end_and_forward_changes_neither_losses_nor_bytes(corpus_folder):
-    often, never = (
-        run_training(4, corpus_folder, **ROUNDS | dict(shards=2, eval_interval=n))
-        for n in (1, 10**6)
-    )
-    assert often.losses == never.losses and len(often.rows("eval")) > 3
-    assert [rank["sent"] for rank in often.ranks] == [rank["sent"] for rank in never.ranks]
+    options = ROUNDS | dict(shards=2)
+    cases = []
+    for interval in (1, 10**6):
+        cases.append((None, None, options | dict(eval_interval=interval)))
+    often, never = train_all(4, corpus_folder, *cases)
+    assert often.losses == never.losses
+    assert len(often.rows("eval")) > 3
+    for one, other in zip(often.ranks, never.ranks):
+        assert one["sent"] == other["sent"]

@@ -15,24 +15,18 @@ from ranks import ROOT
 
 pytestmark = pytest.mark.slow
 TEXT = (ROOT / "EXERCISES.md").read_text()
-TASKS = {int(task.split(".")[0]): task for task in re.split(r"\n\*\*(?=\d)", TEXT)[1:]}
+TASKS = {}
+for task in re.split(r"\n\*\*(?=\d)", TEXT)[1:]:
+    TASKS[int(task.split(".")[0])] = task
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "PYTHONPATH": ""}
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory):
-    """A copy of the project, in which all commands have run: task -> what it printed."""
-    folder, printed = tmp_path_factory.mktemp("copy") / "project", {}
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "out", "__pycache__"))
-    for number, task in TASKS.items():
-        commands = re.findall(r"```sh\n(.*?)```", task, re.S)
-        printed[number] = "".join(run(folder, line) for block in commands for line in block.splitlines())
-    return folder, printed
-
-
 def run(folder, command, code=0) -> str:
-    command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
-    command = command.replace("python ", f"{sys.executable} ", 1) if command[0] == "p" else command
+    """What the command prints, with this Python."""
+    python = sys.executable
+    if command.startswith("python "):
+        command = command.replace("python ", f"{python} ", 1)
+    command = command.replace("torchrun", f"{python} -m torch.distributed.run")
     done = subprocess.run(
         command, shell=True, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True
     )
@@ -40,87 +34,185 @@ def run(folder, command, code=0) -> str:
     return done.stdout
 
 
+def run_task(folder, task) -> str:
+    """What all its commands print."""
+    printed = []
+    for block in re.findall(r"```sh\n(.*?)```", task, re.S):
+        for command in block.splitlines():
+            printed.append(run(folder, command))
+    return "".join(printed)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of the project, in which all commands have run: task -> what it printed."""
+    folder = tmp_path_factory.mktemp("copy") / "project"
+    left_out = shutil.ignore_patterns(".*", "out", "__pycache__")
+    shutil.copytree(ROOT, folder, ignore=left_out)
+    printed = {number: run_task(folder, task) for number, task in TASKS.items()}
+    return folder, printed
+
+
 def rows(folder, name, event) -> list:
     lines = (folder / "out" / name / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["event"] == event]
+    found = [json.loads(line) for line in lines]
+    return [row for row in found if row["event"] == event]
 
 
-def test_answers_are_true(copy):
-    folder, printed = copy
-    assert rows(folder, "ex2", "step")[0]["shard_bytes"] == 4_955_148
-    alone, shard, edit_shard = re.findall(r"memory  (.*)", printed[3])
+# ---- answers that the commands show ----
+
+
+def test_traffic_in_a_replica_is_the_answers(copy):
+    folder, _ = copy
+    first = rows(folder, "ex2", "step")[0]
+    assert first["shard_bytes"] == 4_955_148
+
+
+def test_memory_of_zero_3_is_the_answers(copy):
+    _, printed = copy
+    alone, shards, edit_shards = re.findall(r"memory  (.*)", printed[3])
     assert "parameters 25.81 GB, gradient 25.81 GB, AdamW 51.63 GB, two" in alone
-    assert "parameters 3226.6 MB, gradient 3226.6 MB, AdamW 6453.2 MB, two" in shard
-    assert "anchor 3226.6 MB, momentum 3226.6 MB" in edit_shard
-    assert all("two whole layers 806.4 MB" in text for text in (alone, shard, edit_shard))
-    losses = [[row["loss"] for row in rows(folder, name, "step")][:3] for name in ("ex4", "ex4b")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert "parameters 3226.6 MB, gradient 3226.6 MB, AdamW 6453.2 MB, two" in shards
+    assert "anchor 3226.6 MB, momentum 3226.6 MB" in edit_shards
+    for text in alone, shards, edit_shards:
+        assert "two whole layers 806.4 MB" in text
+
+
+def test_diloco_without_outer_optimizer_prints_the_losses_of_post_local_sgd(copy):
+    folder, _ = copy
+    diloco = [row["loss"] for row in rows(folder, "ex4", "step")]
+    post_local_sgd = [row["loss"] for row in rows(folder, "ex4b", "step")]
+    assert diloco[:3] == pytest.approx(post_local_sgd[:3], rel=1e-6)
+
+
+def test_traffic_between_replicas_is_the_answers(copy):
+    folder, _ = copy
     assert {row["sync_bytes"] for row in rows(folder, "ex4", "sync")} == {3_675_660}
-    sick = rows(folder, "ex7", "sync")[1]
-    assert sick["weight"][1] < 1e-6 and sick["dropped"] == [0] * 4
-    assert sick["pseudo_grad_norm"][1] > 10 * sick["pseudo_grad_norm"][0]
+
+
+def test_sick_replica_weighs_nothing_but_is_not_dropped(copy):
+    folder, _ = copy
+    sync = rows(folder, "ex7", "sync")[1]
+    healthy, sick, *_ = sync["pseudo_grad_norm"]
+    assert sick > 10 * healthy
+    assert sync["weight"][1] < 1e-6
+    assert sync["dropped"] == [0] * 4
+
+
+def test_replica_of_half_the_speed_takes_half_the_steps(copy):
+    folder, printed = copy
     assert "tau 8/4" in printed[9]
-    assert all(row["steps"] == [8, 4] for row in rows(folder, "ex9", "sync"))
-    waits = [rows(folder, name, "sync")[1]["wait_link_ms"] for name in ("ex10", "ex10b")]
-    assert 450 < waits[0] < 560 and waits[1] < 100
-    plain, outer, neutral = (rows(folder, f"ex12{x}", "end")[0]["val_loss"] for x in ("", "b", "c"))
-    assert neutral == pytest.approx(plain, rel=1e-3) and outer > 1.01 * plain
+    for row in rows(folder, "ex9", "sync"):
+        assert row["steps"] == [8, 4]
 
 
-def test_answers_on_paper_and_on_the_page_are_the_planners():
+def test_diloco_waits_for_the_link_and_co2_does_not(copy):
+    folder, _ = copy
+    diloco = rows(folder, "ex10", "sync")[1]
+    co2 = rows(folder, "ex10b", "sync")[1]
+    assert 450 < diloco["wait_link_ms"] < 560
+    assert co2["wait_link_ms"] < 100
+
+
+def test_outer_step_of_one_replica_costs_loss_and_with_1_and_0_is_adamw(copy):
+    folder, _ = copy
+    plain, outer, neutral = (
+        rows(folder, name, "end")[0]["val_loss"] for name in ("ex12", "ex12b", "ex12c")
+    )
+    assert neutral == pytest.approx(plain, rel=1e-3)
+    assert outer > 1.01 * plain
+
+
+# ---- answers on paper and on the page ----
+
+
+@pytest.mark.parametrize("tau, percent", [(1, 97), (16, 70), (128, 23)])
+def test_share_of_waiting_is_the_planners(tau, percent):
     large = planner.Model(7e9, 32, 3.0)
-    for tau, share in {1: 0.97, 16: 0.70, 128: 0.23}.items():
-        assert round(1 - planner.utilization(planner.Schedule(tau), large, 1.0), 2) == share
+    share = 1 - planner.utilization(planner.Schedule(tau), large, 1.0)
+    assert round(100 * share) == percent
 
-    model, plans = planner.MORE_MODELS["124m"], planner.schedules(16)
-    forward_s = model.step_s / 3 / model.layers
-    for c in 0.5, 1.0, 4.0:  # in forwards of a layer
-        gbit_per_s = planner.sent_bytes(plans["edit"], model) * 8 / model.layers / (c * forward_s) / 1e9
-        busy_s = 16 * model.step_s
-        waits = [
-            planner.round_seconds(plans[name], model, gbit_per_s) - busy_s for name in ("diloco", "edit")
-        ]
-        L = model.layers
-        expected = [L * c, max(c, L * c - (L - 1))]
-        assert waits == pytest.approx([wait * forward_s for wait in expected], rel=1e-6)
 
+@pytest.mark.parametrize("c", [0.5, 1.0, 4.0])
+def test_waits_of_diloco_and_edit_are_the_planners(c):
+    """c: how long a layer travels, in forwards of a layer."""
+    model = planner.MORE_MODELS["124m"]
+    plans = planner.schedules(16)
+    L = model.layers
+    forward_s = model.step_s / 3 / L
+    bits = planner.sent_bytes(plans["edit"], model) * 8
+    gbit_per_s = bits / L / (c * forward_s) / 1e9
+
+    busy_s = 16 * model.step_s
+    for name, wait in ("diloco", L * c), ("edit", max(c, L * c - (L - 1))):
+        found_s = planner.round_seconds(plans[name], model, gbit_per_s) - busy_s
+        assert found_s == pytest.approx(wait * forward_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "method, gbit_per_s",
+    [
+        ("minibatch", 6.3),
+        ("edit", 4.0),
+        ("one_bit_edit", 0.25),
+    ],
+)
+def test_slowest_link_of_95_percent_computing_is_the_planners(method, gbit_per_s):
+    model = planner.MORE_MODELS["124m"]
+    plan = planner.schedules(16)[method]
     links = [10 ** (k / 10) for k in range(-30, 31)]
-    for method, rate in {"minibatch": 6.3, "edit": 4.0, "one_bit_edit": 0.25}.items():
-        busy = (g for g in links if planner.utilization(plans[method], model, g) >= 0.95)
-        assert next(busy) == pytest.approx(rate, rel=0.01)
-    for method, tau in {"edit": 74, "one_bit_edit": 4}.items():
-        used = [
-            planner.utilization(planner.schedules(t)[method], planner.MORE_MODELS["7b"], 10)
-            for t in (tau - 1, tau)
-        ]
-        assert used[0] < 0.8 <= used[1]
-    for norms, weight in ((1.0, 3.0), 0.04), ((10.0, 30.0), 0.0):
-        column = torch.tensor([norms[0]] * 3 + [norms[1]])[:, None]
-        found = edit.replica_weights(column, torch.zeros_like(column, dtype=torch.bool))
-        assert round(found[3].item(), 2) == weight
+    fast_enough = [link for link in links if planner.utilization(plan, model, link) >= 0.95]
+    assert fast_enough[0] == pytest.approx(gbit_per_s, rel=0.01)
+
+
+@pytest.mark.parametrize("method, tau", [("edit", 74), ("one_bit_edit", 4)])
+def test_shortest_round_of_80_percent_computing_is_the_planners(method, tau):
+    def utilization(tau):
+        plan = planner.schedules(tau)[method]
+        return planner.utilization(plan, planner.MORE_MODELS["7b"], 10)
+
+    assert utilization(tau - 1) < 0.8 <= utilization(tau)
+
+
+@pytest.mark.parametrize("healthy, sick, weight", [(1.0, 3.0, 0.04), (10.0, 30.0, 0.0)])
+def test_weight_of_a_large_norm_is_edits(healthy, sick, weight):
+    norms = torch.tensor([[healthy], [healthy], [healthy], [sick]])
+    none = torch.zeros_like(norms, dtype=torch.bool)
+    found = edit.replica_weights(norms, none)
+    assert round(found[3].item(), 2) == weight
+
+
+# ---- answers that are code ----
 
 
 def test_wrong_weights_turn_red(copy):
     folder, _ = copy
-    text = (folder / "edit.py").read_text()
-    wrong = text.replace("return weights.masked_fill(flagged, 0.0)", "return torch.zeros_like(norms)")
-    assert wrong != text
-    (folder / "edit.py").write_text(wrong)
+    path = folder / "edit.py"
+    text = path.read_text()
+    right = "return weights.masked_fill(flagged, 0.0)"
+    assert right in text
+    path.write_text(text.replace(right, "return torch.zeros_like(norms)"))
     run(folder, "python -m pytest -x tests/test_edit.py", code=1)
-    (folder / "edit.py").write_text(text)
+    path.write_text(text)
 
 
 def test_averaging_in_every_second_round_is_averaging_in_rounds_twice_as_long(copy):
     folder, _ = copy
     (method,) = re.findall(r"```python\n(.*?)```", TASKS[11], re.S)
     (folder / "second.py").write_text(method)
-    text = (folder / "train.py").read_text()
-    text = text.replace("METHODS = {", 'from second import EverySecond\nMETHODS = {"second": EverySecond, ')
-    (folder / "train.py").write_text(text)
-    common = "torchrun --standalone --nproc_per_node 2 train.py --device cpu --dtype fp32 --max_steps 48"
-    common += " --sync_warmup_steps 0 --log_interval 1 --eval_interval 16 --eval_batches 1 --overwrite"
+    path = folder / "train.py"
+    named = 'from second import EverySecond\nMETHODS = {"second": EverySecond, '
+    path.write_text(path.read_text().replace("METHODS = {", named))
+
+    common = (
+        "torchrun --standalone --nproc_per_node 2 train.py --device cpu --dtype fp32 "
+        "--max_steps 48 --sync_warmup_steps 0 --log_interval 1 --eval_interval 16 "
+        "--eval_batches 1 --overwrite"
+    )
     run(folder, f"{common} --method second --tau 8 --out_dir out/a")
     run(folder, f"{common} --method post_local_sgd --tau 16 --out_dir out/b")
     for event, key in ("step", "loss"), ("eval", "val_loss"):
-        values = [[row[key] for row in rows(folder, name, event)] for name in ("a", "b")]
-        assert len(values[0]) > 2 and values[0] == pytest.approx(values[1], rel=1e-6)
+        ours = [row[key] for row in rows(folder, "a", event)]
+        theirs = [row[key] for row in rows(folder, "b", event)]
+        assert len(ours) > 2
+        assert ours == pytest.approx(theirs, rel=1e-6)

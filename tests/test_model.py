@@ -9,41 +9,82 @@ import torch.nn.functional as F
 
 from model import Llama, ModelConfig, attend
 
-CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=50)
-OTHER = dataclasses.replace(CONFIG, rope_base=500.0, norm_eps=0.1)
+T = 5
+H = 2
+D = 8
+CONFIG = ModelConfig(n_layer=2, n_head=H, n_embd=H * D, block_size=12, vocab_size=50)
+BASE = 500.0  # not the usual constants
+EPS = 0.1
 
 
-def test_block_and_head_equal_their_formulas_written_out():
+# ---- formulas written out ----
+
+
+@pytest.fixture
+def llama():
+    """In fp64, with random gains."""
     torch.manual_seed(0)
-    _, block, _, last = Llama(OTHER, seed=1).double().layers
-    x, (T, H, D) = torch.randn(1, 5, 16).double(), (5, 2, 8)
-    for gain in (block.attention_norm.weight, block.mlp_norm.weight, last.norm.weight):
-        gain.data.uniform_(0.5, 2.0)
+    config = dataclasses.replace(CONFIG, rope_base=BASE, norm_eps=EPS)
+    model = Llama(config, seed=1).double()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.uniform_(0.5, 2.0)
+    return model
 
-    def norm(v, gain):
-        return v / torch.sqrt((v**2).mean(-1, keepdim=True) + 0.1) * gain
 
-    h = norm(x, block.attention_norm.weight)[0] @ block.qkv.weight.T  # (T, 3 C)
+def norm(x, gain):
+    mean_square = (x**2).mean(-1, keepdim=True)
+    return x / torch.sqrt(mean_square + EPS) * gain
+
+
+def rotated(x):
+    """x (T, D): the pair (x[t, i], x[t, i + D/2]), as a complex number, times exp(j angle)."""
+    turns = torch.zeros(T, D // 2, dtype=torch.complex128)
+    for t in range(T):
+        for i in range(D // 2):
+            angle = t * BASE ** (-2 * i / D)
+            turns[t, i] = complex(math.cos(angle), math.sin(angle))
+    pairs = torch.complex(x[:, : D // 2], x[:, D // 2 :]) * turns
+    return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+
+def attention(q, k, v):
+    """One head, (T, D) each: one position after the other."""
+    q = rotated(q)
+    k = rotated(k)
+    y = torch.zeros_like(v)
+    for t in range(T):
+        scores = torch.stack([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(D)
+        y[t] = scores.softmax(0) @ v[: t + 1]
+    return y
+
+
+def test_block_equals_its_formulas_written_out(llama):
+    block = llama.layers[1]
+    x = torch.randn(1, T, H * D).double()
+
+    h = norm(x[0], block.attention_norm.weight) @ block.qkv.weight.T  # (T, 3 C)
     q, k, v = h.view(T, 3, H, D).unbind(1)
-    angle = torch.tensor([[t * 500 ** (-2 * i / D) for i in range(D // 2)] for t in range(T)])
-    y = torch.zeros(T, H, D, dtype=torch.float64)
-    for head in range(H):
-        turned = []
-        for z in (q[:, head], k[:, head]):
-            pair = torch.complex(z[:, : D // 2], z[:, D // 2 :])
-            pair = pair * torch.polar(torch.ones_like(angle), angle)
-            turned.append(torch.cat((pair.real, pair.imag), dim=-1))
-        for t in range(T):
-            scores = torch.stack([turned[0][t] @ turned[1][s] for s in range(t + 1)]) / math.sqrt(D)
-            y[t, head] = scores.softmax(0) @ v[: t + 1, head]
-    z = x[0] + y.reshape(T, 16) @ block.out.weight.T
-    gate, up = (norm(z, block.mlp_norm.weight) @ block.gate_up.weight.T).chunk(2, dim=-1)
-    z = z + (gate * torch.sigmoid(gate) * up) @ block.down.weight.T
+    heads = [attention(q[:, head], k[:, head], v[:, head]) for head in range(H)]
+    y = torch.cat(heads, dim=-1)  # (T, C)
+    z = x[0] + y @ block.out.weight.T
+
+    h = norm(z, block.mlp_norm.weight) @ block.gate_up.weight.T
+    gate, up = h.chunk(2, dim=-1)
+    silu = gate * torch.sigmoid(gate)
+    z = z + (silu * up) @ block.down.weight.T
     torch.testing.assert_close(block(x)[0], z, rtol=1e-5, atol=1e-7)  # the angles are fp32
-    logits, targets = norm(x[0], last.norm.weight) @ last.output.weight.T, torch.arange(5)
-    torch.testing.assert_close(last(x)[0], logits)
-    expected = -logits.log_softmax(dim=-1)[targets, targets].mean()
-    torch.testing.assert_close(last(x, targets[None]), expected)
+
+
+def test_head_equals_its_formulas_written_out(llama):
+    head = llama.layers[-1]
+    x = torch.randn(1, T, H * D).double()
+    logits = norm(x[0], head.norm.weight) @ head.output.weight.T
+    torch.testing.assert_close(head(x)[0], logits)
+
+    targets = torch.arange(T)
+    loss = -logits.log_softmax(dim=-1)[targets, targets].mean()
+    torch.testing.assert_close(head(x, targets[None]), loss)
 
 
 def test_attention_by_hand_equals_torchs():
@@ -52,37 +93,59 @@ def test_attention_by_hand_equals_torchs():
     torch.testing.assert_close(attend(q, k, v), theirs)
 
 
+# ---- precision ----
+
+
+def gradient(layer, weight, dtype, x, *targets):
+    if x.is_floating_point():
+        x = x.to(dtype)
+    y = layer.to(dtype)(x, *targets)
+    torch.manual_seed(0)
+    grad_y = torch.randn(y.shape).bfloat16().to(dtype)
+    return torch.autograd.grad(y, weight, grad_y)[0].double()
+
+
 def relative_error_of_bf16(layer, weight, x, *targets):
     """Of the gradient of `weight`, against that in fp64."""
-    gradients = []
-    for dtype in (torch.bfloat16, torch.float64):
-        x = x.to(dtype) if x.is_floating_point() else x
-        y = layer.to(dtype)(x, *targets)
-        torch.manual_seed(0)
-        grad_y = torch.randn(y.shape).bfloat16().to(dtype)
-        gradients.append(torch.autograd.grad(y, weight, grad_y)[0].double())
-    return (gradients[0] - gradients[1]).norm() / gradients[1].norm()
+    rough = gradient(layer, weight, torch.bfloat16, x, *targets)
+    exact = gradient(layer, weight, torch.float64, x, *targets)
+    return (rough - exact).norm() / exact.norm()
 
 
 def test_bf16_gradients_of_embedding_and_output_are_summed_in_fp32():
     """8 x 1024 tokens of few kinds: each row of the gradient has some 160 terms. Only the rounding
     of the terms and of the result to 8 bits is left."""
     embedding, *_, head = Llama(CONFIG, seed=1).layers
-    tokens, x = torch.randint(50, (8, 1024)), torch.randn(8, 1024, 16).bfloat16()
+    tokens = torch.randint(50, (8, 1024))
+    x = torch.randn(8, 1024, 16).bfloat16()
     assert relative_error_of_bf16(embedding, embedding.weight, tokens) < 0.003
-    assert relative_error_of_bf16(head.bfloat16(), head.output.weight, x, tokens) < 0.01
-    assert head.bfloat16()(x, tokens).dtype == torch.float32  # a mean over 8,192 tokens
+
+    head.bfloat16()
+    assert relative_error_of_bf16(head, head.output.weight, x, tokens) < 0.01
+    head.bfloat16()
+    assert head(x, tokens).dtype == torch.float32  # a mean over 8,192 tokens
+
+
+# ---- seeds ----
 
 
 def test_initialisation_is_a_function_of_seed_and_layer():
-    a, b = (Llama(CONFIG, 1).state_dict() for _ in range(2))
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    seen = set()
+    state = Llama(CONFIG, 1).state_dict()
+    again = Llama(CONFIG, 1).state_dict()
+    for name in state:
+        assert torch.equal(state[name], again[name]), name
+
     # 1337 and 5433 have the same low 12 bits, 1 and 2**32 + 1 the same low 32 bits.
-    seeds = (0, 1, 2, 3, 1337, 5433, 2**20 + 1, 2**31 - 1, 2**32 + 1)
+    seeds = [0, 1, 2, 3, 1337, 5433, 2**20 + 1, 2**31 - 1, 2**32 + 1]
+    seen = set()
     for seed in seeds:
-        state = Llama(CONFIG, seed).state_dict()
-        seen |= {(state[f"layers.{l}.qkv.weight"].sum().item()) for l in (1, 2)}
+        other = Llama(CONFIG, seed).state_dict()
+        for l in 1, 2:
+            seen.add(other[f"layers.{l}.qkv.weight"].sum().item())
     assert len(seen) == 2 * len(seeds)
-    assert a["layers.1.gate_up.weight"].std().item() == pytest.approx(0.02, rel=0.1)
-    assert a["layers.1.down.weight"].std().item() == pytest.approx(0.01, rel=0.1)  # / sqrt(2 L)
+
+
+def test_matrices_that_write_into_the_residual_stream_start_smaller_than_others():
+    state = Llama(CONFIG, 1).state_dict()
+    assert state["layers.1.gate_up.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+    assert state["layers.1.down.weight"].std().item() == pytest.approx(0.01, rel=0.1)  # / sqrt(2 L)

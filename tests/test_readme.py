@@ -34,28 +34,47 @@ LADDER = ["minibatch", "post_local_sgd", "diloco", "edit", "a_edit"]
 
 def commands(text):
     """Lines of the shell blocks, and `commands` in the text."""
-    blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
-    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
-    lines += re.findall(r"`((?:python|make|torchrun) [^`]*)`", text)
-    return [line for line in lines if line]
+    found = []
+    for block in re.findall(r"```sh\n(.*?)```", text, re.S):
+        for line in block.splitlines():
+            found.append(line.split("#")[0].strip())
+    found += re.findall(r"`((?:python|make|torchrun) [^`]*)`", text)
+    return [command for command in found if command]
+
+
+def command_with(part, text=TEXT):
+    """The first command that contains it."""
+    return next(command for command in commands(text) if part in command)
+
+
+def diagram_with(part):
+    """The first diagram of the README that contains it."""
+    return next(diagram for diagram in DIAGRAMS if part in diagram)
 
 
 def read_flags(argv, simulation=simulate.Config):
     return parse(argv, METHODS, simulation)[0]
 
 
+# ---- what the files show ----
+
+
 def test_file_tree_equals_the_folder():
-    tracked = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-    )
+    listing = ["git", "ls-files", "-co", "--exclude-standard"]
+    tracked = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True)
     if tracked.returncode:
         pytest.skip("not a git checkout")
-    paths = [path for path in tracked.stdout.split() if (ROOT / path).exists()]
-    here = {path.split("/")[0] + ("/" if "/" in path else "") for path in paths}
-    here = {name for name in here if not name.startswith(".")} - {"README.md"}
-    tree = next(diagram for diagram in DIAGRAMS if "model.py " in diagram)
-    named = [line.split("   ")[0].split(", ") for line in tree.splitlines()]
-    assert {name.strip() for names in named for name in names} == here
+    here = set()
+    for path in tracked.stdout.split():
+        first, *inside = path.split("/")
+        if (ROOT / path).exists() and not first.startswith("."):
+            here.add(f"{first}/" if inside else first)
+
+    named = set()
+    for line in diagram_with("model.py ").splitlines():
+        names = line.split("   ")[0]
+        named |= {name.strip() for name in names.split(", ")}
+    assert named | {"README.md"} == here
 
 
 def test_readme_has_at_most_1150_words():
@@ -64,9 +83,10 @@ def test_readme_has_at_most_1150_words():
 
 def test_flags_of_the_ladder_undo_what_a_method_adds():
     """They are the flags with which tests/test_ladder.py compares a method with the one above."""
-    ladder = next(diagram for diagram in DIAGRAMS if "undo:" in diagram)
+    ladder = diagram_with("undo:")
     shown = [line for line in ladder.splitlines() if "|" not in line]
     assert shown == LADDER
+
     undo = {
         "post_local_sgd": dict(tau=1, grad_clip=0.0),
         "diloco": test_ladder.PLAIN,
@@ -75,77 +95,52 @@ def test_flags_of_the_ladder_undo_what_a_method_adds():
     }
     arrows = re.findall(r"undo: (.*)", ladder)
     assert len(arrows) == len(undo)
-    for text, method, flags in zip(arrows, undo, undo.values()):
+    for text, method in zip(arrows, undo):
         words = text.split(",")[0].split()
-        assert sum(word.startswith("--") for word in words) == len(flags)
+        written = [word for word in words if word.startswith("--")]
+        assert len(written) == len(undo[method])
         config = read_flags(["--method", method, *words])
-        for name, value in flags.items():
+        for name, value in undo[method].items():
             assert getattr(config, name) == value, (method, name)
-    claims = [*test_ladder.CLOSE.values(), *test_ladder.BITWISE.values()]
-    compared = [{case[0] for case in cases} for _, _, cases in claims]
-    for above, below in zip(LADDER, LADDER[1:]):
-        assert any({above, below} <= methods for methods in compared), (above, below)
     assert test_ladder.SGD.items() >= undo["post_local_sgd"].items()
     assert read_flags(["--method", "edit"]).tau == 16
 
 
-def test_table_of_relatives_has_every_method_and_its_optimizers():
-    lines = [line for line in RELATIVES.splitlines() if line.startswith("| `")]  # header, methods
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[1:]]
+def test_every_step_of_the_ladder_is_a_claim_of_the_ladders_test():
+    compared = []  # the methods of each claim
+    for _, _, cases in [*test_ladder.CLOSE.values(), *test_ladder.BITWISE.values()]:
+        compared.append({case[0] for case in cases})
+    for above, below in zip(LADDER, LADDER[1:]):
+        assert any({above, below} <= methods for methods in compared), (above, below)
+
+
+def rows_of_relatives():
+    """The table's cells, by row."""
+    lines = [line for line in RELATIVES.splitlines() if line.startswith("| `")]
+    rows = []
+    for line in lines[1:]:  # the first one is the header
+        cells = line.split("|")[1:-1]
+        rows.append([cell.strip() for cell in cells])
+    return rows
+
+
+def test_table_of_relatives_has_every_method_its_file_and_its_optimizers():
+    rows = rows_of_relatives()
     assert [row[0].split("`")[1] for row in rows] == list(METHODS)
     for method, row in zip(METHODS, rows):
         file, target = re.fullmatch(r"\[(.*)\]\((.*)\)", row[1]).groups()
-        optimizers = row[4]
         path = (ROOT / "relatives" / target).resolve()
+        module = sys.modules[METHODS[method].__module__]
         assert path.name == file
-        assert path == (ROOT / sys.modules[METHODS[method].__module__].__file__).resolve()
+        assert path == (ROOT / module.__file__).resolve()
+
+        optimizers = row[4]
         config = read_flags(["--method", method, "--optimizer", "muon"])
         if "Muon" in optimizers:
             config.check(replicas=4)
         else:
             with pytest.raises(UserError, match="AdamW"):
                 config.check(replicas=4)
-
-
-def test_flags_of_the_slurm_script_are_valid():
-    argv = (ROOT / "plumbing" / "slurm.sh").read_text().split("train.py ")[1].split()
-    assert read_flags(argv).tokens_per_step % (8 * 2048) == 0
-
-
-@pytest.mark.parametrize("text", [TEXT, RESULTS], ids=["README", "RESULTS"])
-def test_every_command_names_real_files_modules_and_flags(text):
-    seen = set()
-    for command in commands(text):
-        words = shlex.split(command)
-        modules = re.findall(r"-m (lab[.\w]*)", command)
-        scripts = [word for word in words if word.endswith(".py")]
-        assert all(importlib.util.find_spec(module) for module in modules), command
-        assert all((ROOT / path).exists() for path in scripts), command
-        if "train.py" in scripts:
-            read_flags(words[words.index("train.py") + 1 :])
-        if "lab.bench" in modules:
-            read_flags(words[words.index("lab.bench") + 1 :], bench.Flags)
-        if modules == ["lab"]:
-            assert set(words[3:4]) <= set(runs.EXPERIMENTS), command
-        seen.update(scripts + modules)
-    expected = {"lab", "lab.bench"}
-    if text is TEXT:
-        expected = {"data.py", "sample.py", "export.py", "lab", "lab.plot"}
-    assert {"train.py", *expected} <= seen
-
-
-def test_flags_in_the_text_exist(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
-    every = ["--help", "all"]
-    shown = [lambda: read_flags(every), lambda: read_flags(every, bench.Flags)]
-    for show_help in (*shown, data.main, sample.main, export.main, runs.main, plot.main):
-        with pytest.raises(SystemExit):
-            show_help()
-    known = capsys.readouterr().out + "--max-restarts --signal --include"  # torchrun, Slurm, grep
-    texts = TEXT + RESULTS + RELATIVES
-    text = re.sub(r"(torchrun|srun|#SBATCH) .*?(train\.py|lab|$)", "", texts, flags=re.M)
-    for flag in set(re.findall(r"--[a-z][\w-]*", text)):
-        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
 
 
 def test_equation_map_names_real_functions():
@@ -165,20 +160,103 @@ def test_links_lead_to_files(folder, text):
         assert (ROOT / folder / target).exists(), target
 
 
+# ---- commands and flags ----
+
+
+def test_flags_of_the_slurm_script_are_valid():
+    script_text = (ROOT / "plumbing" / "slurm.sh").read_text()
+    argv = script_text.split("train.py ")[1].split()
+    assert read_flags(argv).tokens_per_step % (8 * 2048) == 0
+
+
+NAMED = {
+    "README": {"train.py", "data.py", "sample.py", "export.py", "lab", "lab.plot"},
+    "RESULTS": {"train.py", "lab", "lab.bench"},
+}
+
+
+@pytest.mark.parametrize("name, text", [("README", TEXT), ("RESULTS", RESULTS)])
+def test_every_command_names_real_files_modules_and_flags(name, text):
+    seen = set()
+    for command in commands(text):
+        words = shlex.split(command)
+        scripts = [word for word in words if word.endswith(".py")]
+        modules = re.findall(r"-m (lab[.\w]*)", command)
+        seen.update(scripts, modules)
+        for path in scripts:
+            assert (ROOT / path).exists(), command
+        for module in modules:
+            assert importlib.util.find_spec(module), command
+
+        if "train.py" in scripts:
+            first = words.index("train.py") + 1
+            read_flags(words[first:])
+        if "lab.bench" in modules:
+            first = words.index("lab.bench") + 1
+            read_flags(words[first:], bench.Flags)
+        if modules == ["lab"]:
+            experiment = set(words[3:4])
+            assert experiment <= set(runs.EXPERIMENTS), command
+    assert seen >= NAMED[name]
+
+
+def test_flags_in_the_text_exist(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
+    programs = [
+        lambda: read_flags(["--help", "all"]),
+        lambda: read_flags(["--help", "all"], bench.Flags),
+        data.main,
+        sample.main,
+        export.main,
+        runs.main,
+        plot.main,
+    ]
+    for show_help in programs:
+        with pytest.raises(SystemExit):
+            show_help()
+    known = capsys.readouterr().out + "--max-restarts --signal --include"  # torchrun, Slurm, grep
+
+    launchers = r"(torchrun|srun|#SBATCH) .*?(train\.py|lab|$)"
+    text = re.sub(launchers, "", TEXT + RESULTS + RELATIVES, flags=re.M)
+    for flag in set(re.findall(r"--[a-z][\w-]*", text)):
+        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
+
+
 def test_makefile_runs_the_commands_of_the_readme():
     makefile = (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
     shown = commands(TEXT)
-    train_command = next(line for line in shown if "torchrun --standalone" in line)
-    for command in (train_command, "python -m pytest"):
+    for command in command_with("torchrun --standalone"), "python -m pytest":
         assert command in makefile
         assert command in shown
     assert {"make train", "make test"} <= set(shown)
 
 
-def finished(run) -> str:
+def test_experiments_have_valid_commands():
+    for name, experiment in runs.EXPERIMENTS.items():
+        found = experiment.runs([1])
+        assert found or name == "scale"
+        timings = [run.timed_by for run in found if run.timed_by]
+        for run in found + timings:
+            argv = run.command(ranks=4).split(f"{run.program} ")[1].split()
+            read_flags(argv).check(replicas=4)
+
+
+# ---- commands and printed code that run ----
+
+
+def finished(launch) -> str:
     """What was printed, without a line of error."""
-    assert (run.wait(), run.lines("err")) == ([0] * len(run.ranks), [])
-    return "\n".join(run.lines("out"))
+    assert launch.wait() == [0] * len(launch.ranks)
+    assert launch.lines("err") == []
+    return "\n".join(launch.lines("out"))
+
+
+def run_python(command, folder, *more) -> str:
+    """What `python FILE FLAGS more` prints in this folder."""
+    python, path, *words = shlex.split(command)
+    assert python == "python"
+    special = {0: (script, ROOT / path, folder)}
+    return finished(Launch(1, folder / "log", *words, *more, special=special))
 
 
 def test_commands_for_own_text_run_as_written(tmp_path):
@@ -186,15 +264,13 @@ def test_commands_for_own_text_run_as_written(tmp_path):
     (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 400)
     (tmp_path / "more.jsonl").write_text('{"text": "the rain fell in torrents"}\n')
     short = "--max_steps 3 --n_layer 1 --block_size 16 --eval_batches 1 --out_dir out/edit".split()
-    printed = []
-    for name in ("data.py --input", "train.py --data", "sample.py"):
-        command = next(line for line in commands(TEXT) if f"python {name}" in line)
-        _, path, *words = shlex.split(command)
-        words += short if path == "train.py" else []
-        special = {0: (script, ROOT / path, tmp_path)}
-        printed.append(finished(Launch(1, tmp_path / "log", *words, special=special)))
-    assert "tokens (byte)" in printed[0] and "done |" in printed[1]
-    assert printed[2].startswith("def ")
+
+    prepared = run_python(command_with("python data.py --input"), tmp_path)
+    assert "tokens (byte)" in prepared
+    trained = run_python(command_with("python train.py --data"), tmp_path, *short)
+    assert "done |" in trained
+    sampled = run_python(command_with("python sample.py"), tmp_path)
+    assert sampled.startswith("def ")
 
 
 @pytest.mark.ecosystem
@@ -210,18 +286,12 @@ def test_record_is_readable_in_tensorboard_and_pandas(tmp_path, corpus_folder):
                 writer.add_scalar("step/loss", row["loss"], row["step"])
     found = tensorboard.EventAccumulator(str(tmp_path))
     found.Reload()
-    assert [event.value for event in found.Scalars("step/loss")] == pytest.approx(run.losses)
+    losses = [event.value for event in found.Scalars("step/loss")]
+    assert losses == pytest.approx(run.losses)
+
     table = pytest.importorskip("pandas").read_json(record, lines=True)
-    assert table[table.event == "step"].loss.tolist() == pytest.approx(run.losses)
-
-
-def test_experiments_have_valid_commands():
-    for name, experiment in runs.EXPERIMENTS.items():
-        found = experiment.runs([1])
-        assert found or name == "scale"
-        timings = [run.timed_by for run in found if run.timed_by]
-        for run in found + timings:
-            read_flags(run.command(ranks=4).split(f"{run.program} ")[1].split()).check(replicas=4)
+    losses = table[table.event == "step"].loss.tolist()
+    assert losses == pytest.approx(run.losses)
 
 
 def command_with_averaging(argv, rank, world_size, port, folder):
@@ -232,22 +302,35 @@ def command_with_averaging(argv, rank, world_size, port, folder):
     ranks._command(argv, rank, world_size, port, folder)
 
 
+def values_in(record, event, key):
+    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    return [row[key] for row in rows if row["event"] == event]
+
+
 def test_method_in_the_readme_trains_saves_and_resumes_as_printed(tmp_path, corpus_folder):
     assert len(METHOD.splitlines()) <= 10
-    (tmp_path / "averaging.py").write_text(METHOD)
     assert "METHODS = {" in (ROOT / "train.py").read_text()
+    (tmp_path / "averaging.py").write_text(METHOD)
     special = {rank: (command_with_averaging,) for rank in (0, 1)}
-    run = lambda *argv: finished(Launch(2, tmp_path, *argv, special=special))
+
+    def train(*argv):
+        return finished(Launch(2, tmp_path, *argv, special=special))
+
     common = ranks.flags(data=corpus_folder, sync_warmup_steps=1, tau=3, max_steps=7)
-    options = "--checkpoint_interval 4 --keep 9 --out_dir".split()
-    printed = run(*common, "--method", "averaging", *options, "out")
-    assert "averaging on 2 ranks" in printed and "then averaging begins" in printed
+    checkpoints = "--checkpoint_interval 4 --keep 9".split()
+    printed = train(*common, "--method", "averaging", *checkpoints, "--out_dir", "out")
+    assert "averaging on 2 ranks" in printed
+    assert "then averaging begins" in printed
     plain = "--outer_lr 1 --outer_momentum 0".split()  # DiLoCo with these averages parameters
-    run(*common, "--method", "diloco", *plain, "--out_dir", "same")
+    train(*common, "--method", "diloco", *plain, "--out_dir", "same")
+
     shutil.rmtree(tmp_path / "out" / "checkpoint-00000007")
-    assert "checkpoint-00000004: step 4" in run("--device", "cpu", "--resume", "out")
-    read = lambda name: [json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
-    ours, theirs = read("out"), read("same")
-    for event, key in (("sync", "loss"), ("eval", "val_loss")):
-        values = [[row[key] for row in rows if row["event"] == event] for rows in (ours, theirs)]
-        assert values[0] == [pytest.approx(value, rel=1e-9) for value in values[1]] and values[0]
+    printed = train("--device", "cpu", "--resume", "out")
+    assert "checkpoint-00000004: step 4" in printed
+    for event, key in ("sync", "loss"), ("eval", "val_loss"):
+        ours = values_in(tmp_path / "out" / "metrics.jsonl", event, key)
+        theirs = values_in(tmp_path / "same" / "metrics.jsonl", event, key)
+        assert ours
+        assert len(ours) == len(theirs)
+        for found, expected in zip(ours, theirs):
+            assert found == pytest.approx(expected, rel=1e-9)  # each a number or a list
