@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 import data
-from config import STOPS, UserError, make_config, read_flags
+from config import STOPS, UserError, make_config, parse
 from mesh import Mesh, translate_comm_errors
 from plumbing import checkpoint, shm, simulate
 from plumbing.checkpoint import alike
@@ -54,8 +54,7 @@ class Setup:
 
     def __init__(self, argv: list, methods: dict, world_size: int):
         self.saved = self.source = None
-        self.given = read_flags(argv, methods, simulate.Config)
-        config = make_config(self.given, methods, simulate.Config, {})
+        config, self.given = parse(argv, methods, simulate.Config)
         out_dir, self.path = checkpoint.choose(config)
         base = {}
         if self.path:
@@ -63,19 +62,14 @@ class Setup:
             base = self.saved["flags"]
         elif config.init_from:
             self.source = open_model(config.init_from)
-            model_folders = Path(config.init_from).resolve().parents
-            if config.overwrite and Path(out_dir).resolve() in model_folders:
+            old = Path(out_dir, "model.pt")
+            if config.overwrite and old.resolve() == Path(config.init_from).resolve():
                 raise UserError("--overwrite deletes the model of --init_from: change --out_dir")
             base = vars(self.source.config) | {"vocab_size": 0}
         self.config = config = make_config(self.given, methods, simulate.Config, base)
         config.out_dir = out_dir
         if self.saved and "shards" not in self.given and not config.dry_run:
             config.shards = math.gcd(config.shards, world_size)  # the mesh follows the ranks
-        self.check(methods[config.method], world_size)
-
-    def check(self, method, world_size: int):
-        """Do the flags fit together, and to the corpus, this machine and the checkpoint?"""
-        config = self.config
         if config.dry_run:  # for any mesh
             world_size = config.replicas * config.shards or max(world_size, config.shards)
         check_mesh(config, world_size)
@@ -83,7 +77,7 @@ class Setup:
         config.check(world_size // config.shards)
         self.corpus = data.load(config.data or None, config.vocab_size)
         data.check_windows(self.corpus, config.block_size)
-        self.plan = Plan(config, method, self.corpus.vocab_size, world_size)
+        self.plan = Plan(config, config.method_class, self.corpus.vocab_size, world_size)
         if not config.dry_run:
             self.plan.check_memory()
         if self.source:
@@ -126,19 +120,22 @@ def resolve_device(config):
     if on_gpu and not config.dry_run:  # which is for any machine
         if gpus == 0:
             raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
-        # A rank may see only its own GPU: torchrun --virtual-local-rank, srun --gpus-per-task 1.
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-        if config.backend == "nccl" and gpus <= local_rank < ranks:
+        if config.backend == "nccl" and local_rank() >= gpus:
             hint = "lower --nproc_per_node, or use --backend shm"
             raise UserError(f"--backend nccl: some ranks share a GPU; {hint}")
 
 
+def local_rank() -> int:
+    """Number on this machine. 0 for all if each sees only its own GPU, as with torchrun's
+    --virtual-local-rank."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
 def has_native_bf16(device: str) -> bool:
-    if device == "cuda":  # without one it is a dry run for another machine
-        cuda = torch.cuda
-        return not cuda.is_available() or cuda.is_bf16_supported(including_emulation=False)
-    return bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # with AMX, too
+    if device == "cpu":
+        return torch.cpu.get_capabilities().get("avx512_bf16", False)  # with AMX, too
+    cuda = torch.cuda  # without a GPU it is a dry run for another machine
+    return not cuda.is_available() or cuda.is_bf16_supported(including_emulation=False)
 
 
 # ---- starting ----
@@ -199,8 +196,7 @@ def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:
     keep_freed_memory()
     device = torch.device(config.device)
     if config.device == "cuda":
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if config.backend == "nccl":
         # The GPU runs operations of the two groups in the order in which the host issued them.
