@@ -61,8 +61,10 @@ def choose(config) -> tuple:
         if Path(resume, "state.json").exists():  # it is a checkpoint
             found = [Path(resume)]
         if not found:
-            hint = "name a run's folder or a checkpoint-... in it"
-            raise UserError(f"--resume {resume}: there is no checkpoint; {hint}")
+            raise UserError(
+                f"--resume {resume}: there is no checkpoint; "
+                "name a run's folder or a checkpoint-... in it"
+            )
         out_dir = config.out_dir or str(found[-1].parent)
 
     last = found[-1] if found else None
@@ -70,10 +72,12 @@ def choose(config) -> tuple:
     if own:  # a run that is writing there could remove what this one reads
         os.close(lock(out_dir, fcntl.LOCK_SH))
     earlier = own or Path(out_dir, "model.pt").exists()
-    continues = own and last and last.samefile(own[-1])
+    continues = last in own[-1:]
     if earlier and not (continues or config.overwrite or config.dry_run):
-        hint = "--resume auto continues it, --overwrite deletes it; or name another --out_dir"
-        raise UserError(f"--out_dir {out_dir} has an earlier run: {hint}")
+        raise UserError(
+            f"--out_dir {out_dir} has an earlier run: --resume auto continues it, "
+            "--overwrite deletes it; or name another --out_dir"
+        )
     return out_dir, last
 
 
@@ -98,8 +102,9 @@ def lock(folder, kind=fcntl.LOCK_EX) -> int:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        hint = "wait for it or name another folder"
-        raise UserError(f"--out_dir {folder}: another run is writing there; {hint}") from None
+        raise UserError(
+            f"--out_dir {folder}: another run is writing there; wait for it or name another folder"
+        ) from None
     except OSError:  # a file system without locks
         pass
     return descriptor
@@ -161,9 +166,11 @@ def check_equal(mesh, sums: list):
     for rank, own in enumerate(sums):
         for name, checksum in own.items():
             if checksum != sums[rank % mesh.shards][name]:
-                line = f"{name}: replica {rank // mesh.shards} is not equal to replica 0, so a "
-                line += "memory or a link is faulty, or their hardware differs; --resume auto "
-                line += "continues from the last checkpoint"
+                line = (
+                    f"{name}: replica {rank // mesh.shards} is not equal to replica 0, so a memory "
+                    "or a link is faulty, or their hardware differs; --resume auto continues from "
+                    "the last checkpoint"
+                )
                 raise ReplicasDiffer("" if mesh.rank else line)
 
 
@@ -214,8 +221,7 @@ def write(folder: Path, mesh, content: dict, state: dict) -> Path:
         with alike(mesh, failure):
             if mesh.rank == 0:
                 if not all(path.is_file() for path in paths):
-                    hint = "nodes must share --out_dir"
-                    raise UserError(f"rank 0 does not see all files in {unfinished}: {hint}")
+                    raise UserError(f"{unfinished} is incomplete: nodes must share --out_dir")
                 (unfinished / "state.json").write_text(json.dumps(state, indent=1))
                 os.rename(unfinished, final)
                 remove(list_checkpoints(folder)[: -state["flags"]["keep"]])
@@ -235,8 +241,10 @@ def readable(path):
         yield
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        hint = "if it is damaged, or of another version of the code, delete it"
-        raise UserError(f"checkpoint {path} cannot be read ({reason}); {hint}") from None
+        raise UserError(
+            f"checkpoint {path} cannot be read ({reason}); if it is damaged, or of another "
+            "version of the code, delete it"
+        ) from None
 
 
 def read(path) -> dict:
@@ -256,16 +264,21 @@ def check_resume(setup):
     now = vars(config) | vars(setup.plan.model_config)
     for name in "model", "optimizer", *saved["model_config"]:
         if name != "block_size" and was.get(name) != now[name]:
-            hint = "leave it out, and give the --data that it was trained on"
-            refuse(f"was trained with another --{name}, {was.get(name)}: {hint}")
+            refuse(
+                f"was trained with another --{name}, {was.get(name)}: leave it out, and give the "
+                "--data that it was trained on"
+            )
     if flags["corpus_hash"] != setup.corpus.hash and "data" not in setup.given:
         refuse("was trained on another corpus: name a corpus with --data")
     if flags["method"] != config.method and not saved["averages_gradients"]:
         refuse(f"is past the warm-up of {flags['method']}: keep this method")
-    took, take = saved["tokens_per_step"], setup.plan.tokens_per_step
+    took = saved["tokens_per_step"]
+    take = setup.plan.tokens_per_step
     if took != take and not {"batch_size", "accum", "tokens_per_step"} & setup.given.keys():
-        hint = f"give --tokens_per_step {took}, or confirm the change with --batch_size or --accum"
-        refuse(f"took {took:,} tokens per step, these ranks take {take:,}: {hint}")
+        refuse(
+            f"took {took:,} tokens per step, these ranks take {take:,}: give --tokens_per_step "
+            f"{took}, or confirm the change with --batch_size or --accum"
+        )
 
 
 def load(setup, model, optimizer, method, clock):

@@ -62,16 +62,17 @@ class Setup:
             base = self.saved["flags"]
         elif config.init_from:
             self.source = open_model(config.init_from)
-            old = Path(out_dir, "model.pt")
-            if config.overwrite and old.resolve() == Path(config.init_from).resolve():
+            same = Path(out_dir, "model.pt").resolve() == Path(config.init_from).resolve()
+            if config.overwrite and same:
                 raise UserError("--overwrite deletes the model of --init_from: change --out_dir")
             base = vars(self.source.config) | {"vocab_size": 0}
         self.config = config = make_config(self.given, methods, simulate.Config, base)
         config.out_dir = out_dir
-        if self.saved and "shards" not in self.given and not config.dry_run:
-            config.shards = math.gcd(config.shards, world_size)  # the mesh follows the ranks
+
         if config.dry_run:  # for any mesh
             world_size = config.replicas * config.shards or max(world_size, config.shards)
+        elif self.saved and "shards" not in self.given:
+            config.shards = math.gcd(config.shards, world_size)  # the mesh follows the ranks
         check_mesh(config, world_size)
         resolve_device(config)
         config.check(world_size // config.shards)
@@ -100,9 +101,10 @@ class Setup:
 def check_mesh(config, world_size: int):
     M, N = config.replicas, config.shards
     if world_size % N or M and world_size != M * N:
-        hint = f"change --nproc_per_node or give --shards {math.gcd(world_size, N)}"
-        mesh = f"--replicas {M} --shards {N}"
-        raise UserError(f"{mesh}: {world_size} ranks do not form such a mesh; {hint}")
+        raise UserError(
+            f"--replicas {M} --shards {N}: {world_size} ranks do not form such a mesh; "
+            f"change --nproc_per_node or give --shards {math.gcd(world_size, N)}"
+        )
 
 
 def resolve_device(config):
@@ -121,8 +123,10 @@ def resolve_device(config):
         if gpus == 0:
             raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
         if config.backend == "nccl" and local_rank() >= gpus:
-            hint = "lower --nproc_per_node, or use --backend shm"
-            raise UserError(f"--backend nccl: some ranks share a GPU; {hint}")
+            raise UserError(
+                "--backend nccl: some ranks share a GPU; lower --nproc_per_node, "
+                "or use --backend shm"
+            )
 
 
 def local_rank() -> int:
@@ -222,21 +226,22 @@ def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:
     return mesh
 
 
+LIBC = ctypes.CDLL(None)
+
+
 def keep_freed_memory():
     """Let glibc keep what a step frees for the next step. By default it returns much of it to the
     system and fetches it again page by page: some 4% of a bf16 step on CPUs. Large blocks go back
     at once: kept, they leave gaps, and a run takes up to 15% more memory than planned."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-3, 1 << 22)  # M_MMAP_THRESHOLD, bytes: 4 MiB
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    if hasattr(LIBC, "mallopt"):
+        LIBC.mallopt(-3, 1 << 22)  # M_MMAP_THRESHOLD, bytes: 4 MiB
+        LIBC.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def return_freed_memory():
     """The training is over: what glibc has kept goes back, and model.pt takes its place."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
 
 
 # ---- ending ----

@@ -62,11 +62,15 @@ class Plan:
         unit = world_size * self.config.block_size  # a sequence per rank
         sequences, rest = divmod(tokens, unit)
         if rest:
-            hint = f"must be a multiple of {unit}, a sequence on each of {world_size} ranks"
-            raise UserError(f"--tokens_per_step {tokens}: {hint}")
+            raise UserError(
+                f"--tokens_per_step {tokens}: must be a multiple of {unit}, "
+                f"a sequence on each of {world_size} ranks"
+            )
         if self.micro_steps > 1:
-            hint = "leave out --accum, or give --accum 1 or --tokens_per_step 0"
-            raise UserError(f"--tokens_per_step {tokens}: it sets --accum; {hint}")
+            raise UserError(
+                f"--tokens_per_step {tokens}: it sets --accum; leave out --accum, "
+                "or give --accum 1 or --tokens_per_step 0"
+            )
         while sequences % self.micro_steps or sequences > self.micro_steps * self.micro_batch:
             self.micro_steps += 1
         self.micro_batch = sequences // self.micro_steps
@@ -78,12 +82,13 @@ class Plan:
         layer = max(layout.padded for layout in self.layouts)  # max P
         embedding, block, *_, head = self.layouts
         muon = config.optimizer == "muon"
-        squares = vector
+        kinds = {"parameters": vector, "gradient": vector}
         if muon:  # exp_avg_sq has no matrices of blocks
             squares = (embedding.shard_size + head.shard_size) * self.master.itemsize
+            kinds["Muon and AdamW"] = vector + squares
+        else:
+            kinds["AdamW"] = 2 * vector
         place = " (host)" if config.offload else ""
-
-        kinds = {"parameters": vector, "gradient": vector, "moments": vector + squares}
         for name in self.method.shared:
             kinds[name + place] = vector
         for name in self.method.private:
@@ -145,9 +150,11 @@ class Plan:
         needed = sum(self.memory().values())
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if self.on_cpu and ranks * needed > there:
-            hint = "lower --batch_size or the model's size, or use more --shards"
-            have = f"{ranks} here have {size(there)} together"
-            raise UserError(f"a rank needs about {size(needed)} of memory, and {have}: {hint}")
+            raise UserError(
+                f"a rank needs about {size(needed)} of memory, and {ranks} here have "
+                f"{size(there)} together: lower --batch_size or the model's size, "
+                "or use more --shards"
+            )
 
     def sync_bytes(self) -> float:
         """What one rank sends over the slow links at a sync, without the row of scalars."""
@@ -159,30 +166,33 @@ class Plan:
         config, M, N = self.config, self.replicas, self.shards
         grid = np.array2string(np.arange(M * N).reshape(M, N), threshold=32, prefix=" " * 8)
         kinds = ", ".join(f"{kind} {size(count)}" for kind, count in self.memory().items())
-        data = f"{config.data or 'standard library'}: {len(corpus.tokens):,} tokens"
-        batch = f"{self.micro_batch} sequences x {config.block_size} tokens"
         print(
             f"{config.method} on {M * N} ranks = {M} replicas x {N} shards "
             f"({config.device}, {config.dtype})\n"
             f"ranks   {grid}: a row is a replica\n"
             f"model   {self.n_params:,} parameters: {self.model_config}\n"
-            f"data    {data} ({corpus.hash})\n"
+            f"data    {config.data or 'standard library'}: {len(corpus.tokens):,} tokens "
+            f"({corpus.hash})\n"
             f"memory  per rank, about: {kinds}; for model.pt {size(self.model_bytes())} more on "
             "rank 0\n"
-            f"step    {M * N} ranks x {self.micro_steps} micro-steps x {batch} "
-            f"= {self.tokens_per_step:,} tokens"
+            f"step    {M * N} ranks x {self.micro_steps} micro-steps x {self.micro_batch} "
+            f"sequences x {config.block_size} tokens = {self.tokens_per_step:,} tokens"
         )
         warmup = getattr(config, "sync_warmup_steps", 0)  # mini-batch has no such flag
         if warmup:
             print(f"warm-up steps 1 to {warmup} average gradients, then {config.method} begins")
         if M > 1:
             sent = self.sync_bytes()
-            length = config.describe_round(self.tokens_per_step)
-            print(f"round   {length}: {size(sent)} per rank over the slow links")
+            print(
+                f"round   {config.describe_round(self.tokens_per_step)}: "
+                f"{size(sent)} per rank over the slow links"
+            )
             if config.link_mbps:
                 sync_s = N * sent * 8 * FRAMING / (config.link_mbps * 1e6)
-                rate = f"{config.link_mbps:,.0f} Mbit/s per replica"
-                print(f"link    at {rate} a sync takes {sync_s:.3g} s")
+                print(
+                    f"link    at {config.link_mbps:,.0f} Mbit/s per replica a sync takes "
+                    f"{sync_s:.3g} s"
+                )
         print(flush=True)
 
 
