@@ -195,7 +195,8 @@ def test_interval_counts_round_ends_and_keep_counts_checkpoints(tmp_path, corpus
     assert run.printed.count("saved ") == 4
     names = [f"checkpoint-{step:08d}" for step in (11, 15, 17)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "metrics.jsonl", "model.pt"]
-    shared, own = {"parameters", "anchor", "momentum"}, {"exp_avg", "exp_avg_sq"}
+    shared = {"parameters", "anchor", "momentum"}
+    own = {"exp_avg", "exp_avg_sq"}
     own |= {"steps", "rounds", "statistics"}
     for rank in range(4):
         held = torch.load(tmp_path / names[0] / f"rank-{rank:05d}.pt", weights_only=True)
@@ -257,7 +258,8 @@ def test_run_starts_from_a_model_on_any_mesh_with_any_method(tmp_path, corpus_fo
         for name, value in trained.model.items():
             torch.testing.assert_close(run.model[name], value, rtol=1e-6, atol=1e-7)
         assert f"init    {init['init_from']}" in run.printed
-    start, data = f"--init_from={init['init_from']}", f"--data={corpus_folder}"
+    start = f"--init_from={init['init_from']}"
+    data = f"--data={corpus_folder}"
     refuse = lambda *argv: launch.Setup([start, *argv], train.METHODS, 1)
     with pytest.raises(UserError, match="another shape, .*n_layer=2.*: leave out the flags"):
         refuse(data, "--n_layer=3", "--norm_eps=0.1")
@@ -329,7 +331,8 @@ def saved_run(tmp_path_factory, corpus_folder):
 
 def load_for_an_hour(method, model, mesh):
     """By the clock of the training, which a run reads in plumbing/log.py."""
-    passed, fill = [], checkpoint.fill
+    passed = []
+    fill = checkpoint.fill
     hours = lambda: 3600 * len(passed) + time.perf_counter()
     log.time = SimpleNamespace(perf_counter=hours, time=time.time)
 
@@ -382,7 +385,9 @@ class Executed:
 
 OTHER_RUN = "has an earlier run: --resume auto continues it, --overwrite deletes it"
 UNREADABLE = "cannot be read"
-S, R, OLD_PICKLE = "state.json", "rank-00001.pt", dict(_use_new_zipfile_serialization=False)
+S = "state.json"
+R = "rank-00001.pt"
+OLD_PICKLE = dict(_use_new_zipfile_serialization=False)
 FLAGS = [  # flags; ranks; what the line must say, "" if the run can continue
     ("--resume {tmp}", 2, "there is no checkpoint"),
     ("--resume= --out_dir {tmp}/run", 2, OTHER_RUN),

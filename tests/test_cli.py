@@ -303,7 +303,8 @@ def test_full_and_closed_output_and_torchrun_give_one_line_or_none(corpus_folder
         (f"{train} | true", 2, "output: Broken pipe"),  # as with `| head -1`
         (f"{torchrun} train.py --method adam", 1, "--method"),  # one rank prints; and torchrun
     ]
-    shell, options = ["bash", "-o", "pipefail", "-c"], dict(stderr=subprocess.PIPE, text=True)
+    shell = ["bash", "-o", "pipefail", "-c"]
+    options = dict(stderr=subprocess.PIPE, text=True)
     started = [subprocess.Popen([*shell, line], cwd=ROOT, **options) for line, *_ in cases]
     for process, (line, code, message) in zip(started, cases):
         errors = process.communicate(timeout=90)[1]
@@ -387,7 +388,8 @@ THEIRS = dict(
     model_type="llama", hidden_size=32, num_attention_heads=4, num_hidden_layers=2,
     intermediate_size=80, vocab_size=300, max_position_embeddings=64, rms_norm_eps=1e-5,
 )  # fmt: skip
-LINEAR, DEFAULT = {"rope_type": "linear", "factor": 2.0}, {"rope_type": "default"}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+DEFAULT = {"rope_type": "default"}
 FOREIGN = {  # changes of config.json -> what the line says
     "num_hidden_layers 100000000: must be above 0 and below 10000": dict(num_hidden_layers=10**8),
     "num_hidden_layers 10000: must be": dict(num_hidden_layers=10**4),
@@ -489,7 +491,8 @@ def test_run_leaves_a_record_and_a_model(tmp_path, corpus_folder, run_here, caps
     assert [step for event, step in events if event == "sync"] == [3, 5, 7]
     steps = [row for row in rows if row["event"] == "step"]
     for before, row in zip(steps, steps[1:]):
-        taken, passed_s = row["step"] - before["step"], row["train_s"] - before["train_s"]
+        taken = row["step"] - before["step"]
+        passed_s = row["train_s"] - before["train_s"]
         assert row["step_ms"] == pytest.approx(1e3 * passed_s / taken)
     # due at 3 and 6, at round ends 3, 5, 7
     assert [step for event, step in events if event == "eval"] == [3, 7]

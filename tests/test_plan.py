@@ -51,7 +51,8 @@ def test_memory_and_traffic_planned_equal_those_of_a_run(
     options = dict(method=method, shards=shards, dtype=dtype, max_steps=2, sync_warmup_steps=0)
     options |= more | (dict(sync_warmup_steps=1, max_steps=2) if method in ONE_BIT else {})
     run = run_training(4, corpus_folder, measure_memory, transport="shm", **options)
-    plan, rounds = planned(corpus_folder, 4, **options), len(run.rows("sync"))
+    plan = planned(corpus_folder, 4, **options)
+    rounds = len(run.rows("sync"))
     rest = ("shared memory", "torch's kernels", "sync buffers", "Muon's buffer, a block", "activations")
     held = sum(count for kind, count in plan.memory().items() if kind not in rest)
     if more is MUON:  # the plan leaves out the second moments of the blocks' gains
@@ -109,7 +110,8 @@ def watch_memory(method, model, mesh):
     """The most bytes that tensors take at a time, with the slots of shm, beside those tensors that
     live from here on."""
     os.environ["KINETO_LOG_LEVEL"] = "6"  # without reports of its own
-    profiler, trace = torch.profiler.profile(profile_memory=True), tempfile.mkstemp()[1]
+    profiler = torch.profiler.profile(profile_memory=True)
+    trace = tempfile.mkstemp()[1]
     profiler.start()
 
     def stop():
@@ -229,7 +231,8 @@ def test_dry_run_of_7b_on_64_gpus_is_right_and_takes_no_memory(corpus_folder, ca
     C, F, L, V = 4096, 10944, 32, 257
     block = 4 * C * C + 3 * C * F + 2 * C
     params = L * block + 2 * V * C + C
-    shard, sync = params / 8 * 4, 2 * 7 / 8 * params / 8 * 4
+    shard = params / 8 * 4
+    sync = 2 * 7 / 8 * params / 8 * 4
     megabytes = lambda count: f"{count / 1e6:.1f} MB"
     printed = capsys.readouterr().out
     for text in (
