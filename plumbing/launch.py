@@ -148,24 +148,23 @@ def has_native_bf16(device: str) -> bool:
 def connect() -> Mesh:
     """Start torch.distributed's default group. Returns a mesh of all ranks as one replica, for what
     they tell each other before the run's mesh is known."""
-    rank = int(os.environ.get("RANK", 0))  # torchrun sets both
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets it
     timeout = timedelta(seconds=START_S)
     with translate_comm_errors():
         if world_size > 1:
-            store = rendezvous(rank, world_size, timeout)
+            store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+            store = without_old_keys(store, rank, world_size)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
             )
         return Mesh(world_size, torch.device("cpu"), START_S)
 
 
-def rendezvous(rank: int, world_size: int, timeout: timedelta):
-    """A store without keys of an earlier start. After a restart torchrun's store still has them,
+def without_old_keys(store, rank: int, world_size: int):
+    """The store without keys of an earlier start. After a restart torchrun's store still has them,
     and TORCHELASTIC_RESTART_COUNT may differ between nodes. So each rank announces a random id, and
     the hash of all ids is the prefix of the new keys. When all ranks have computed it, none of them
     has read an old id."""
-    store = next(dist.rendezvous("env://", timeout=timeout))[0]
     store.set(f"hello/{rank}", os.urandom(16).hex())
     names = [f"hello/{r}" for r in range(world_size)]
     for _ in range(50 * START_S):
