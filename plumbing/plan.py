@@ -8,7 +8,6 @@ P: elements of a layer's flat vector. Not counted: the program itself (on CPUs t
 `import torch` takes), the corpus, NCCL's buffers, what the allocator does not give back.
 """
 
-import dataclasses
 import os
 
 import numpy as np
@@ -39,8 +38,9 @@ class Plan:
         self.on_cpu = config.device == "cpu"
         if config.n_embd % (2 * config.n_head):
             raise UserError(f"--n_embd {config.n_embd}: must be a multiple of 2 x --n_head")
-        shape = {f.name: getattr(config, f.name) for f in dataclasses.fields(ModelConfig)}
-        self.model_config = ModelConfig(**shape | {"vocab_size": vocab_size})
+        shape = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
+        shape["vocab_size"] = vocab_size
+        self.model_config = ModelConfig(**shape)
         with torch.device("meta"):  # shapes without memory
             layers = [model.make_layer(self.model_config, l) for l in (0, 1, -1)]
         embedding, block, head = (Layout(layer, self.shards) for layer in layers)
