@@ -12,15 +12,12 @@ of the checkpoint that a run resumes from, else of the --model preset, else its 
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import signal
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 STOPS = {signal.SIGINT, signal.SIGTERM}
 
@@ -47,21 +44,17 @@ def explain(error: Exception) -> tuple:
 
 def run_command(program: str, main):
     """Run a program's main(). Under torchrun only rank 0 prints to standard output. Errors that
-    explain() knows end the process with a code and one line, with which torchrun's report ends."""
+    explain() knows end the process with a code and one line."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         sys.stdout = open(os.devnull, "w")
     sys.stdout.reconfigure(errors="replace", line_buffering=True)  # a terminal may lack characters
-    for number in STOPS:  # without a traceback, also while a rank waits inside gloo
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, also while a rank waits in gloo
     try:
         return main()
     except Exception as error:
         code, line = explain(error)
     if line:
-        with suppress(OSError, KeyError):
-            report = json.dumps({"message": line, "timestamp": int(time.time())})
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(report)
         time.sleep(rank != "0")  # rank 0 first: when it has ended, torchrun ends this rank
         kind = "error: " if code < 128 else ""  # a signal is none
         print(f"{program}: {kind}{line}", file=sys.stderr, flush=True)
@@ -75,10 +68,13 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
-def option(default, help, **more):
-    """A dataclass field that is a flag. more: limits, see check_limits(); choices, nargs, const as
-    in argparse."""
-    return field(default=default, metadata={"help": help} | more)
+def option(default, help, choices=None, nargs=None, const=None, **limits):
+    """A dataclass field that is a flag. choices, nargs, const: as in argparse; limits: low, above,
+    below, see check_limits()."""
+    flag = {"type": type(default), "choices": choices, "nargs": nargs, "const": const}
+    if isinstance(default, bool):
+        flag = {"action": argparse.BooleanOptionalAction}
+    return field(default=default, metadata={"help": help, "flag": flag, "limits": limits})
 
 
 # ---- what all methods share ----
@@ -88,17 +84,13 @@ def option(default, help, **more):
 # used with batches of 0.5 to 2 million tokens. tau and warm-up are the EDiT paper's (from memory).
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "lr", "lr_warmup_steps")
 LONG = dict(max_steps=20_000, eval_interval=1000, log_interval=20, tau=128, sync_warmup_steps=1024)
-SIZES = {
-    "124m": (12, 12, 768, 1024, 16, 6e-4, 700),
-    "350m": (24, 16, 1024, 1024, 8, 3e-4, 700),
-    "1b": (24, 16, 2048, 2048, 4, 2e-4, 1000),
-    "3b": (32, 20, 2560, 2048, 2, 1.6e-4, 1000),
-    "7b": (32, 32, 4096, 2048, 1, 1.2e-4, 2000),
+PRESETS = {
+    "tiny": {},  # the defaults
+    "10m": dict(zip(SHAPE, (6, 6, 384, 256, 4, 1e-3, 100)), max_steps=2000),
+    "124m": dict(zip(SHAPE, (12, 12, 768, 1024, 16, 6e-4, 700)), **LONG),
+    "1b": dict(zip(SHAPE, (24, 16, 2048, 2048, 4, 2e-4, 1000)), **LONG),
+    "7b": dict(zip(SHAPE, (32, 32, 4096, 2048, 1, 1.2e-4, 2000)), **LONG),
 }
-PRESETS = {"tiny": {}}  # the defaults
-PRESETS["10m"] = dict(zip(SHAPE, (6, 6, 384, 256, 4, 1e-3, 100)), max_steps=2000)
-for size, values in SIZES.items():
-    PRESETS[size] = LONG | dict(zip(SHAPE, values))
 
 
 @dataclass
@@ -196,42 +188,14 @@ class Config:
 # Flags of this machine or this start: a resumed run does not take them from the checkpoint.
 NOT_RESUMED = {"out_dir", "device", "backend", "replicas", "resume", "overwrite", "profile"}
 NOT_RESUMED |= {"dry_run", "init_from", "timeline"}
-PACE = {"accum", "tokens_per_step"}  # each sets the other
-
-ARGPARSE = ("help", "choices", "nargs", "const")  # what argparse needs of an option()
-
 # What --help lists; --help all lists every flag.
 FIRST_FLAGS = """method shards replicas max_steps out_dir device dry_run checkpoint_interval resume
     overwrite model data batch_size lr sync_warmup_steps tau""".split()
 
 
 def parse(argv: list, methods: dict, simulation_class) -> tuple:
-    """Flags -> (the run's config, the flags given as name -> value), see below."""
-    given = read_flags(argv, methods, simulation_class)
-    return make_config(given, methods, simulation_class, {}), given
-
-
-def make_config(given: dict, methods: dict, simulation_class, base: dict):
-    """The config of a run. given: flags as name -> value; base: those of a checkpoint or a model.
-    Flags of other methods are left out, so that one command line can compare methods."""
-    left_out = NOT_RESUMED
-    if PACE & given.keys():
-        left_out = NOT_RESUMED | PACE
-    base = {name: value for name, value in base.items() if name not in left_out}
-    preset = PRESETS[given.get("model") or base.get("model") or "tiny"]
-    values = {**preset, **base, **given}  # the later one counts
-
-    method = methods[values.get("method", Config.method)]
-    bases = (method.Config, simulation_class, Config)
-    run_class = dataclasses.make_dataclass("RunConfig", [], bases=bases)
-    run_class.method_class = method
-    fields = run_class.__dataclass_fields__
-    return run_class(**{name: value for name, value in values.items() if name in fields})
-
-
-def read_flags(argv: list, methods: dict, simulation_class) -> dict:
-    """The flags in argv, checked: name -> value. methods: name -> Method class. Raises UserError
-    that names the flag."""
+    """Flags -> (the run's config, the flags given as name -> value). methods: name -> Method class.
+    Raises UserError that names the flag."""
     classes = [Config, simulation_class]
     classes += [method.Config for method in methods.values()]
     fields = {}  # flag -> its fields, one of each class that has it
@@ -246,56 +210,57 @@ def read_flags(argv: list, methods: dict, simulation_class) -> dict:
         allow_abbrev=False,
     )
     for name, found in fields.items():
-        options = argparse_options(found)
-        if name == "method":
-            options["choices"] = list(methods)
+        text = found[0].metadata["help"]
+        flag = found[0].metadata["flag"]
+        defaults = {str(f.default) for f in found}  # those of methods may differ
+        if defaults != {""}:
+            text += f" (default: {', '.join(sorted(defaults))})"
         if argv[-2:] != ["--help", "all"] and name not in FIRST_FLAGS:
-            options["help"] = argparse.SUPPRESS
-        parser.add_argument(f"--{name}", **options)
+            text = argparse.SUPPRESS
+        if name == "method":
+            flag = {"choices": list(methods)}
+        parser.add_argument(f"--{name}", help=text, **flag)
 
     given = vars(parser.parse_args(argv))
     if "data" in given:
         given["data"] = ":".join(given["data"])
     for name, value in given.items():
-        check_limits(f"--{name}", value, fields[name][0].metadata)
-    return given
+        check_limits(f"--{name}", value, fields[name][0].metadata["limits"])
+    return make_config(given, methods, simulation_class, {}), given
 
 
-def argparse_options(fields: list) -> dict:
-    """What argparse needs to know of a flag. Its defaults differ between methods."""
-    f = fields[0]
-    options = {name: value for name, value in f.metadata.items() if name in ARGPARSE}
-    defaults = {str(each.default) for each in fields}
-    if defaults != {""}:
-        options["help"] += f" (default: {', '.join(sorted(defaults))})"
-    if isinstance(f.default, bool):
-        options["action"] = argparse.BooleanOptionalAction
-    else:
-        options["type"] = type(f.default)
-    return options
+def make_config(given: dict, methods: dict, simulation_class, base: dict):
+    """The config of a run. given: flags as name -> value; base: those of a checkpoint or a model.
+    Flags of other methods are left out, so that one command line can compare methods."""
+    values = {"model": Config.model, "method": Config.method}
+    values |= {name: value for name, value in base.items() if name not in NOT_RESUMED}
+    values |= given
+    values = PRESETS[values["model"]] | values
+
+    method = methods[values["method"]]
+    bases = (method.Config, simulation_class, Config)
+    run_class = dataclasses.make_dataclass("RunConfig", [], bases=bases)
+    run_class.method_class = method
+    fields = run_class.__dataclass_fields__
+    return run_class(**{name: value for name, value in values.items() if name in fields})
 
 
 def read_number(config: dict, key: str, flag: str):
-    """A number of a config.json. Raises UserError unless it is positive and within the limits of
-    the flag that has this meaning."""
-    value = config[key]
+    """A number of a config.json. Raises UserError unless it is above 0 and within the limits of the
+    flag that has this meaning."""
     f = Config.__dataclass_fields__[flag]
-    kind = type(f.default)
-    if type(value) not in (int, kind) or not value:  # 0 has a meaning in flags only
-        needed = f"must be a positive {kind.__name__}"
-        raise UserError(f"config.json: {key} {value!r}: {needed}")
-    check_limits(f"config.json: {key}", kind(value), f.metadata)
-    return kind(value)
+    value = type(f.default)(config[key])
+    check_limits(f"config.json: {key}", value, f.metadata["limits"] | {"above": 0})
+    return value
 
 
 def check_limits(name: str, value, limits: dict):
-    """Raise UserError unless a number is at least `low` (by default 0), above `above` and below
-    `below` (2^31; 1e30 for fractions)."""
+    """Raise UserError unless a number is at least `low` (by default 0), not `above` (0, if it is
+    given) and below `below` (2^31; 1e30 for fractions)."""
     if isinstance(value, str):
         return
     low = limits.get("low", 0)
-    above = limits.get("above", -math.inf)
     below = limits.get("below", 2**31 if isinstance(value, int) else 1e30)
-    if not (low <= value < below and value > above):  # also refuses NaN
-        bound = f"above {above}" if above >= low else f"at least {low}"
+    if not (low <= value < below) or value == limits.get("above"):  # also refuses NaN
+        bound = f"above {limits['above']}" if "above" in limits else f"at least {low}"
         raise UserError(f"{name} {value}: must be {bound} and below {below:g}")

@@ -50,31 +50,49 @@ def choose(config) -> tuple:
     """(the run's folder, the checkpoint to continue or None). Raises UserError if there is none, or
     if two runs would mix in the folder."""
     resume = config.resume
+    out_dir = config.out_dir or f"out/{config.method}"
     if resume and config.overwrite:
         raise UserError("--resume, --overwrite: give only one of them")
-    out_dir = config.out_dir or f"out/{config.method}"
     found = []
-    if resume not in ("", "auto"):
+    if resume == "auto":
+        found = list_checkpoints(out_dir)
+    elif resume:
         found = list_checkpoints(resume)
         if Path(resume, "state.json").exists():  # it is a checkpoint
             found = [Path(resume)]
         if not found:
-            hint = "name a run's folder or a checkpoint-... in it"
-            raise UserError(f"--resume {resume}: there is no checkpoint; {hint}")
+            raise UserError(
+                f"--resume {resume}: there is no checkpoint; "
+                "name a run's folder or a checkpoint-... in it"
+            )
         out_dir = config.out_dir or str(found[-1].parent)
 
+    last = found[-1] if found else None
     own = list_checkpoints(out_dir)
     if own:  # a run that is writing there could remove what this one reads
         os.close(lock(out_dir, fcntl.LOCK_SH))
-    if resume == "auto":
-        found = own
-    last = found[-1] if found else None
     earlier = own or Path(out_dir, "model.pt").exists()
-    continues = own and last and last.samefile(own[-1])
+    continues = last in own[-1:]
     if earlier and not (continues or config.overwrite or config.dry_run):
-        hint = "--resume auto continues it, --overwrite deletes it; or name another --out_dir"
-        raise UserError(f"--out_dir {out_dir} has an earlier run: {hint}")
+        raise UserError(
+            f"--out_dir {out_dir} has an earlier run: --resume auto continues it, "
+            "--overwrite deletes it; or name another --out_dir"
+        )
     return out_dir, last
+
+
+def prepare(config):
+    """Make and lock the run's folder. Remove what a killed run has left, or an earlier run. Rank 0
+    calls it before training."""
+    folder = Path(config.out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock(folder)
+    if config.overwrite:
+        remove(list_checkpoints(folder))
+        for path in folder / "model.pt", *folder.glob("timeline-*.json"):
+            path.unlink(missing_ok=True)
+    for path in folder.glob("checkpoint*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def lock(folder, kind=fcntl.LOCK_EX) -> int:
@@ -84,11 +102,20 @@ def lock(folder, kind=fcntl.LOCK_EX) -> int:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        hint = "wait for it or name another folder"
-        raise UserError(f"--out_dir {folder}: another run is writing there; {hint}") from None
+        raise UserError(
+            f"--out_dir {folder}: another run is writing there; wait for it or name another folder"
+        ) from None
     except OSError:  # a file system without locks
         pass
     return descriptor
+
+
+def remove(checkpoints: list):
+    """A checkpoint must not look complete while some of its files are gone."""
+    for path in checkpoints:
+        half_removed = path.with_suffix(".tmp")
+        os.rename(path, half_removed)
+        shutil.rmtree(half_removed, ignore_errors=True)
 
 
 # ---- saving ----
@@ -133,25 +160,17 @@ def vectors(model, method) -> tuple:
     return equal, own
 
 
-def firsts(model, name: str) -> list:
-    """The first element of each layer that a vector has: with Muon exp_avg_sq has no matrices."""
-    return model.squares_from if name == "exp_avg_sq" else [0] * len(model.layers)
-
-
-def by_layer(model, name: str, vector, shards: int, index: int) -> tuple:
-    """The vector's part in each layer. It belongs to shard `index` of `shards`."""
-    return vector.split(model.sizes_from(firsts(model, name), shards, index))
-
-
 def check_equal(mesh, sums: list):
     """Raise ReplicasDiffer on all ranks, rank 0 with a line, unless each rank has the same
-    checksums (of each layer of a vector, by name) as the rank with its shard in replica 0."""
+    checksums, by a vector's name, as the rank with its shard in replica 0."""
     for rank, own in enumerate(sums):
         for name, checksum in own.items():
             if checksum != sums[rank % mesh.shards][name]:
-                line = f"{name}: replica {rank // mesh.shards} is not equal to replica 0, so a "
-                line += "memory or a link is faulty, or their hardware differs; --resume auto "
-                line += "continues from the last checkpoint"
+                line = (
+                    f"{name}: replica {rank // mesh.shards} is not equal to replica 0, so a memory "
+                    "or a link is faulty, or their hardware differs; --resume auto continues from "
+                    "the last checkpoint"
+                )
                 raise ReplicasDiffer("" if mesh.rank else line)
 
 
@@ -163,10 +182,7 @@ def save(setup, model, method, state: dict) -> Path:
     if mesh.device.type == "cuda":  # --offload: copies to vectors on the host may be in flight
         torch.cuda.synchronize()
     equal, own = vectors(model, method)
-    sums = {}
-    for name, vector in equal.items():
-        for l, layer in enumerate(by_layer(model, name, vector, mesh.shards, mesh.shard_index)):
-            sums[f"{name} of layer {l}"] = zlib.crc32(layer.cpu().numpy())
+    sums = {name: zlib.crc32(vector.cpu().numpy()) for name, vector in equal.items()}
     # [sync] all-gather of objects, all ranks, once per checkpoint
     check_equal(mesh, mesh.all_gather_object(sums))
 
@@ -204,9 +220,8 @@ def write(folder: Path, mesh, content: dict, state: dict) -> Path:
                 torch.save(content, file)
         with alike(mesh, failure):
             if mesh.rank == 0:
-                for path in paths:
-                    if not path.is_file():
-                        raise UserError(f"rank 0 does not see {path}: nodes must share --out_dir")
+                if not all(path.is_file() for path in paths):
+                    raise UserError(f"{unfinished} is incomplete: nodes must share --out_dir")
                 (unfinished / "state.json").write_text(json.dumps(state, indent=1))
                 os.rename(unfinished, final)
                 remove(list_checkpoints(folder)[: -state["flags"]["keep"]])
@@ -214,28 +229,6 @@ def write(folder: Path, mesh, content: dict, state: dict) -> Path:
         shutil.rmtree(unfinished, ignore_errors=True)  # a full disk needs the room
         raise
     return final
-
-
-def remove(checkpoints: list):
-    """A checkpoint must not look complete while some of its files are gone."""
-    for path in checkpoints:
-        half_removed = path.with_suffix(".tmp")
-        os.rename(path, half_removed)
-        shutil.rmtree(half_removed, ignore_errors=True)
-
-
-def prepare(config):
-    """Make and lock the run's folder. Remove what a killed run has left, or an earlier run. Rank 0
-    calls it before training."""
-    folder = Path(config.out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock(folder)
-    if config.overwrite:
-        remove(list_checkpoints(folder))
-        for path in folder / "model.pt", *folder.glob("timeline-*.json"):
-            path.unlink(missing_ok=True)
-    for path in folder.glob("checkpoint*.tmp"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 # ---- loading ----
@@ -248,8 +241,10 @@ def readable(path):
         yield
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        hint = "if it is damaged, or of another version of the code, delete it"
-        raise UserError(f"checkpoint {path} cannot be read ({reason}); {hint}") from None
+        raise UserError(
+            f"checkpoint {path} cannot be read ({reason}); if it is damaged, or of another "
+            "version of the code, delete it"
+        ) from None
 
 
 def read(path) -> dict:
@@ -267,19 +262,23 @@ def check_resume(setup):
 
     was = flags | saved["model_config"]
     now = vars(config) | vars(setup.plan.model_config)
-    kept = {"model", "optimizer", *saved["model_config"]} - {"block_size"}
-    other = [f"--{name}" for name in sorted(kept) if was.get(name) != now[name]]
-    if other:
-        hint = "leave them out, and give the --data that it was trained on"
-        refuse(f"was trained with other values of {' '.join(other)}: {hint}")
+    for name in "model", "optimizer", *saved["model_config"]:
+        if name != "block_size" and was.get(name) != now[name]:
+            refuse(
+                f"was trained with another --{name}, {was.get(name)}: leave it out, and give the "
+                "--data that it was trained on"
+            )
     if flags["corpus_hash"] != setup.corpus.hash and "data" not in setup.given:
         refuse("was trained on another corpus: name a corpus with --data")
     if flags["method"] != config.method and not saved["averages_gradients"]:
         refuse(f"is past the warm-up of {flags['method']}: keep this method")
-    took, take = saved["tokens_per_step"], setup.plan.tokens_per_step
+    took = saved["tokens_per_step"]
+    take = setup.plan.tokens_per_step
     if took != take and not {"batch_size", "accum", "tokens_per_step"} & setup.given.keys():
-        hint = f"give --tokens_per_step {took}, or confirm the change with --batch_size or --accum"
-        refuse(f"took {took:,} tokens per step, these ranks take {take:,}: {hint}")
+        refuse(
+            f"took {took:,} tokens per step, these ranks take {take:,}: give --tokens_per_step "
+            f"{took}, or confirm the change with --batch_size or --accum"
+        )
 
 
 def load(setup, model, optimizer, method, clock):
@@ -289,18 +288,18 @@ def load(setup, model, optimizer, method, clock):
         setup.source.copy_to(model)
     if not setup.saved:
         return
-    state, mesh = setup.saved, model.mesh
+    state = setup.saved
+    mesh = model.mesh
+    flags = state["flags"]
+    N = flags["shards"]
+    paths = files(setup.path, flags["world_size"])
+    first = N * mesh.replica % len(paths)  # rank 0 of the replica to continue
     clock.start_at(state)
     mesh.sent.update(state["sent"])
-    flags = state["flags"]
-    paths = files(setup.path, flags["world_size"])
-    N = flags["shards"]
-    first = N * mesh.replica % len(paths)  # rank 0 of the replica to continue
-    same_method = setup.config.method == flags["method"]
     with clock, alike(mesh), readable(setup.path):  # A-EDiT's round begins here
         shared = [open_file(path) for path in paths[:N]]
         own = [open_file(path) for path in paths[first : first + N]]
-        method.steps = own[0]["steps"]
+        method.steps = optimizer.steps = own[0]["steps"]
         method.rounds = own[0]["rounds"]
         method.averages_gradients = state["averages_gradients"]
         if not method.averages_gradients:  # in place of begin()
@@ -310,25 +309,30 @@ def load(setup, model, optimizer, method, clock):
                 if torch.is_tensor(value):
                     value = value.to(mesh.device, copy=True)
                 setattr(method, name, value)
+        same_method = setup.config.method == flags["method"]
         for saved, found in zip((shared, own), vectors(model, method)):
             for name, vector in found.items():
                 # In the warm-up the method may change. Vectors of another one do not fit.
                 if same_method or name not in method.shared + method.private:
                     fill(vector, [file[name] for file in saved], model, name)
-    optimizer.steps = method.steps
     model.invalidate_gathered()
 
 
 def fill(vector, saved: list, model, name: str):
     """vector <- this rank's shards, from the flat vectors of all saved shards."""
-    shards, index = model.mesh.shards, model.mesh.shard_index
+    shards = model.mesh.shards
+    index = model.mesh.shard_index
     if len(saved) == shards:
         vector.copy_(saved[index])
         return
-    parts = [by_layer(model, name, file, len(saved), i) for i, file in enumerate(saved)]
-    places = by_layer(model, name, vector, shards, index)
-    for layout, first, place, *pieces in zip(model.layouts, firsts(model, name), places, *parts):
-        whole = torch.cat(pieces)[: layout.used - first]
+    # The first element of each layer that the vector has: with Muon exp_avg_sq has no matrices.
+    firsts = model.squares_from if name == "exp_avg_sq" else [0] * len(model.layers)
+    pieces = []  # of each saved shard, by layer
+    for i, file in enumerate(saved):
+        pieces.append(file.split(model.sizes_from(firsts, len(saved), i)))
+    places = vector.split(model.sizes_from(firsts, shards, index))
+    for layout, first, place, *parts in zip(model.layouts, firsts, places, *pieces):
+        whole = torch.cat(parts)[: layout.used - first]
         whole = pad(whole, (first, layout.padded - layout.used))
         own = whole.chunk(shards)[index]
         place.copy_(own[len(own) - len(place) :])

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 import data
-from config import STOPS, UserError, make_config, read_flags
+from config import STOPS, UserError, make_config, parse
 from mesh import Mesh, translate_comm_errors
 from plumbing import checkpoint, shm, simulate
 from plumbing.checkpoint import alike
@@ -54,8 +54,7 @@ class Setup:
 
     def __init__(self, argv: list, methods: dict, world_size: int):
         self.saved = self.source = None
-        self.given = read_flags(argv, methods, simulate.Config)
-        config = make_config(self.given, methods, simulate.Config, {})
+        config, self.given = parse(argv, methods, simulate.Config)
         out_dir, self.path = checkpoint.choose(config)
         base = {}
         if self.path:
@@ -63,27 +62,23 @@ class Setup:
             base = self.saved["flags"]
         elif config.init_from:
             self.source = open_model(config.init_from)
-            model_folders = Path(config.init_from).resolve().parents
-            if config.overwrite and Path(out_dir).resolve() in model_folders:
+            same = Path(out_dir, "model.pt").resolve() == Path(config.init_from).resolve()
+            if config.overwrite and same:
                 raise UserError("--overwrite deletes the model of --init_from: change --out_dir")
             base = vars(self.source.config) | {"vocab_size": 0}
         self.config = config = make_config(self.given, methods, simulate.Config, base)
         config.out_dir = out_dir
-        if self.saved and "shards" not in self.given and not config.dry_run:
-            config.shards = math.gcd(config.shards, world_size)  # the mesh follows the ranks
-        self.check(methods[config.method], world_size)
 
-    def check(self, method, world_size: int):
-        """Do the flags fit together, and to the corpus, this machine and the checkpoint?"""
-        config = self.config
         if config.dry_run:  # for any mesh
             world_size = config.replicas * config.shards or max(world_size, config.shards)
+        elif self.saved and "shards" not in self.given:
+            config.shards = math.gcd(config.shards, world_size)  # the mesh follows the ranks
         check_mesh(config, world_size)
         resolve_device(config)
         config.check(world_size // config.shards)
         self.corpus = data.load(config.data or None, config.vocab_size)
         data.check_windows(self.corpus, config.block_size)
-        self.plan = Plan(config, method, self.corpus.vocab_size, world_size)
+        self.plan = Plan(config, config.method_class, self.corpus.vocab_size, world_size)
         if not config.dry_run:
             self.plan.check_memory()
         if self.source:
@@ -106,9 +101,10 @@ class Setup:
 def check_mesh(config, world_size: int):
     M, N = config.replicas, config.shards
     if world_size % N or M and world_size != M * N:
-        hint = f"change --nproc_per_node or give --shards {math.gcd(world_size, N)}"
-        mesh = f"--replicas {M} --shards {N}"
-        raise UserError(f"{mesh}: {world_size} ranks do not form such a mesh; {hint}")
+        raise UserError(
+            f"--replicas {M} --shards {N}: {world_size} ranks do not form such a mesh; "
+            f"change --nproc_per_node or give --shards {math.gcd(world_size, N)}"
+        )
 
 
 def resolve_device(config):
@@ -126,19 +122,24 @@ def resolve_device(config):
     if on_gpu and not config.dry_run:  # which is for any machine
         if gpus == 0:
             raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
-        # A rank may see only its own GPU: torchrun --virtual-local-rank, srun --gpus-per-task 1.
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-        if config.backend == "nccl" and gpus <= local_rank < ranks:
-            hint = "lower --nproc_per_node, or use --backend shm"
-            raise UserError(f"--backend nccl: some ranks share a GPU; {hint}")
+        if config.backend == "nccl" and local_rank() >= gpus:
+            raise UserError(
+                "--backend nccl: some ranks share a GPU; lower --nproc_per_node, "
+                "or use --backend shm"
+            )
+
+
+def local_rank() -> int:
+    """Number on this machine. 0 for all if each sees only its own GPU, as with torchrun's
+    --virtual-local-rank."""
+    return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def has_native_bf16(device: str) -> bool:
-    if device == "cuda":  # without one it is a dry run for another machine
-        cuda = torch.cuda
-        return not cuda.is_available() or cuda.is_bf16_supported(including_emulation=False)
-    return bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # with AMX, too
+    if device == "cpu":
+        return torch.cpu.get_capabilities().get("avx512_bf16", False)  # with AMX, too
+    cuda = torch.cuda  # without a GPU it is a dry run for another machine
+    return not cuda.is_available() or cuda.is_bf16_supported(including_emulation=False)
 
 
 # ---- starting ----
@@ -147,24 +148,23 @@ def has_native_bf16(device: str) -> bool:
 def connect() -> Mesh:
     """Start torch.distributed's default group. Returns a mesh of all ranks as one replica, for what
     they tell each other before the run's mesh is known."""
-    rank = int(os.environ.get("RANK", 0))  # torchrun sets both
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets it
     timeout = timedelta(seconds=START_S)
     with translate_comm_errors():
         if world_size > 1:
-            store = rendezvous(rank, world_size, timeout)
+            store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+            store = without_old_keys(store, rank, world_size)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
             )
         return Mesh(world_size, torch.device("cpu"), START_S)
 
 
-def rendezvous(rank: int, world_size: int, timeout: timedelta):
-    """A store without keys of an earlier start. After a restart torchrun's store still has them,
+def without_old_keys(store, rank: int, world_size: int):
+    """The store without keys of an earlier start. After a restart torchrun's store still has them,
     and TORCHELASTIC_RESTART_COUNT may differ between nodes. So each rank announces a random id, and
     the hash of all ids is the prefix of the new keys. When all ranks have computed it, none of them
     has read an old id."""
-    store = next(dist.rendezvous("env://", timeout=timeout))[0]
     store.set(f"hello/{rank}", os.urandom(16).hex())
     names = [f"hello/{r}" for r in range(world_size)]
     for _ in range(50 * START_S):
@@ -199,8 +199,7 @@ def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:
     keep_freed_memory()
     device = torch.device(config.device)
     if config.device == "cuda":
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if config.backend == "nccl":
         # The GPU runs operations of the two groups in the order in which the host issued them.
@@ -226,21 +225,22 @@ def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:
     return mesh
 
 
+LIBC = ctypes.CDLL(None)
+
+
 def keep_freed_memory():
     """Let glibc keep what a step frees for the next step. By default it returns much of it to the
     system and fetches it again page by page: some 4% of a bf16 step on CPUs. Large blocks go back
     at once: kept, they leave gaps, and a run takes up to 15% more memory than planned."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-3, 1 << 22)  # M_MMAP_THRESHOLD, bytes: 4 MiB
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    if hasattr(LIBC, "mallopt"):
+        LIBC.mallopt(-3, 1 << 22)  # M_MMAP_THRESHOLD, bytes: 4 MiB
+        LIBC.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def return_freed_memory():
     """The training is over: what glibc has kept goes back, and model.pt takes its place."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
 
 
 # ---- ending ----

@@ -51,7 +51,8 @@ def listening(port) -> bool:
 def node(tmp_path):
     """node(folder, **environment): torchrun on one of at most two nodes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port, agents = server.getsockname()[1], []
+        port = server.getsockname()[1]
+        agents = []
 
     def start(folder, **environment):
         torchrun = "-m torch.distributed.run --nnodes 1:2 --nproc_per_node 1 --max-restarts 5"
@@ -87,11 +88,14 @@ OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def test_run_goes_on_when_a_node_is_lost_and_when_one_joins(node, tmp_path):
-    calm, run = tmp_path / "calm", tmp_path / "run"
-    first, second = node(calm, **OWN_STORE), node(calm, **OWN_STORE)
+    calm = tmp_path / "calm"
+    run = tmp_path / "run"
+    first = node(calm, **OWN_STORE)
+    second = node(calm, **OWN_STORE)
     assert [first.wait(300), second.wait(300)] == [0, 0], first.log.read_text()
 
-    stays, lost = node(run, **OWN_STORE), node(run, **OWN_STORE)
+    stays = node(run, **OWN_STORE)
+    lost = node(run, **OWN_STORE)
     agents = [stays, lost]
     wait_until(lambda: last_step(run) >= 300, agents)
     began = time.monotonic()

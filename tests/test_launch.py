@@ -101,7 +101,9 @@ def patched(patch, *more, of=range(4)):
 def wait_for_signal(rank, step, lag, *waiting):
     """These ranks wait for a signal before this step. lag: the host reads metrics so many steps
     late (on CUDA 1)."""
-    make, enable, load_batch = shard.ShardedModel.__init__, launch.StopRequest, data.Batches.train
+    make = shard.ShardedModel.__init__
+    enable = launch.StopRequest
+    load_batch = data.Batches.train
     stops = []
 
     def make_late(self, *args, **options):
@@ -208,7 +210,8 @@ def test_no_rank_leaves_while_rank_0_samples(start, tmp_path):
 def break_in(rank, name, count, error):
     """The count-th call of a function kills its process or raises the error."""
     module, name = name.split(".")
-    function, calls = getattr(sys.modules[module], name), []
+    function = getattr(sys.modules[module], name)
+    calls = []
 
     def deadly(*args, **options):
         calls.append(None)
@@ -230,7 +233,8 @@ def limit_files(rank, most_bytes):
 
 def spoil_losses(rank, step):
     """The loss of rank 2 is NaN after a step."""
-    forward, count = shard.ShardedModel.forward, []
+    forward = shard.ShardedModel.forward
+    count = []
 
     def sick_forward(self, *args, train=True, **options):
         count.extend([None] * train)
@@ -242,7 +246,8 @@ def spoil_losses(rank, step):
 
 def spoil_anchor(rank, count):
     """One element of layer 2 changes before the count-th checkpoint: the one at the end."""
-    save, calls = checkpoint.save, []
+    save = checkpoint.save
+    calls = []
 
     def save_spoiled(setup, model, method, state):
         calls.append(None)
@@ -253,7 +258,8 @@ def spoil_anchor(rank, count):
     checkpoint.save = save_spoiled
 
 
-FULL, ALL = OSError(28, "No space left"), [0, 1, 2, 3]
+FULL = OSError(28, "No space left")
+ALL = [0, 1, 2, 3]
 FAILURES = {  # what happens; on which ranks; their line, if they are not killed; flags
     "killed before the vectors are written": ((break_in, "torch.save", 2, None), [2], "", ""),
     "killed before the new name": ((break_in, "os.rename", 2, None), [0], "", "--backend gloo"),
@@ -261,7 +267,7 @@ FAILURES = {  # what happens; on which ranks; their line, if they are not killed
     "no room for vectors": ((break_in, "torch.save", 2, FULL), [2], "no checkpoint could be", ""),
     "no room for the model": ((break_in, "os.replace", 1, FULL), [0], "model.pt could not be", ""),
     "no room for the record": ((limit_files, 3_000), [0], "metrics.jsonl: File too large", ""),
-    "replicas differ": ((spoil_anchor, 3), [2], "anchor of layer 2: replica 1 is not equal", ""),
+    "replicas differ": ((spoil_anchor, 3), [2], "anchor: replica 1 is not equal", ""),
     "replicas diverge": ((spoil_losses, 14), ALL, "diverged at step 15", "--method minibatch"),
     "a replica diverges": ((spoil_losses, 14), [2, 3], "diverged at step 15", "--method diloco"),
 }
@@ -271,7 +277,8 @@ FAILURES = {  # what happens; on which ranks; their line, if they are not killed
 def test_failure_is_reported_in_a_line_and_costs_nothing_that_was_saved(
     patch, found_by, message, more, start, tmp_path, undisturbed
 ):
-    saving, store = f"{more} --checkpoint_interval 7 --keep 1 --resume auto", agent_store()
+    saving = f"{more} --checkpoint_interval 7 --keep 1 --resume auto"
+    store = agent_store()
     run = start(saving, special=patched(*patch, of=found_by), store=store)
     # The others have finished when rank 0 writes the model.
     others = (0, "") if "model" in message else (1, LOST)
@@ -292,8 +299,11 @@ def test_failure_is_reported_in_a_line_and_costs_nothing_that_was_saved(
 
 
 def test_random_kills_cost_no_step_and_change_no_bit(start, tmp_path):
-    steps, dice, store = max(60, 30 * KILLS), random.Random(KILLS), agent_store()
-    kills, codes = 0, [1]
+    steps = max(60, 30 * KILLS)
+    dice = random.Random(KILLS)
+    store = agent_store()
+    kills = 0
+    codes = [1]
     while set(codes) != {0}:
         run = start("--checkpoint_interval 5 --resume auto", steps, store=store)
         victim = dice.randrange(4)
