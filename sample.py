@@ -6,20 +6,15 @@ Also from a folder in Hugging Face's Llama format.
 import torch
 
 from config import Parser, UserError, check_limits, run_command
-from model import Llama
-from plumbing.load_model import open_model
+from plumbing.load_model import make_llama, open_model
 from plumbing.tokenizer import make_tokenizer
 
 
 def load(path: str):
     """(Llama, tokenizer) from a model.pt or a folder of export.py. Raises UserError."""
     source = open_model(path)
-    encoding = make_tokenizer(source.tokenizer)
-    with torch.device("meta"):
-        model = Llama(source.config)
-    tensors = {name: tensor.float() for name, tensor in source.tensors.items()}
-    model.load_state_dict(tensors, assign=True)  # without a copy: model.pt is memory-mapped
-    return model, encoding
+    tokenizer = make_tokenizer(source.tokenizer)
+    return make_llama(source.config, source.tensors).float(), tokenizer
 
 
 @torch.no_grad()

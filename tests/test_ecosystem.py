@@ -2,6 +2,7 @@
 requirements-ecosystem.txt."""
 
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -13,7 +14,7 @@ import data
 import export
 import train
 from config import UserError
-from model import Llama
+from model import Llama, ModelConfig
 from plumbing import launch, load_model, tokenizer
 from ranks import ROOT, Launch, run_training
 from sample import continue_text, load
@@ -136,7 +137,7 @@ def test_byte_pairs_of_tiktoken_give_the_same_tokens_in_a_tokenizer_json(monkeyp
     special = {"<|endoftext|>": len(ranks)}
     encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", lambda name: encoding)
-    fast = tokenizer.to_json("gpt2")
+    fast = tokenizer.make_tokenizer(tokenizer.to_json("gpt2"))
     assert fast.eot_token == len(ranks) and fast.end_of_text == "<|endoftext|>"
     plain = tokenizer.make_tokenizer("gpt2")
     for each in text, *("-" * count for count in range(20)):  # of equal pairs the first
@@ -181,35 +182,57 @@ def test_their_tokenizer_makes_a_corpus_and_a_model_that_is_exported_with_it(
             launch.Setup([*argv, more, "--overwrite"], train.METHODS, 1)
 
 
-WRONG = {  # changes of config.json -> what the line says
-    "has shape": dict(intermediate_size=96), "KeyError": dict(num_hidden_layers=3),
-    "has no place in model.py": dict(num_hidden_layers=1),
-    "tie_word_embeddings is true, but lm_head is not the embedding": dict(tie_word_embeddings=True),
-}  # more are in test_cli.py
+FOREIGN = {  # changes of config.json -> what the line says
+    "has shape|size mismatch": dict(intermediate_size=96),
+    "missing_keys.*model.layers.2": dict(num_hidden_layers=3),
+    "unexpected_keys.*model.layers.1": dict(num_hidden_layers=1),
+    "missing_keys.*q_proj.bias": dict(attention_bias=True),
+    "missing_keys.*up_proj.bias": dict(mlp_bias=True),
+    "are llama, gelu, default": dict(hidden_act="gelu"),
+    "are mistral, silu, default": dict(model_type="mistral"),
+    "model type `new`|Unrecognized": dict(model_type="new"),
+    "are llama, silu, linear": dict(rope_scaling={"type": "linear", "factor": 2.0}),
+    "size mismatch|sizes": dict(head_dim=16),
+    "Error: ": dict(num_hidden_layers="two"),
+}
 
 
-def test_foreign_and_damaged_folders_are_refused_in_one_line(transformers, tmp_path):
+def refused(folder, message):
+    with pytest.raises(UserError) as error:
+        load_model.open_model(str(folder))
+    line = str(error.value)
+    assert line.startswith(f"{folder} is not a model (") and re.search(message, line), line
+    assert "\n" not in line and len(line) < 600
+
+
+def test_foreign_folders_are_refused_in_one_line(transformers, tmp_path):
+    refused(tmp_path, "config.json")
+    their_llama(transformers, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for message, change in FOREIGN.items():
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        refused(tmp_path, message)
+
+
+def test_damaged_folders_are_refused_in_one_line(transformers, tmp_path):
     their_llama(transformers, tmp_path / "hf")
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    config.pop("head_dim")
-    rope = config.pop("rope_parameters")
-    for message, change in WRONG.items():
-        (tmp_path / "hf" / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(UserError) as error:
-            load_model.open_model(str(tmp_path / "hf"))
-        assert "is not a model (" in str(error.value) and message in str(error.value)
-        assert "\n" not in str(error.value)
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
-    load_model.open_model(str(tmp_path / "hf"))
     whole = (tmp_path / "hf" / "model.safetensors").read_bytes()
     for content in whole[: len(whole) // 2], b"":
         (tmp_path / "hf" / "model.safetensors").write_bytes(content)
-        with pytest.raises(UserError, match=r"is not a model \(SafetensorError: Error while"):
-            load_model.open_model(str(tmp_path / "hf"))
+        refused(tmp_path / "hf", "SafetensorError: Error while")
     their_llama(transformers, tmp_path / "many", shard="40KB")
     (tmp_path / "many" / "model-00003-of-00005.safetensors").unlink()
-    with pytest.raises(UserError, match="No such file.*model-00003-of-00005.safetensors"):
-        load_model.open_model(str(tmp_path / "many"))
+    refused(tmp_path / "many", "model-00003-of-00005.safetensors")
+
+
+def test_fields_of_the_config_are_read_from_old_files_too(transformers, tmp_path):
+    """Before version 5 of transformers rope_theta was not in rope_parameters."""
+    their_llama(transformers, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert load_model.open_model(str(tmp_path)).config == ModelConfig(2, 4, 32, 64, 300, 80, norm_eps=1e-6)
+    del config["rope_parameters"], config["head_dim"], config["num_key_value_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 500.0}))
+    assert load_model.open_model(str(tmp_path)).config.rope_base == 500.0
 
 
 def test_tied_model_may_have_its_embedding_twice(transformers, tmp_path):
