@@ -21,6 +21,9 @@ def load(path: str):
 def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0, n_vocab=None):
     """Yield `count` more token ids below n_vocab, each drawn given the last block_size ones.
     temperature 0: the most likely one; top_k 0: draw from all."""
+    if temperature == 0:
+        top_k = 1
+        temperature = 1.0
     generator = torch.Generator().manual_seed(seed)
     tokens = list(tokens)
     for _ in range(count):
@@ -28,11 +31,8 @@ def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0,
         logits = model(context)[0, -1, :n_vocab].double()  # (V,); a tiny temperature is 0 in fp32
         if 0 < top_k < len(logits):
             logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
-        if temperature == 0:
-            tokens.append(int(logits.argmax()))
-        else:
-            probabilities = torch.softmax(logits / temperature, dim=0)
-            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        probabilities = torch.softmax(logits / temperature, dim=0)
+        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         yield tokens[-1]
 
 

@@ -188,9 +188,6 @@ class Log:
         self.at_start = setup.saved or NEW_RUN  # state.json of the checkpoint that is continued
         self.tokens = self.at_start["tokens"]
         self.last = self.at_start  # the last row `step`
-        self.path = Path(self.config.out_dir, "metrics.jsonl")
-        if mesh.rank != 0:
-            self.path = Path(os.devnull)
         self.profiler = None
         if self.config.profile:
             trace = f"{self.config.out_dir}/trace-{mesh.rank}.json"
@@ -198,10 +195,13 @@ class Log:
                 schedule=torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1),
                 on_trace_ready=lambda profiler: profiler.export_chrome_trace(trace),
             )
-            self.profiler.start()  # Its first step warms up, then come the steps 2 to 4.
+            self.profiler.start()  # step 1 warms it up
 
-        continues = setup.saved and setup.path.parent.samefile(self.path.parent)
-        self.file = open(self.path, "a" if continues else "w", buffering=1)  # whole lines
+        path = Path(self.config.out_dir, "metrics.jsonl")
+        if mesh.rank != 0:
+            path = Path(os.devnull)
+        continues = setup.saved and setup.path.parent.samefile(path.parent)
+        self.file = open(path, "a" if continues else "w", buffering=1)  # whole lines
         if continues:
             self.file.truncate(min(self.file.tell(), setup.saved["metrics_bytes"]))
         description = setup.describe(mesh)
@@ -230,7 +230,7 @@ class Log:
         try:
             self.file.write(json.dumps({"event": event} | row) + "\n")
         except OSError as error:  # a failed write does not say of which file
-            error.filename = self.path
+            error.filename = self.file.name
             raise
 
     def saved(self, path, seconds: float):
@@ -246,7 +246,7 @@ class Log:
 
     def state(self, method) -> dict:
         """What a checkpoint must know to continue this file."""
-        return self.now(method) | {"metrics_bytes": self.path.stat().st_size}
+        return self.now(method) | {"metrics_bytes": self.file.tell()}
 
     def step(self, method, lr: float, metrics):
         """metrics: shard.Metrics. Reading them waits for the step."""

@@ -62,9 +62,11 @@ def their_llama(transformers, folder, **more):
 def test_exported_model_is_the_same_for_transformers(transformers, model_pt, tmp_path):
     ours, encoding = load(model_pt)
     folder = exported(model_pt, tmp_path / "out")
-    theirs, loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(loaded.values()), loaded  # no missing, unexpected or other key
-    theirs, tokens = theirs.eval(), torch.randint(257, (3, 64))
+    auto = transformers.AutoModelForCausalLM
+    theirs, report = auto.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report  # no missing, unexpected or other key
+    theirs.eval()
+    tokens = torch.randint(257, (3, 64))
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=2e-5)
     theirs_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -117,29 +119,35 @@ def test_round_trip_is_exact(transformers, model_pt, tmp_path):
     assert fast.decode(tokens) == byte.decode(tokens) == text
     assert (fast.eot_token, fast.n_vocab) == (256, 257)
     again = exported(tmp_path / "out", tmp_path / "again")  # keeps their tokenizer.json
-    for name in "config.json", "model.safetensors", "tokenizer.json":
-        same = [(folder / name).read_bytes() for folder in (tmp_path / "out", again)]
-        assert json.loads(same[0]) == json.loads(same[1]) if name[-4:] == "json" else same[0] == same[1]
+    for name in "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json":
+        assert (tmp_path / "out" / name).read_bytes() == (again / name).read_bytes(), name
 
 
-def test_byte_pairs_of_tiktoken_give_the_same_tokens_in_a_tokenizer_json(monkeypatch):
-    pytest.importorskip("tokenizers")
-    pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""  # GPT-2's
-    text, ranks = (ROOT / "RESULTS.md").read_text(), {bytes([i]): i for i in range(256)}
+def small_gpt2(text):
+    """GPT-2's encoding with a few words of the text in place of its vocabulary."""
+    pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+    ranks = {bytes([byte]): byte for byte in range(256)}
     pairs = Counter(text[i : i + 2].encode() for i in range(len(text) - 1))
+    triples = Counter(text[i : i + 3].encode() for i in range(len(text) - 2))
     for pair, _ in pairs.most_common(200):
         ranks.setdefault(pair, len(ranks))
-    for triple, _ in Counter(text[i : i + 3].encode() for i in range(len(text) - 2)).most_common(99):
+    for triple, _ in triples.most_common(99):
         if triple[:-1] in ranks:
             ranks.setdefault(triple, len(ranks))
     for word in b"--", b"----":
         ranks.setdefault(word, len(ranks))
     special = {"<|endoftext|>": len(ranks)}
-    encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    return tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+
+def test_byte_pairs_of_tiktoken_give_the_same_tokens_in_a_tokenizer_json(monkeypatch, transformers):
+    text = (ROOT / "RESULTS.md").read_text()
+    encoding = small_gpt2(text)
     monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", lambda name: encoding)
-    fast = tokenizer.make_tokenizer(tokenizer.to_json("gpt2"))
-    assert fast.eot_token == len(ranks) and fast.end_of_text == "<|endoftext|>"
     plain = tokenizer.make_tokenizer("gpt2")
+    fast = tokenizer.make_tokenizer(tokenizer.to_json("gpt2"))
+    assert fast.end_of_text == "<|endoftext|>"
+    assert (fast.eot_token, fast.n_vocab) == (plain.eot_token, plain.n_vocab)
     for each in text, *("-" * count for count in range(20)):  # of equal pairs the first
         assert fast.encode(each).tolist() == plain.encode(each).tolist()
 
@@ -229,7 +237,8 @@ def test_fields_of_the_config_are_read_from_old_files_too(transformers, tmp_path
     """Before version 5 of transformers rope_theta was not in rope_parameters."""
     their_llama(transformers, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert load_model.open_model(str(tmp_path)).config == ModelConfig(2, 4, 32, 64, 300, 80, norm_eps=1e-6)
+    expected = ModelConfig(2, 4, 32, 64, 300, 80, norm_eps=1e-6)
+    assert load_model.open_model(str(tmp_path)).config == expected
     del config["rope_parameters"], config["head_dim"], config["num_key_value_heads"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 500.0}))
     assert load_model.open_model(str(tmp_path)).config.rope_base == 500.0
