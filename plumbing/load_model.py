@@ -126,9 +126,11 @@ def open_folder(path: str) -> Source:
     fields = {ours: getattr(theirs, name) for ours, name in FIELDS.items()}
     config = ModelConfig(**fields, rope_base=theirs.rope_parameters["rope_theta"])
 
-    model, report = transformers.LlamaForCausalLM.from_pretrained(path, output_loading_info=True)
+    model, report = transformers.LlamaForCausalLM.from_pretrained(
+        path, output_loading_info=True, ignore_mismatched_sizes=True
+    )
     if any(report.values()):
-        raise ValueError(f"tensors that are missing or have no place in it: {report}")
+        raise ValueError(f"its tensors do not fit its config.json: {report}")
     found = model.state_dict()
     del model  # so each tensor is freed when it is copied
     tensors = {}

@@ -191,17 +191,16 @@ def test_their_tokenizer_makes_a_corpus_and_a_model_that_is_exported_with_it(
 
 
 FOREIGN = {  # changes of config.json -> what the line says
-    "has shape|size mismatch": dict(intermediate_size=96),
+    "mismatched_keys.*mlp": dict(intermediate_size=96),
+    "mismatched_keys.*self_attn": dict(head_dim=16),
     "missing_keys.*model.layers.2": dict(num_hidden_layers=3),
     "unexpected_keys.*model.layers.1": dict(num_hidden_layers=1),
-    "missing_keys.*q_proj.bias": dict(attention_bias=True),
-    "missing_keys.*up_proj.bias": dict(mlp_bias=True),
+    "missing_keys.*self_attn.*bias": dict(attention_bias=True),
     "are llama, gelu, default": dict(hidden_act="gelu"),
     "are mistral, silu, default": dict(model_type="mistral"),
-    "model type `new`|Unrecognized": dict(model_type="new"),
     "are llama, silu, linear": dict(rope_scaling={"type": "linear", "factor": 2.0}),
-    "size mismatch|sizes": dict(head_dim=16),
-    "Error: ": dict(num_hidden_layers="two"),
+    "model type `new`": dict(model_type="new"),
+    "num_hidden_layers": dict(num_hidden_layers="two"),
 }
 
 
@@ -220,6 +219,11 @@ def test_foreign_folders_are_refused_in_one_line(transformers, tmp_path):
     for message, change in FOREIGN.items():
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         refused(tmp_path, message)
+
+
+def test_biases_are_refused(transformers, tmp_path):
+    their_llama(transformers, tmp_path, mlp_bias=True)
+    refused(tmp_path, "model.layers.0.mlp.gate_proj.bias.*no place in model.py")
 
 
 def test_damaged_folders_are_refused_in_one_line(transformers, tmp_path):
