@@ -67,16 +67,12 @@ class Clock:
         return time.perf_counter() - self.started
 
     def __enter__(self):
-        self.entered = self._when_idle()
+        if self.device.type == "cuda":  # what is in its queue is training
+            torch.cuda.synchronize()
+        self.entered = time.perf_counter()
 
     def __exit__(self, *exception):
-        self.started += self._when_idle() - self.entered
-
-    def _when_idle(self) -> float:
-        """Now, when a GPU has done what is in its queue."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        self.started += time.perf_counter() - self.entered
 
 
 class RoundRecord:
