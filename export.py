@@ -6,11 +6,9 @@ train.py writes model.pt with save_model(): a dictionary of plain values and ten
 executing anything in it. `model`: the state dict of model.Llama, fp32; `model_config`: the fields
 of ModelConfig; `tokenizer`: see plumbing/tokenizer.py; `config`: the run's flags.
 
-transformers opens the folder, and so do --init_from and sample.py. It needs the packages
-safetensors and, for a tokenizer.json, tokenizers.
+The package transformers writes the folder. It opens it, and so do --init_from and sample.py.
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -18,8 +16,8 @@ import torch
 
 from config import Parser, UserError, explain, run_command
 from data import new_folder
-from plumbing.load_model import FIELDS, FIXED, Source, open_model, shapes, their_names
-from plumbing.tokenizer import UNKNOWN, to_json
+from plumbing.load_model import FIELDS, Source, open_model, their_names
+from plumbing.tokenizer import UNKNOWN, JsonTokenizer, to_json
 
 
 def whole_model(model) -> dict:
@@ -59,31 +57,26 @@ def save_model(path, model, tokenizer: str, flags: dict):
 
 def write_folder(source: Source, out: str):
     """Write the new folder `out`, whole or not at all. Raises UserError."""
-    config = source.config
-    tensors = {}
-    for name in shapes(config):
-        theirs = their_names(name)
-        for part_name, part in zip(theirs, source.tensors[name].chunk(len(theirs))):
-            tensors[part_name] = part
-    described = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()} | FIXED
-    described["architectures"] = ["LlamaForCausalLM"]
-    described["bos_token_id"] = None
-    described["eos_token_id"] = None
-    files = {"config.json": described}
-    if source.tokenizer != UNKNOWN:
-        tokenizer = to_json(source.tokenizer)
-        described["eos_token_id"] = tokenizer.eot_token
-        files["tokenizer.json"] = json.loads(tokenizer.text)
-        files["tokenizer_config.json"] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": tokenizer.end_of_text,
-        }
-    with new_folder(out) as folder:
-        from safetensors.torch import save_file
+    import transformers
 
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        for name, content in files.items():
-            (folder / name).write_text(json.dumps(content, indent=1) + "\n")
+    ours = source.config
+    described = {theirs: getattr(ours, name) for name, theirs in FIELDS.items()}
+    config = transformers.LlamaConfig(**described, bos_token_id=None, eos_token_id=None)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": ours.rope_base}
+    tensors = {}
+    for name, rows in their_names(ours.n_layer).items():
+        tensors.update(zip(rows, source.tensors[name].chunk(len(rows))))
+
+    with new_folder(out) as folder:
+        if source.tokenizer != UNKNOWN:
+            tokenizer = JsonTokenizer(to_json(source.tokenizer))
+            config.eos_token_id = tokenizer.eot_token
+            transformers.PreTrainedTokenizerFast(
+                tokenizer_object=tokenizer.tokenizer, eos_token=tokenizer.end_of_text
+            ).save_pretrained(folder)
+        with torch.device("meta"):  # the tensors are there already
+            model = transformers.LlamaForCausalLM(config)
+        model.save_pretrained(folder, state_dict=tensors)
 
 
 def main():

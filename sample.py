@@ -6,26 +6,24 @@ Also from a folder in Hugging Face's Llama format.
 import torch
 
 from config import Parser, UserError, check_limits, run_command
-from model import Llama
-from plumbing.load_model import open_model
+from plumbing.load_model import make_llama, open_model
 from plumbing.tokenizer import make_tokenizer
 
 
 def load(path: str):
     """(Llama, tokenizer) from a model.pt or a folder of export.py. Raises UserError."""
     source = open_model(path)
-    encoding = make_tokenizer(source.tokenizer)
-    with torch.device("meta"):
-        model = Llama(source.config)
-    tensors = {name: tensor.float() for name, tensor in source.tensors.items()}
-    model.load_state_dict(tensors, assign=True)  # without a copy: model.pt is memory-mapped
-    return model, encoding
+    tokenizer = make_tokenizer(source.tokenizer)
+    return make_llama(source.config, source.tensors).float(), tokenizer
 
 
 @torch.no_grad()
 def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0, n_vocab=None):
     """Yield `count` more token ids below n_vocab, each drawn given the last block_size ones.
     temperature 0: the most likely one; top_k 0: draw from all."""
+    if temperature == 0:
+        top_k = 1
+        temperature = 1.0
     generator = torch.Generator().manual_seed(seed)
     tokens = list(tokens)
     for _ in range(count):
@@ -33,11 +31,8 @@ def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0,
         logits = model(context)[0, -1, :n_vocab].double()  # (V,); a tiny temperature is 0 in fp32
         if 0 < top_k < len(logits):
             logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
-        if temperature == 0:
-            tokens.append(int(logits.argmax()))
-        else:
-            probabilities = torch.softmax(logits / temperature, dim=0)
-            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        probabilities = torch.softmax(logits / temperature, dim=0)
+        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         yield tokens[-1]
 
 

@@ -67,16 +67,12 @@ class Clock:
         return time.perf_counter() - self.started
 
     def __enter__(self):
-        self.entered = self._when_idle()
+        if self.device.type == "cuda":  # what is in its queue is training
+            torch.cuda.synchronize()
+        self.entered = time.perf_counter()
 
     def __exit__(self, *exception):
-        self.started += self._when_idle() - self.entered
-
-    def _when_idle(self) -> float:
-        """Now, when a GPU has done what is in its queue."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        self.started += time.perf_counter() - self.entered
 
 
 class RoundRecord:
@@ -121,12 +117,12 @@ class RoundRecord:
             "weight": [1 / mesh.replicas] * len(exchanged.steps),
             "dropped": [0] * len(exchanged.steps),
             "clip": 1.0,
+            **self.fields,
+            "stall_ms": self.stalls,
+            "sync_bytes": mesh.sent["sync"] - self.sent_before,
         }
-        row |= self.fields
-        row["stall_ms"] = self.stalls
         for cause, seconds in mesh.waited_s.items():
             row[f"wait_{cause}_ms"] = 1e3 * (seconds - self.waited_before[cause])
-        row["sync_bytes"] = mesh.sent["sync"] - self.sent_before
         self.rows.append(row)
         self.start_round()
 
@@ -138,10 +134,12 @@ class RoundRecord:
         for name, value in row.items():
             if isinstance(value, torch.Tensor):
                 row[name] = value.tolist()
-        row["steps"] = [int(steps) for steps in row["steps"]]
+        row["steps"] = list(map(int, row["steps"]))
         row["tau"] = row["steps"][0]
         row["stall_ms"] = sum(passed_ms(begin, end) for begin, end in row["stall_ms"])
-        self.lost_rounds = 0 if any(row["weight"]) else self.lost_rounds + 1
+        self.lost_rounds += 1
+        if any(row["weight"]):
+            self.lost_rounds = 0
         return row
 
 
@@ -162,6 +160,9 @@ def passed_ms(begin, end) -> float:
     return begin.elapsed_time(end)
 
 
+NEW_RUN = {"step": 0, "progress": 0, "tokens": 0, "train_s": 0.0}
+
+
 class Log:
     """Writes the rows, on rank 0, and prints a line for each. It decides nothing."""
 
@@ -172,18 +173,25 @@ class Log:
         self.config = setup.config
         self.mesh = mesh
         self.clock = clock
-        nothing = {"step": 0, "progress": 0, "tokens": 0, "train_s": 0.0, "metrics_bytes": 0}
-        self.at_start = setup.saved or nothing  # state.json of the checkpoint that is continued
+        self.at_start = setup.saved or NEW_RUN  # state.json of the checkpoint that is continued
         self.tokens = self.at_start["tokens"]
         self.last = self.at_start  # the last row `step`
-        self.path = Path(self.config.out_dir, "metrics.jsonl")
-        if mesh.rank != 0:
-            self.path = Path(os.devnull)
+        self.profiler = None
+        if self.config.profile:
+            trace = f"{self.config.out_dir}/trace-{mesh.rank}.json"
+            self.profiler = torch.profiler.profile(
+                schedule=torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1),
+                on_trace_ready=lambda profiler: profiler.export_chrome_trace(trace),
+            )
+            self.profiler.start()  # step 1 warms it up
 
-        continues = setup.saved and setup.path.parent.resolve() == self.path.parent.resolve()
-        self.file = open(self.path, "a" if continues else "w", buffering=1)  # whole lines
+        path = Path(self.config.out_dir, "metrics.jsonl")
+        if mesh.rank != 0:
+            path = Path(os.devnull)
+        continues = setup.saved and setup.path.parent.samefile(path.parent)
+        self.file = open(path, "a" if continues else "w", buffering=1)  # whole lines
         if continues:
-            self.file.truncate(min(self.file.tell(), self.at_start["metrics_bytes"]))
+            self.file.truncate(min(self.file.tell(), setup.saved["metrics_bytes"]))
         description = setup.describe(mesh)
         if self.file.tell() == 0:
             self.write("config", description)
@@ -192,38 +200,25 @@ class Log:
             self.print_resume(step, description)
         if setup.source:
             print("init   ", setup.source.path, setup.source.notes)
-        self.profiler = None
-        if self.config.profile:
-            self.start_profiler()
 
     def print_resume(self, step: int, now: dict):
-        """now: what setup.describe() says of this start."""
+        """The checkpoint's mesh, and the given flags that change. now: what setup.describe() says
+        of this start."""
         saved = self.setup.saved["flags"]
-        line = f"resume  {self.setup.path}: step {step}, "
-        line += "{replicas} replicas x {shards} shards".format(**saved["mesh"])
-        if saved["mesh"] != now["mesh"]:
-            line += " -> {replicas} x {shards}".format(**now["mesh"])
-        for name in self.setup.given:
+        mesh = "{replicas} replicas x {shards} shards".format(**saved["mesh"])
+        line = f"resume  {self.setup.path}: step {step}, {mesh}"
+        for name in sorted(self.setup.given.keys() - NOT_RESUMED):
             was = saved.get(name)
-            if was != now.get(name) and name not in NOT_RESUMED:
+            if was != now.get(name):
                 line += f"; --{name} {was} -> {now.get(name)}"
         print(line)
-
-    def start_profiler(self):
-        """Of the steps 2 to 4."""
-        path = Path(self.config.out_dir, f"trace-{self.mesh.rank}.json")
-        self.profiler = torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1),
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-        )
-        self.profiler.start()
 
     def write(self, event: str, row: dict):
         row = json.loads(json.dumps(row), parse_constant=lambda name: None)  # JSON has no NaN
         try:
             self.file.write(json.dumps({"event": event} | row) + "\n")
         except OSError as error:  # a failed write does not say of which file
-            error.filename = self.path
+            error.filename = self.file.name
             raise
 
     def saved(self, path, seconds: float):
@@ -239,7 +234,7 @@ class Log:
 
     def state(self, method) -> dict:
         """What a checkpoint must know to continue this file."""
-        return self.now(method) | {"metrics_bytes": self.path.stat().st_size}
+        return self.now(method) | {"metrics_bytes": self.file.tell()}
 
     def step(self, method, lr: float, metrics):
         """metrics: shard.Metrics. Reading them waits for the step."""
@@ -256,17 +251,18 @@ class Log:
         row = self.last = self.now(method)
         seconds = row["train_s"] - last["train_s"]
         step_s = seconds / (step - last["step"])
+        tokens_per_s = (row["tokens"] - last["tokens"]) / seconds
         row |= {"loss": loss, "lr": lr, "grad_norm": grad_norm, "step_ms": 1e3 * step_s}
-        row["tokens_per_s"] = (row["tokens"] - last["tokens"]) / seconds
+        row["tokens_per_s"] = tokens_per_s
         for group, count in self.mesh.sent.items():
             row[f"{group}_bytes"] = round(count)
         self.write("step", row)
 
-        left_s = round((max_steps - method.progress) * step_s)
+        minutes, seconds = divmod(round((max_steps - method.progress) * step_s), 60)
         print(
             f"step {step:05d}/{max_steps:05d} | loss {loss:.4f} | lr {lr:.1e} | "
-            f"gnorm {grad_norm:.2f} | {row['step_ms']:.0f} ms | {row['tokens_per_s']:,.0f} tok/s | "
-            f"{left_s // 60}m{left_s % 60:02d}s left"
+            f"gnorm {grad_norm:.2f} | {1e3 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s | "
+            f"{minutes}m{seconds:02d}s left"
         )
 
     def sync(self, row: dict):
@@ -284,10 +280,8 @@ class Log:
         )
 
     def eval(self, method, val_loss: float):
-        row = self.now(method)
-        row["val_loss"] = val_loss
         bits = val_loss / math.log(2) / self.setup.corpus.bytes_per_token  # of token files: NaN
-        row["bits_per_byte"] = bits
+        row = self.now(method) | {"val_loss": val_loss, "bits_per_byte": bits}
         row["sync_bytes"] = round(self.mesh.sent["sync"])
         if method.record.spread is not None:
             row["spread"] = method.record.spread
@@ -295,14 +289,10 @@ class Log:
         print(f"eval {row['step']:05d} | val loss {val_loss:.4f} nats/token | {bits:.3f} bits/byte")
 
     def end(self, method, val_loss: float):
-        mesh = self.mesh
-        if mesh.spans:
-            path = Path(self.config.out_dir, f"timeline-{mesh.rank}.json")
-            zero = time.time() - time.perf_counter()  # one scale for all machines
-            spans = [(name, begin + zero, end + zero) for name, begin, end in mesh.spans]
-            path.write_text(json.dumps({"replica": mesh.replica, "spans": spans}))
+        if self.config.timeline:
+            self.write_timeline()
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if mesh.device.type == "cuda":
+        if self.mesh.device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated()
         row = self.now(method)
         row["tokens_per_s"] = row.pop("tokens") / row["train_s"]
@@ -313,6 +303,12 @@ class Log:
             f"{row['tokens_per_s']:,.0f} tok/s | val loss {val_loss:.4f} | "
             f"peak {size(peak_bytes)} on rank 0"
         )
+
+    def write_timeline(self):
+        zero = time.time() - time.perf_counter()  # one scale for all machines
+        spans = [(name, begin + zero, end + zero) for name, begin, end in self.mesh.spans]
+        path = Path(self.config.out_dir, f"timeline-{self.mesh.rank}.json")
+        path.write_text(json.dumps({"replica": self.mesh.replica, "spans": spans}))
 
 
 def counts(found: list) -> str:

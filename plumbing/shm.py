@@ -49,7 +49,7 @@ def machine_id() -> str:
     if not able or limits != {resource.RLIM_INFINITY}:
         return ""
     boot = open("/proc/sys/kernel/random/boot_id").read().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 class Work(dist.Work):
@@ -94,9 +94,10 @@ class ShmGroup(dist.ProcessGroup):
 
     # ---- the protocol ----
 
-    def _start(self, kind: int, flat: torch.Tensor, collect) -> Work:
-        """Write this rank's tensor. The work calls collect(read), where read(rank, first_byte,
-        like) is what the rank has written, from first_byte on, as long as `like`: a view."""
+    def _start(self, kind: int, output, input, first_byte=0) -> Work:
+        """Write this rank's input. The work's wait() reads what the ranks have written, from
+        first_byte on, in rank order: each into its piece of output (GATHER), or output becomes
+        their sum (SUM), with equal bits on all ranks."""
         self.counts[kind] += 1
         n = self.counts[kind]
         me = self.rank()
@@ -105,15 +106,20 @@ class ShmGroup(dist.ProcessGroup):
             self.works[slot].wait()
         for rank in range(self.size()):
             self._wait(self.released, slot, rank, n - SLOTS)
-        self.slots[slot, me, : flat.nbytes].view(flat.dtype).copy_(flat)
+        self.slots[slot, me, : input.nbytes].view(input.dtype).copy_(input.view(-1))
         self.written[slot, me] = n
-
-        def read(rank, first_byte, like):
-            self._wait(self.written, slot, rank, n)
-            return self.slots[slot, rank, first_byte:][: like.nbytes].view(like.dtype)
+        pieces = output.view(-1).chunk(self.size())
+        if kind == SUM:
+            pieces = [output.view(-1)] * self.size()
 
         def finish():
-            collect(read)
+            for rank, piece in enumerate(pieces):
+                self._wait(self.written, slot, rank, n)
+                found = self.slots[slot, rank, first_byte:][: piece.nbytes].view(piece.dtype)
+                if kind == SUM and rank > 0:
+                    piece.add_(found.to(piece.device))
+                elif rank != me or piece.data_ptr() != input.data_ptr():  # else it is there already
+                    piece.copy_(found)
             self.released[slot, me] = n
 
         self.works[slot] = Work(finish)
@@ -126,56 +132,35 @@ class ShmGroup(dist.ProcessGroup):
         while numbers[slot, rank] < n:
             tries += 1
             time.sleep(min(tries, 20) * 2e-5)
-            if tries % 50:
-                continue
-            if not os.path.exists(self.paths[rank]) and numbers[slot, rank] < n:
+            dead = tries % 50 == 0 and not os.path.exists(self.paths[rank])
+            if dead and numbers[slot, rank] < n:
                 raise RuntimeError("a neighbour has died")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"a neighbour is silent for {self.timeout_s:g} s")
 
     # ---- the operations ----
 
-    def _gather(self, output, input, first_byte=0):
-        """Each piece of output <- a rank's input from first_byte on, in rank order."""
-        pieces = output.view(-1).chunk(self.size())
+    def all_gather_single(self, output, input, opts):
+        return self._start(GATHER, output, input)
 
-        def collect(read):
-            for rank, piece in enumerate(pieces):
-                if piece.data_ptr() != input.data_ptr():  # in-place: it is there already
-                    piece.copy_(read(rank, first_byte, piece))
+    def all_to_all_single(self, output, input, output_sizes, input_sizes, opts):
+        return self._start(GATHER, output, input, self.rank() * input.nbytes // self.size())
 
-        return self._start(GATHER, input.view(-1), collect)
+    def allreduce(self, tensors, opts):
+        return self._sum(tensors[0], tensors[0], 0, opts)
 
-    def _sum(self, flat, part, first_byte, opts):
-        """part <- the sum over the ranks of `flat` from first_byte on, in rank order on every
-        rank: the results are bit-identical."""
-        if opts is not None and opts.reduceOp != dist.ReduceOp.SUM:
+    def reduce_scatter_single(self, output, input, opts):
+        return self._sum(output, input, self.rank() * output.nbytes, opts)
+
+    def _sum(self, output, input, first_byte, opts):
+        if opts.reduceOp != dist.ReduceOp.SUM:
             raise NotImplementedError("the shm backend only sums")
+        return self._start(SUM, output, input, first_byte)
 
-        def collect(read):
-            pieces = [read(rank, first_byte, part).to(part.device) for rank in range(self.size())]
-            torch.add(pieces[0], pieces[1], out=part)
-            for piece in pieces[2:]:
-                part.add_(piece)
-
-        return self._start(SUM, flat, collect)
-
-    def allreduce(self, tensors, opts=None):
-        return self._sum(tensors[0].view(-1), tensors[0].view(-1), 0, opts)
-
-    def _reduce_scatter_base(self, output, input, opts=None):
-        return self._sum(input.view(-1), output.view(-1), self.rank() * output.nbytes, opts)
-
-    def _allgather_base(self, output, input, opts=None):
-        return self._gather(output, input)
-
-    def alltoall_base(self, output, input, output_sizes, input_sizes, opts=None):
-        return self._gather(output, input, self.rank() * (input.nbytes // self.size()))
-
-    # torch 2.13's names
-    all_gather_single = _allgather_base
-    reduce_scatter_single = _reduce_scatter_base
-    all_to_all_single = alltoall_base
+    # the names before torch 2.13
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
 
 
 dist.Backend.register_backend("shm", ShmGroup, extended_api=True, devices=["cpu", "cuda"])

@@ -70,7 +70,8 @@ class Config:
 
     def check(self, replicas: int):
         super().check(replicas)
-        read_disturbances(self, replicas)
+        for flag in FORMS:
+            read_disturbance(self, flag, replicas)
         method = self.method_class
         has_anchor = "anchor" in method.shared + method.private
         if self.flip and not (has_anchor and method.syncs_at_round_end):
@@ -87,29 +88,24 @@ FORMS = {
     "scale_lr": "R:FIRST:LAST:FACTOR",
     "flip": "R:FIRST:LAST",
 }
+NOBODY = {"R": -1, "F": 1.0, "FIRST": 0, "LAST": 0, "FACTOR": 1.0}
 
 
-def read_disturbances(config, replicas: int) -> dict:
-    """Flag -> its numbers by name, for the flags that are given. Raises UserError."""
-    found = {}
-    for flag, form in FORMS.items():
-        text = getattr(config, flag)
-        try:
-            if text:
-                found[flag] = read_numbers(form, text, replicas)
-        except ValueError:
-            limits = f"R below {replicas}, F at least 1, FIRST at most LAST"
-            raise UserError(f"--{flag} {text}: must be {form}, {limits}") from None
-    return found
-
-
-def read_numbers(form: str, text: str, replicas: int) -> dict:
-    numbers = [float(word) for word in text.split(":")]
-    found = dict(zip(form.split(":"), numbers, strict=True))
-    in_order = numbers[1:3] == sorted(numbers[1:3])  # FIRST and LAST
-    in_range = all(0 <= number < 1e9 for number in numbers)  # NaN is not
-    if found["R"] not in range(replicas) or found.get("F", 1) < 1 or not (in_order and in_range):
-        raise ValueError
+def read_disturbance(config, flag: str, replicas: int) -> dict:
+    """The numbers of a flag by name; those of NOBODY if it is not given. Raises UserError."""
+    text = getattr(config, flag)
+    if not text:
+        return NOBODY
+    names = FORMS[flag].split(":")
+    try:
+        found = NOBODY | dict(zip(names, map(float, text.split(":")), strict=True))
+        right = found["R"] in range(replicas) and found["FIRST"] <= found["LAST"]
+        right &= 1 <= found["F"] < 1e9  # NaN is not
+    except ValueError:
+        right = False
+    if not right:
+        limits = f"R below {replicas}, F at least 1, FIRST at most LAST"
+        raise UserError(f"--{flag} {text}: must be {FORMS[flag]}, {limits}")
     return found
 
 
@@ -122,10 +118,10 @@ class Cluster(nullcontext):
         super().__init__()
         self.config = config
         self.mesh = mesh
-        self.disturbances = read_disturbances(config, mesh.replicas)
+        self.numbers = {flag: read_disturbance(config, flag, mesh.replicas) for flag in FORMS}
+        slow = self.numbers["slow_replica"]
         self.step_s = [1.0] * mesh.replicas  # virtual seconds
-        if slow := self.disturbances.get("slow_replica"):
-            self.step_s[int(slow["R"])] = slow["F"]
+        self.step_s[int(slow["R"])] = slow["F"]
         self.synced_at = 0.0  # when all replicas went on at the same virtual time
         self.steps = 0  # of this replica since then
 
@@ -136,58 +132,49 @@ class Cluster(nullcontext):
     def train_s(self) -> float:
         return self.synced_at + self.steps * self.step_s[self.mesh.replica]
 
-    def end_step(self, averages_gradients: bool):
-        if averages_gradients:  # all wait for the slowest
-            self.synced_at += max(self.step_s)
-        else:
-            self.steps += 1
-
-    def end_round(self, counts: list):
-        """Replica r has taken counts[r] steps since the last one. All go on at the same time."""
-        self.synced_at += max(map(operator.mul, counts, self.step_s))
-        self.steps = 0
+    def busy_s(self) -> float:
+        """Now. Waiting for other replicas is not work, so a slow replica waits no longer."""
+        return time.perf_counter() - sum(self.mesh.waited_s.values())
 
     def hits(self, flag: str, step: int) -> bool:
-        """Is this replica disturbed in this step? step: counted from 0."""
-        numbers = self.disturbances.get(flag)
-        if not numbers or numbers["R"] != self.mesh.replica:
-            return False
-        return numbers["FIRST"] <= step + 1 <= numbers["LAST"]
+        """Is this replica disturbed in this step? step: counted from 1."""
+        numbers = self.numbers[flag]
+        return numbers["R"] == self.mesh.replica and numbers["FIRST"] <= step <= numbers["LAST"]
 
     @contextmanager
     def step(self, optimizer, method):
         """Before: change the learning rate that train.py has just set. After: the step's delay."""
-        if self.hits("scale_lr", method.steps) and not method.averages_gradients:
-            optimizer.lr *= self.disturbances["scale_lr"]["FACTOR"]
-        began = time.perf_counter()
-        waited_s = sum(self.mesh.waited_s.values())
+        if self.hits("scale_lr", method.steps + 1) and not method.averages_gradients:
+            optimizer.lr *= self.numbers["scale_lr"]["FACTOR"]
+        began = self.busy_s()
         yield
         factor = self.step_s[self.mesh.replica]
-        if self.config.virtual_clock:
-            self.end_step(method.averages_gradients)
-        elif factor > 1:
+        if factor > 1 and not self.config.virtual_clock:
             if self.mesh.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
-            # Waiting for other replicas is not work, so it does not get slower.
-            waited_s = sum(self.mesh.waited_s.values()) - waited_s
-            busy_s = time.perf_counter() - began - waited_s
-            time.sleep((factor - 1) * busy_s)
+            time.sleep((factor - 1) * (self.busy_s() - began))
+        if method.averages_gradients:  # all wait for the slowest
+            self.synced_at += max(self.step_s)
+        else:
+            self.steps += 1
 
     @contextmanager
     def sync(self, method):
         """Before: the replica's progress since its anchor may get the wrong sign. After: replicas
         have waited for each other."""
-        if self.hits("flip", method.steps - 1):
+        if self.hits("flip", method.steps):
             x = method.model.master
             torch.sub(2 * method.anchor.to(x.device), x, out=x)
         yield
-        if self.config.virtual_clock:
-            self.end_round(method.exchanged.steps.tolist())
+        if self.config.virtual_clock:  # all go on at the time of the latest one
+            steps = method.exchanged.steps.tolist()
+            self.synced_at += max(map(operator.mul, steps, self.step_s))
+            self.steps = 0
 
     def batch(self, batches, method, micro_step: int):
         """The inputs and targets of a micro-step, or in their place uniform random tokens."""
         batch = batches.train(method.steps, micro_step)
-        if not self.hits("random_tokens", method.steps):
+        if not self.hits("random_tokens", method.steps + 1):
             return batch
         mesh = self.mesh
         # The third number: 0 draws the batches, 2 NoLoCo's pairs.

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from config import UserError, read_number
+from config import UserError
 
 UNKNOWN = "unknown"
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # in a tokenizer.json
@@ -23,13 +23,13 @@ ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # in a tok
 
 def make_tokenizer(name: str):
     """The tokenizer that this text names. Raises UserError."""
-    if name.lstrip().startswith("{"):
-        return JsonTokenizer(name)
+    if name == UNKNOWN:
+        raise UserError("the tokenizer of this model is not known")
     if name == "byte":
         return ByteTokenizer()
     if name == "gpt2":
         return GPT2Tokenizer()
-    raise UserError("the tokenizer of this model is not known")
+    return JsonTokenizer(name)
 
 
 class ByteTokenizer:
@@ -42,9 +42,6 @@ class ByteTokenizer:
 
     def decode(self, tokens: list) -> str:
         return bytes(tokens).decode(errors="replace")
-
-    def token_bytes(self, token: int) -> bytes:
-        return bytes([token])
 
 
 class GPT2Tokenizer:
@@ -61,7 +58,6 @@ class GPT2Tokenizer:
         self.eot_token = self.encoding.eot_token
         self.n_vocab = self.encoding.n_vocab
         self.decode = self.encoding.decode
-        self.token_bytes = self.encoding.decode_single_token_bytes
 
     def encode(self, text: str) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
@@ -75,7 +71,6 @@ class JsonTokenizer:
     def __init__(self, text: str):
         import tokenizers
 
-        self.text = text
         self.tokenizer = tokenizers.Tokenizer.from_str(text)
         self.tokenizer.encode_special_tokens = True  # <|endoftext|> in a text is text
         ids = self.tokenizer.get_vocab()
@@ -103,38 +98,21 @@ def read_tokenizer(name: str) -> tuple:
     text = Path(name, "tokenizer.json").read_text()
     config = Path(name, "config.json")
     if config.exists():
-        return text, read_number(json.loads(config.read_text()), "vocab_size", "vocab_size")
+        return text, json.loads(config.read_text())["vocab_size"]
     return text, make_tokenizer(text).n_vocab
 
 
-def to_json(name: str) -> JsonTokenizer:
-    """The tokenizer.json with the same tokens as make_tokenizer(name)."""
+def to_json(name: str) -> str:
+    """The tokenizer.json with the same tokens as make_tokenizer(name). Needs transformers."""
     if name not in ("byte", "gpt2"):
-        return make_tokenizer(name)
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        return name
+    from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    tokenizer = make_tokenizer(name)
-    letters = letters_of_bytes(pre_tokenizers.ByteLevel.alphabet())
-    ids = {}
-    for token in range(tokenizer.eot_token):
-        word = "".join(letters[byte] for byte in tokenizer.token_bytes(token))
-        ids[word] = token
-
-    merges = []  # in the order of the tokens that they make, as in tiktoken
-    for word in ids:
-        for i in range(1, len(word)):
-            if word[:i] in ids and word[i:] in ids:
-                merges.append((word[:i], word[i:]))
-
-    written = Tokenizer(models.BPE(ids, merges))
-    written.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    written.decoder = decoders.ByteLevel()
-    written.add_special_tokens([ENDS_OF_TEXT[0]])  # with the next id
-    return JsonTokenizer(written.to_str())
-
-
-def letters_of_bytes(alphabet: list) -> dict:
-    """Byte -> its letter in a tokenizer.json. Printable bytes are their own letters, those of the
-    others follow U+0100."""
-    printable_first = sorted(range(256), key=lambda byte: chr(byte) not in alphabet)
-    return dict(zip(printable_first, sorted(alphabet)))
+    converter = TikTokenConverter(extra_special_tokens=[ENDS_OF_TEXT[0]])  # with the next id
+    ids = {bytes([byte]): byte for byte in range(256)}  # of words
+    if name == "gpt2":
+        encoding = make_tokenizer(name).encoding
+        ids = encoding._mergeable_ranks
+        converter.pattern = encoding._pat_str
+    converter.load_tiktoken_bpe = lambda path: ids  # in place of reading a file
+    return converter.converted().to_str()

@@ -2,7 +2,6 @@
 Wrong input of the command line is in test_cli.py."""
 
 import json
-import math
 import mmap
 import os
 import signal
@@ -151,13 +150,8 @@ def test_vocabulary_of_a_folder_is_that_of_config_json_if_there_is_one(tmp_path,
     monkeypatch.setattr(tokenizer, "make_tokenizer", lambda text: SimpleNamespace(n_vocab=301))
     (tmp_path / "tokenizer.json").write_text("{}")
     assert tokenizer.read_tokenizer(str(tmp_path)) == ("{}", 301)
-    for size in 300, 2**31 - 1:
-        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size}))
-        assert tokenizer.read_tokenizer(str(tmp_path)) == ("{}", size)
-    for size in 0, -1, 2**31, math.inf, math.nan, "300", None, True:
-        (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size}))
-        with pytest.raises(UserError, match="config.json.*vocab_size"):
-            tokenizer.read_tokenizer(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300}))
+    assert tokenizer.read_tokenizer(str(tmp_path)) == ("{}", 300)
 
 
 def write_folder(folder, ids, **changes):
@@ -294,14 +288,6 @@ def test_bytes_become_tokens_and_text_again_even_if_they_are_damaged():
     assert byte.decode(byte.encode(text).tolist()) == text
     assert byte.decode([0xC3, 97]) == "\ufffda"
     assert byte.encode("a\udcff").tolist() == [97, 63]  # of a command line that is not UTF-8
-
-
-def test_letters_of_the_bytes_in_a_tokenizer_json_are_gpt2s():
-    alphabet = pytest.importorskip("tokenizers").pre_tokenizers.ByteLevel.alphabet()
-    letters = tokenizer.letters_of_bytes(alphabet)
-    assert sorted(letters.values()) == sorted(alphabet) and sorted(letters) == list(range(256))
-    for letter, byte in {"a": 97, "\u00ff": 255, "\u0120": 32, "\u010a": 10, "\u0143": 173}.items():
-        assert letters[byte] == letter
 
 
 def test_ended_program_leaves_no_unfinished_folder(tmp_path):

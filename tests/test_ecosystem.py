@@ -2,6 +2,7 @@
 requirements-ecosystem.txt."""
 
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -13,7 +14,7 @@ import data
 import export
 import train
 from config import UserError
-from model import Llama
+from model import Llama, ModelConfig
 from plumbing import launch, load_model, tokenizer
 from ranks import ROOT, Launch, run_training
 from sample import continue_text, load
@@ -61,9 +62,11 @@ def their_llama(transformers, folder, **more):
 def test_exported_model_is_the_same_for_transformers(transformers, model_pt, tmp_path):
     ours, encoding = load(model_pt)
     folder = exported(model_pt, tmp_path / "out")
-    theirs, loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(loaded.values()), loaded  # no missing, unexpected or other key
-    theirs, tokens = theirs.eval(), torch.randint(257, (3, 64))
+    auto = transformers.AutoModelForCausalLM
+    theirs, report = auto.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report  # no missing, unexpected or other key
+    theirs.eval()
+    tokens = torch.randint(257, (3, 64))
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=2e-5)
     theirs_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -116,29 +119,35 @@ def test_round_trip_is_exact(transformers, model_pt, tmp_path):
     assert fast.decode(tokens) == byte.decode(tokens) == text
     assert (fast.eot_token, fast.n_vocab) == (256, 257)
     again = exported(tmp_path / "out", tmp_path / "again")  # keeps their tokenizer.json
-    for name in "config.json", "model.safetensors", "tokenizer.json":
-        same = [(folder / name).read_bytes() for folder in (tmp_path / "out", again)]
-        assert json.loads(same[0]) == json.loads(same[1]) if name[-4:] == "json" else same[0] == same[1]
+    for name in "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json":
+        assert (tmp_path / "out" / name).read_bytes() == (again / name).read_bytes(), name
 
 
-def test_byte_pairs_of_tiktoken_give_the_same_tokens_in_a_tokenizer_json(monkeypatch):
-    pytest.importorskip("tokenizers")
-    pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""  # GPT-2's
-    text, ranks = (ROOT / "RESULTS.md").read_text(), {bytes([i]): i for i in range(256)}
+def small_gpt2(text):
+    """GPT-2's encoding with a few words of the text in place of its vocabulary."""
+    pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+    ranks = {bytes([byte]): byte for byte in range(256)}
     pairs = Counter(text[i : i + 2].encode() for i in range(len(text) - 1))
+    triples = Counter(text[i : i + 3].encode() for i in range(len(text) - 2))
     for pair, _ in pairs.most_common(200):
         ranks.setdefault(pair, len(ranks))
-    for triple, _ in Counter(text[i : i + 3].encode() for i in range(len(text) - 2)).most_common(99):
+    for triple, _ in triples.most_common(99):
         if triple[:-1] in ranks:
             ranks.setdefault(triple, len(ranks))
     for word in b"--", b"----":
         ranks.setdefault(word, len(ranks))
     special = {"<|endoftext|>": len(ranks)}
-    encoding = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    return tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+
+def test_byte_pairs_of_tiktoken_give_the_same_tokens_in_a_tokenizer_json(monkeypatch, transformers):
+    text = (ROOT / "RESULTS.md").read_text()
+    encoding = small_gpt2(text)
     monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", lambda name: encoding)
-    fast = tokenizer.to_json("gpt2")
-    assert fast.eot_token == len(ranks) and fast.end_of_text == "<|endoftext|>"
     plain = tokenizer.make_tokenizer("gpt2")
+    fast = tokenizer.make_tokenizer(tokenizer.to_json("gpt2"))
+    assert fast.end_of_text == "<|endoftext|>"
+    assert (fast.eot_token, fast.n_vocab) == (plain.eot_token, plain.n_vocab)
     for each in text, *("-" * count for count in range(20)):  # of equal pairs the first
         assert fast.encode(each).tolist() == plain.encode(each).tolist()
 
@@ -181,35 +190,62 @@ def test_their_tokenizer_makes_a_corpus_and_a_model_that_is_exported_with_it(
             launch.Setup([*argv, more, "--overwrite"], train.METHODS, 1)
 
 
-WRONG = {  # changes of config.json -> what the line says
-    "has shape": dict(intermediate_size=96), "KeyError": dict(num_hidden_layers=3),
-    "has no place in model.py": dict(num_hidden_layers=1),
-    "tie_word_embeddings is true, but lm_head is not the embedding": dict(tie_word_embeddings=True),
-}  # more are in test_cli.py
+FOREIGN = {  # changes of config.json -> what the line says
+    "mismatched_keys.*mlp": dict(intermediate_size=96),
+    "mismatched_keys.*self_attn": dict(head_dim=16),
+    "missing_keys.*model.layers.2": dict(num_hidden_layers=3),
+    "unexpected_keys.*model.layers.1": dict(num_hidden_layers=1),
+    "missing_keys.*self_attn.*bias": dict(attention_bias=True),
+    "are llama, gelu, default": dict(hidden_act="gelu"),
+    "are mistral, silu, default": dict(model_type="mistral"),
+    "are llama, silu, linear": dict(rope_scaling={"type": "linear", "factor": 2.0}),
+    "model type `new`": dict(model_type="new"),
+    "num_hidden_layers": dict(num_hidden_layers="two"),
+}
 
 
-def test_foreign_and_damaged_folders_are_refused_in_one_line(transformers, tmp_path):
+def refused(folder, message):
+    with pytest.raises(UserError) as error:
+        load_model.open_model(str(folder))
+    line = str(error.value)
+    assert line.startswith(f"{folder} is not a model (") and re.search(message, line), line
+    assert "\n" not in line and len(line) < 600
+
+
+def test_foreign_folders_are_refused_in_one_line(transformers, tmp_path):
+    refused(tmp_path, "config.json")
+    their_llama(transformers, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for message, change in FOREIGN.items():
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        refused(tmp_path, message)
+
+
+def test_biases_are_refused(transformers, tmp_path):
+    their_llama(transformers, tmp_path, mlp_bias=True)
+    refused(tmp_path, "model.layers.0.mlp.gate_proj.bias.*no place in model.py")
+
+
+def test_damaged_folders_are_refused_in_one_line(transformers, tmp_path):
     their_llama(transformers, tmp_path / "hf")
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    config.pop("head_dim")
-    rope = config.pop("rope_parameters")
-    for message, change in WRONG.items():
-        (tmp_path / "hf" / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(UserError) as error:
-            load_model.open_model(str(tmp_path / "hf"))
-        assert "is not a model (" in str(error.value) and message in str(error.value)
-        assert "\n" not in str(error.value)
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
-    load_model.open_model(str(tmp_path / "hf"))
     whole = (tmp_path / "hf" / "model.safetensors").read_bytes()
     for content in whole[: len(whole) // 2], b"":
         (tmp_path / "hf" / "model.safetensors").write_bytes(content)
-        with pytest.raises(UserError, match=r"is not a model \(SafetensorError: Error while"):
-            load_model.open_model(str(tmp_path / "hf"))
+        refused(tmp_path / "hf", "SafetensorError: Error while")
     their_llama(transformers, tmp_path / "many", shard="40KB")
     (tmp_path / "many" / "model-00003-of-00005.safetensors").unlink()
-    with pytest.raises(UserError, match="No such file.*model-00003-of-00005.safetensors"):
-        load_model.open_model(str(tmp_path / "many"))
+    refused(tmp_path / "many", "model-00003-of-00005.safetensors")
+
+
+def test_fields_of_the_config_are_read_from_old_files_too(transformers, tmp_path):
+    """Before version 5 of transformers rope_theta was not in rope_parameters."""
+    their_llama(transformers, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    expected = ModelConfig(2, 4, 32, 64, 300, 80, norm_eps=1e-6)
+    assert load_model.open_model(str(tmp_path)).config == expected
+    del config["rope_parameters"], config["head_dim"], config["num_key_value_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 500.0}))
+    assert load_model.open_model(str(tmp_path)).config.rope_base == 500.0
 
 
 def test_tied_model_may_have_its_embedding_twice(transformers, tmp_path):

@@ -32,18 +32,21 @@ def test_sampling_is_a_function_of_seed_and_cools_to_the_likeliest():
 
 
 def test_context_is_the_last_block_size_tokens():
-    model, long = Llama(CONFIG, seed=0), list(range(100, 140))
+    model = Llama(CONFIG, seed=0)
+    long = list(range(100, 140))
     draw = lambda tokens: list(sample.generate(model, tokens, 5, temperature=0))
     assert draw(long) == draw(long[-16:])
 
 
 def test_text_begins_and_ends_at_the_end_of_text_and_has_no_token_of_the_padding():
-    byte, seen = make_tokenizer("byte"), []
+    byte = make_tokenizer("byte")
+    seen = []
 
     def model(context):  # likes a token of the padding most, then the end of the text
         seen.append(context.tolist())
         logits = torch.zeros(*context.shape, 300)
-        logits[..., 299], logits[..., 256 if len(seen) == 3 else ord("a")] = 2.0, 1.0
+        logits[..., 299] = 2.0
+        logits[..., 256 if len(seen) == 3 else ord("a")] = 1.0
         return logits
 
     model.config = CONFIG

@@ -23,43 +23,59 @@ KINDS = ("all_reduce", "all_gather", "all_gather in place", "reduce_scatter", "a
 
 def run_operation(kind, group, x, async_op=False):
     """One collective on x, which has a piece per rank. Returns (result, work)."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    part = x.chunk(size)[rank]
+    options = dict(group=group, async_op=async_op)
+    part = x.chunk(dist.get_world_size())[dist.get_rank()]
     if kind == "all_reduce":
-        return x, dist.all_reduce(x, group=group, async_op=async_op)
+        return x, dist.all_reduce(x, **options)
     if kind == "all_to_all":
         result = torch.zeros_like(x)
-        return result, dist.all_to_all_single(result, x, group=group, async_op=async_op)
+        return result, dist.all_to_all_single(result, x, **options)
     if kind == "reduce_scatter":
         result = torch.zeros_like(part)
-        return result, reduce_scatter_single(result, x, group=group, async_op=async_op)
+        return result, reduce_scatter_single(result, x, **options)
     result = x if kind == "all_gather in place" else torch.zeros_like(x)
-    return result, all_gather_single(result, part, group=group, async_op=async_op)
+    return result, all_gather_single(result, part, **options)
 
 
 def random_operations(ours, gloo, in_flight=shm.SLOTS + 3):
     """Up to `in_flight` at a time; each rank waits in an order of its own. Returns what differs."""
-    cases, order = [*itertools.product(KINDS, DTYPES, SIZES)] * 2, random.Random(dist.get_rank())
+    cases = [*itertools.product(KINDS, DTYPES, SIZES)] * 2
     random.Random(7).shuffle(cases)  # the same order on all ranks
+    order = random.Random(dist.get_rank())
     generator = torch.Generator().manual_seed(dist.get_rank())
-    pending, wrong = [], []
-    for number, (kind, dtype, length) in enumerate(cases):
+    pending = []
+    wrong = []
+    for number, case in enumerate(cases):
+        kind, dtype, length = case
         # Sums of small whole numbers are exact in every dtype.
         shape = (dist.get_world_size() * length,)
         x = torch.randint(-30, 30, shape, generator=generator).to(dtype)
         wide = x.clone() if dtype != torch.bfloat16 else x.float()  # gloo lacks some in bf16
         expected = run_operation(kind, gloo, wide)[0].to(dtype)
-        pending.append((expected, *run_operation(kind, ours, x, async_op=True), number))
-        while len(pending) > (order.randint(0, in_flight) if number < len(cases) - 1 else 0):
-            expected, result, work, issued = pending.pop(order.randrange(len(pending)))
+        result, work = run_operation(kind, ours, x, async_op=True)
+        pending.append((case, expected, result, work))
+        left = 0 if number == len(cases) - 1 else order.randint(0, in_flight)
+        while len(pending) > left:
+            issued, expected, result, work = pending.pop(order.randrange(len(pending)))
             work.wait()
             assert work.wait()  # a second time
-            wrong += [] if torch.equal(result, expected) else [cases[issued]]
+            if not torch.equal(result, expected):
+                wrong.append(issued)
     return wrong
 
 
+def open_files() -> list:
+    """Of this process, those of the backend."""
+    names = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            names.append(os.readlink(descriptor))
+    return [name for name in names if "shm" in name]
+
+
 def compare_with_gloo():
-    ours, gloo = (dist.new_group(backend=name) for name in ("shm", "gloo"))
+    ours = dist.new_group(backend="shm")
+    gloo = dist.new_group(backend="gloo")
     wrong = random_operations(ours, gloo)
     with pytest.raises(NotImplementedError, match="only sums"):
         dist.all_reduce(torch.zeros(3), op=dist.ReduceOp.MAX, group=ours)
@@ -67,11 +83,7 @@ def compare_with_gloo():
     x = torch.randn(999, generator=torch.Generator().manual_seed(dist.get_rank()))
     dist.all_reduce(x, group=ours)
     maps = [line for line in open("/proc/self/maps").read().splitlines() if "/memfd:shm" in line]
-    names = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed since it was listed
-            names += [name for name in [os.readlink(descriptor)] if "shm" in name]
-    return wrong, (x.tolist(), shm.machine_id()), maps, names
+    return wrong, (x.tolist(), shm.machine_id()), maps, open_files()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -10,7 +10,7 @@ import data
 import shard
 from config import UserError
 from plumbing import simulate
-from plumbing.simulate import FRAMING, Cluster, SimulatedLink, read_disturbances
+from plumbing.simulate import FRAMING, Cluster, SimulatedLink, read_disturbance
 from ranks import run_training, train_all
 
 CPU = torch.device("cpu")
@@ -59,13 +59,30 @@ def test_transfers_arrive_when_the_link_allows(clock, ranks, latency_ms, transfe
         link.carry([None], 10, 1).wait()
 
 
+def quiet_mesh(replica=0):
+    """One of two replicas that have not waited yet."""
+    return SimpleNamespace(replica=replica, replicas=2, device=CPU, waited_s={"others": 0.0})
+
+
+def take_step(cluster, averages_gradients=False):
+    with cluster.step(None, SimpleNamespace(steps=0, averages_gradients=averages_gradients)):
+        pass
+
+
+def end_round(cluster, steps):
+    """steps: of each replica in the round."""
+    exchanged = SimpleNamespace(steps=torch.tensor(steps))
+    with cluster.sync(SimpleNamespace(steps=sum(steps), exchanged=exchanged)):
+        pass
+
+
 def test_slow_replica_takes_f_times_as_long_without_its_waiting(clock):
     sleeps = []
     for replica in 0, 1:
-        mesh = SimpleNamespace(replica=replica, replicas=2, device=CPU)
+        mesh = quiet_mesh(replica)
         mesh.waited_s = {"others": 3.0, "link": 1.0}
         cluster = Cluster(config(slow_replica="1:1.5"), mesh)
-        with cluster.step(None, SimpleNamespace(steps=0)):
+        with cluster.step(None, SimpleNamespace(steps=0, averages_gradients=False)):
             clock.now += 2.0
             mesh.waited_s = {"others": 3.5, "link": 2.0}  # of 2 seconds it has waited 1.5
         sleeps.append(clock.sleeps[:])
@@ -74,25 +91,25 @@ def test_slow_replica_takes_f_times_as_long_without_its_waiting(clock):
 
 def test_virtual_clock_worked_out_by_hand():
     """Replica 1 takes 2 seconds for a step. After a round all go on at the time of the latest."""
-    clock = Cluster(config(slow_replica="1:2"), SimpleNamespace(replica=0, replicas=2))
+    clock = Cluster(config(slow_replica="1:2", virtual_clock=True), quiet_mesh())
     seconds = []
     for steps in [4, 4], [5, 2]:
         for _ in range(steps[0]):
-            clock.end_step(averages_gradients=False)
+            take_step(clock)
         seconds.append(clock.train_s())
-        clock.end_round(steps)
+        end_round(clock, steps)
         seconds.append(clock.train_s())
     assert seconds == [4, 8, 13, 13]
 
 
 def test_virtual_clock_counts_the_slowest_replica_while_gradients_are_averaged():
-    clock = Cluster(config(slow_replica="1:2.5"), SimpleNamespace(replica=0, replicas=2))
+    clock = Cluster(config(slow_replica="1:2.5", virtual_clock=True), quiet_mesh())
     seconds = []
     for averages_gradients in True, True, False:
-        clock.end_step(averages_gradients)
+        take_step(clock, averages_gradients)
         seconds.append(clock.train_s())
     assert seconds == [2.5, 5.0, 6.0]
-    clock.end_round([1, 1])
+    end_round(clock, [1, 1])
     assert clock.train_s() == 7.5
 
 
@@ -100,35 +117,47 @@ def test_one_step_of_one_replica_may_be_hit():
     flags = config(flip="1:5:5")
     hits = {}
     for replica in 0, 1:
-        mesh = SimpleNamespace(replica=replica, replicas=2, device=CPU)
-        cluster = Cluster(flags, mesh)
-        hits[replica] = [cluster.hits("flip", step) for step in range(7)]
-        assert not any(cluster.hits("scale_lr", step) for step in range(7))
-    assert hits == {0: [False] * 7, 1: [False] * 4 + [True] + [False] * 2}
+        cluster = Cluster(flags, quiet_mesh(replica))
+        hits[replica] = [step for step in range(1, 8) if cluster.hits("flip", step)]
+        assert not any(cluster.hits("scale_lr", step) for step in range(8))
+    assert hits == {0: [], 1: [5]}
 
 
 def test_flags_are_read_as_numbers_or_refused():
-    found = read_disturbances(config(slow_replica="1:2", scale_lr="0:3:4:0.5"), 2)
-    assert found == {
-        "slow_replica": {"R": 1, "F": 2.0},
-        "scale_lr": {"R": 0, "FIRST": 3, "LAST": 4, "FACTOR": 0.5},
+    flags = config(slow_replica="1:2", scale_lr="0:3:4:0.5")
+    slow = read_disturbance(flags, "slow_replica", 2)
+    scaled = read_disturbance(flags, "scale_lr", 2)
+    assert (slow["R"], slow["F"]) == (1, 2.0)
+    assert [scaled[name] for name in ("R", "FIRST", "LAST", "FACTOR")] == [0, 3, 4, 0.5]
+    wrong = {
+        "slow_replica": ["1", "1:nan", "1:0.5", "2:3", "0.5:3", "1:inf"],
+        "flip": ["0:1:2:3", "0:2:1", "0:nan:2", "-1:1:2"],
+        "scale_lr": ["0:1:2", "0:2:1:3", "0:1:2:much"],
     }
-    for flag, text in ("slow_replica", "1:nan"), ("slow_replica", "1"), ("flip", "0:1:2:3"):
-        with pytest.raises(UserError, match=f"^--{flag} {text}: must be R:"):
-            read_disturbances(config(**{flag: text}), 2)
+    for flag, texts in wrong.items():
+        for text in texts:
+            with pytest.raises(UserError, match=f"^--{flag} {text}: must be R:"):
+                read_disturbance(config(**{flag: text}), flag, 2)
 
 
 def keep_progress(method, model, mesh):
     """x and a before the sync and the disturbance, and x where the sync begins."""
-    seen, after_step, sync = [], method.after_step, method.sync
+    seen = []
+    after_step = method.after_step
+    sync = method.sync
 
     def look(*args):
         over = after_step(*args)
-        seen.extend([[method.steps, model.master.clone(), method.anchor.clone()]] if over else [])
+        if over:
+            seen.append([method.steps, model.master.clone(), method.anchor.clone()])
         return over
 
+    def look_and_sync():
+        seen[-1].append(model.master.clone())
+        sync()
+
     method.after_step = look
-    method.sync = lambda: seen[-1].append(model.master.clone()) or sync()
+    method.sync = look_and_sync
     return seen
 
 
