@@ -12,12 +12,15 @@ of the checkpoint that a run resumes from, else of the --model preset, else its 
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 STOPS = {signal.SIGINT, signal.SIGTERM}
 
@@ -44,7 +47,7 @@ def explain(error: Exception) -> tuple:
 
 def run_command(program: str, main):
     """Run a program's main(). Under torchrun only rank 0 prints to standard output. Errors that
-    explain() knows end the process with a code and one line."""
+    explain() knows end the process with a code and one line, with which torchrun's report ends."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         sys.stdout = open(os.devnull, "w")
@@ -55,6 +58,9 @@ def run_command(program: str, main):
     except Exception as error:
         code, line = explain(error)
     if line:
+        with suppress(OSError, KeyError):
+            report = json.dumps({"message": line, "timestamp": int(time.time())})
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(report)
         time.sleep(rank != "0")  # rank 0 first: when it has ended, torchrun ends this rank
         kind = "error: " if code < 128 else ""  # a signal is none
         print(f"{program}: {kind}{line}", file=sys.stderr, flush=True)

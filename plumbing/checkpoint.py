@@ -72,7 +72,7 @@ def choose(config) -> tuple:
     if own:  # a run that is writing there could remove what this one reads
         os.close(lock(out_dir, fcntl.LOCK_SH))
     earlier = own or Path(out_dir, "model.pt").exists()
-    continues = last in own[-1:]
+    continues = own and last and last.samefile(own[-1])
     if earlier and not (continues or config.overwrite or config.dry_run):
         raise UserError(
             f"--out_dir {out_dir} has an earlier run: --resume auto continues it, "
@@ -160,9 +160,19 @@ def vectors(model, method) -> tuple:
     return equal, own
 
 
+def firsts(model, name: str) -> list:
+    """The first element of each layer that a vector has: with Muon exp_avg_sq has no matrices."""
+    return model.squares_from if name == "exp_avg_sq" else [0] * len(model.layers)
+
+
+def layer_sizes(model, name: str, shards: int, index: int) -> list:
+    """How many elements of each layer a vector of shard `index` of `shards` has."""
+    return model.sizes_from(firsts(model, name), shards, index)
+
+
 def check_equal(mesh, sums: list):
     """Raise ReplicasDiffer on all ranks, rank 0 with a line, unless each rank has the same
-    checksums, by a vector's name, as the rank with its shard in replica 0."""
+    checksums, of each layer of a vector, as the rank with its shard in replica 0."""
     for rank, own in enumerate(sums):
         for name, checksum in own.items():
             if checksum != sums[rank % mesh.shards][name]:
@@ -182,7 +192,11 @@ def save(setup, model, method, state: dict) -> Path:
     if mesh.device.type == "cuda":  # --offload: copies to vectors on the host may be in flight
         torch.cuda.synchronize()
     equal, own = vectors(model, method)
-    sums = {name: zlib.crc32(vector.cpu().numpy()) for name, vector in equal.items()}
+    sums = {}
+    for name, vector in equal.items():
+        parts = vector.split(layer_sizes(model, name, mesh.shards, mesh.shard_index))
+        for l, layer in enumerate(parts):
+            sums[f"{name} of layer {l}"] = zlib.crc32(layer.cpu().numpy())
     # [sync] all-gather of objects, all ranks, once per checkpoint
     check_equal(mesh, mesh.all_gather_object(sums))
 
@@ -325,13 +339,11 @@ def fill(vector, saved: list, model, name: str):
     if len(saved) == shards:
         vector.copy_(saved[index])
         return
-    # The first element of each layer that the vector has: with Muon exp_avg_sq has no matrices.
-    firsts = model.squares_from if name == "exp_avg_sq" else [0] * len(model.layers)
     pieces = []  # of each saved shard, by layer
     for i, file in enumerate(saved):
-        pieces.append(file.split(model.sizes_from(firsts, len(saved), i)))
-    places = vector.split(model.sizes_from(firsts, shards, index))
-    for layout, first, place, *parts in zip(model.layouts, firsts, places, *pieces):
+        pieces.append(file.split(layer_sizes(model, name, len(saved), i)))
+    places = vector.split(layer_sizes(model, name, shards, index))
+    for layout, first, place, *parts in zip(model.layouts, firsts(model, name), places, *pieces):
         whole = torch.cat(parts)[: layout.used - first]
         whole = pad(whole, (first, layout.padded - layout.used))
         own = whole.chunk(shards)[index]

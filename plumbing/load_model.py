@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from config import UserError
+from config import UserError, read_number
 from model import Llama, ModelConfig
 from plumbing.tokenizer import UNKNOWN
 
@@ -123,7 +123,8 @@ def open_folder(path: str) -> Source:
     kind = theirs.model_type, theirs.hidden_act, theirs.rope_parameters["rope_type"]
     if kind != ("llama", "silu", "default"):
         raise ValueError(f"model, activation and rotary positions are {', '.join(kind)}")
-    fields = {ours: getattr(theirs, name) for ours, name in FIELDS.items()}
+    numbers = theirs.to_dict()
+    fields = {ours: read_number(numbers, name, ours) for ours, name in FIELDS.items()}
     config = ModelConfig(**fields, rope_base=theirs.rope_parameters["rope_theta"])
 
     model, report = transformers.LlamaForCausalLM.from_pretrained(

@@ -5,7 +5,7 @@
 Every run prints this first. With --dry_run it is all that happens, for any mesh, on any machine.
 
 P: elements of a layer's flat vector. Not counted: the program itself (on CPUs the 230 MB that
-`import torch` takes), the corpus, NCCL's buffers, what the allocator does not give back.
+`import torch` takes), the corpus, what the allocator does not give back.
 """
 
 import os
@@ -23,6 +23,8 @@ from shard import Layout
 # Numbers that a block's backward needs, per token and channel: counted, see tests/test_plan.py.
 KEPT = 24
 KERNEL_BYTES = 75e6  # on CPUs: torch's kernels and threads, gloo; measured after a first step
+NCCL_BYTES = 2e9  # its buffers and kernels take 0.5 to 2 GB
+HOST = " (host)"  # in host memory, with --offload
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -88,7 +90,7 @@ class Plan:
             kinds["Muon and AdamW"] = vector + squares
         else:
             kinds["AdamW"] = 2 * vector
-        place = " (host)" if config.offload else ""
+        place = HOST if config.offload else ""
         for name in self.method.shared:
             kinds[name + place] = vector
         for name in self.method.private:
@@ -104,6 +106,8 @@ class Plan:
             kinds["shared memory"] = self.slot_bytes(layer)
         if self.on_cpu:
             kinds["torch's kernels"] = KERNEL_BYTES
+        if config.backend == "nccl" and self.shards * self.replicas > 1:
+            kinds["NCCL"] = NCCL_BYTES
         kinds["activations"] = self.activations()
         return {kind: count for kind, count in kinds.items() if count}
 
@@ -144,16 +148,22 @@ class Plan:
         return max(0, 4 * self.n_params - free)
 
     def check_memory(self):
-        """Raise UserError if the ranks of this machine need more memory than it has. (What a GPU
-        lacks, torch will say.)"""
+        """Raise UserError if the ranks of this machine, or the rank of a GPU, need more memory than
+        it has. On a GPU activations do not count: how many there are depends on its kernels."""
+        kinds = self.memory()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        needed = sum(self.memory().values())
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if self.on_cpu and ranks * needed > there:
+        found = f"{ranks} here have {size(there)} together"
+        if not self.on_cpu:
+            ranks = 1
+            there = torch.cuda.get_device_properties(0).total_memory  # all are alike
+            found = f"its GPU has {size(there)}"
+            del kinds["activations"]
+        needed = sum(count for kind, count in kinds.items() if not kind.endswith(HOST))
+        if ranks * needed > there:
             raise UserError(
-                f"a rank needs about {size(needed)} of memory, and {ranks} here have "
-                f"{size(there)} together: lower --batch_size or the model's size, "
-                "or use more --shards"
+                f"a rank needs about {size(needed)} of memory, and {found}: "
+                "lower --batch_size or the model's size, or use more --shards"
             )
 
     def sync_bytes(self) -> float:

@@ -267,7 +267,7 @@ FAILURES = {  # what happens; on which ranks; their line, if they are not killed
     "no room for vectors": ((break_in, "torch.save", 2, FULL), [2], "no checkpoint could be", ""),
     "no room for the model": ((break_in, "os.replace", 1, FULL), [0], "model.pt could not be", ""),
     "no room for the record": ((limit_files, 3_000), [0], "metrics.jsonl: File too large", ""),
-    "replicas differ": ((spoil_anchor, 3), [2], "anchor: replica 1 is not equal", ""),
+    "replicas differ": ((spoil_anchor, 3), [2], "anchor of layer 2: replica 1 is not equal", ""),
     "replicas diverge": ((spoil_losses, 14), ALL, "diverged at step 15", "--method minibatch"),
     "a replica diverges": ((spoil_losses, 14), [2, 3], "diverged at step 15", "--method diloco"),
 }

@@ -188,6 +188,26 @@ def test_ranks_of_a_machine_must_fit_into_its_memory_together(corpus_folder, mon
         plan.check_memory()
 
 
+def test_nccl_takes_two_gigabytes_of_a_gpu_and_offloaded_vectors_none(corpus_folder, monkeypatch):
+    there = SimpleNamespace(total_memory=3e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: there)
+    options = dict(method="edit", device="cuda", dtype="fp32", dry_run=True, offload=True)
+    alone, two = (planned(corpus_folder, ranks, **options) for ranks in (1, 2))
+    memory = two.memory()
+    assert "NCCL" not in alone.memory() and memory["NCCL"] == 2e9
+    on_host = {kind: count for kind, count in memory.items() if kind.endswith(" (host)")}
+    assert on_host == dict.fromkeys(["anchor (host)", "momentum (host)"], memory["parameters"])
+
+    needed = sum(memory.values()) - sum(on_host.values()) - memory["activations"]
+    there.total_memory = needed
+    two.check_memory()
+    there.total_memory = needed - 1
+    alone.check_memory()
+    line = r"a rank needs about 2000.\d MB of memory, and its GPU has 2000.\d MB: lower --batch_size"
+    with pytest.raises(UserError, match=line):
+        two.check_memory()
+
+
 def test_plan_shows_the_mesh_the_warm_up_and_the_round(corpus_folder, capsys):
     plan = planned(corpus_folder, 4, shards=2, max_steps=20, sync_warmup_steps=5, link_mbps=10.0)
     corpus = SimpleNamespace(tokens=[], hash="")
