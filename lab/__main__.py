@@ -139,7 +139,7 @@ def timeline(seed):
 @experiment(
     "val_loss",
     "local_bytes",
-    panels=[Panel("tau", "val_loss", "tau, steps per round", log=2)],
+    panels=[Panel("tau", "val_loss", "tau, steps per round", log=True)],
 )
 def tau(seed):
     """How long may a round be?"""
@@ -158,7 +158,7 @@ def link_panel(mbps):
         "seconds after the warm-up",
         title=f"{mbps} Mbit/s",
         where={"link_mbps": mbps},
-        log=10,
+        log=True,
         first=1,
     )
 
@@ -299,8 +299,8 @@ WHOLE = (  # methods that send the whole model at once
     "fewer_bytes",
     "local_bytes",
     panels=[
-        Panel("sync_bytes", "val_loss", "bytes over slow links, per rank", log=10, frontier=True),
-        Panel("local_bytes", "val_loss", "bytes after the warm-up", log=10, frontier=True),
+        Panel("sync_bytes", "val_loss", "bytes over slow links, per rank", log=True, frontier=True),
+        Panel("local_bytes", "val_loss", "bytes after the warm-up", log=True, frontier=True),
     ],
     combine=beside_minibatch,
 )
@@ -382,7 +382,7 @@ def scale_panel(model):
         "compute utilization",
         title=f"{model[:-1]} billion parameters",
         where={"model": model},
-        log=10,
+        log=True,
         first=0.3,
     )
 

@@ -48,7 +48,7 @@ class Panel:
     ylabel: str = "validation loss, nats per token"
     title: str = ""
     where: dict = field(default_factory=dict)  # draw only the rows with these values
-    log: int = 0  # the base, if the x axis is logarithmic
+    log: bool = False  # is the x axis logarithmic?
     first: float = -math.inf  # draw only the points from this x on
     frontier: bool = False  # names only of NAMED; a line through the points that none beats
 
@@ -103,9 +103,8 @@ def draw_panel(axes, panel, lines, styles):
     if panel.frontier:
         axes.plot(*zip(*best_points(lines)), color=GRAY, linewidth=5, alpha=0.25, zorder=0)
     if panel.log:
-        axes.set_xscale("log", base=panel.log)
+        axes.set_xscale("log")
         axes.minorticks_off()
-    if panel.log == 10:
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(EngFormatter())  # 100 M, not 10^8
 

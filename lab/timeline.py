@@ -124,7 +124,7 @@ def draw(rows, path, title="Lost time"):
 
 
 def draw_overlap(rows, path):
-    """Write the first sync of replica 0 of each run as SVG: what it does and, by layer, what its
+    """Write the second sync of replica 0 of each run as SVG: what it does and, by layer, what its
     link sends."""
     shown = [row for row in rows if row["replica"] == 0]
     picture = new_figure(9, 1 + 0.9 * len(shown))
@@ -132,7 +132,7 @@ def draw_overlap(rows, path):
     names = {}
     y = 0.0
     for row in shown:
-        layers = row["spans"]["link"][:LAYERS]
+        layers = row["spans"]["link"][LAYERS : 2 * LAYERS]
         origin = layers[0][0]
         draw_replica(axes, row, y, origin)
         begins = [begin - origin for begin, _ in layers]
