@@ -50,7 +50,7 @@ class Panel:
     where: dict = field(default_factory=dict)  # draw only the rows with these values
     log: bool = False  # is the x axis logarithmic?
     first: float = -math.inf  # draw only the points from this x on
-    frontier: bool = False  # names only of NAMED; a line through the points that none beats
+    frontier: bool = False  # names only of NAMED; a line of the lowest y so far
 
 
 def lines_of(rows, panel) -> dict:
@@ -72,36 +72,30 @@ def lines_of(rows, panel) -> dict:
     return lines
 
 
-def styles_of(panels_lines, frontier=False) -> dict:
-    """(method, variant) -> marker and line, and color and label. A variant has its method's color,
-    a dotted line and another, open marker. frontier: all but NAMED are gray and have no name."""
-    styles = {}
-    variants = Counter()
-    for method, variant in dict.fromkeys(chain(*panels_lines)):
-        name, color, form = METHODS.get(method, (method, *OWN))
-        look = {"color": color, "label": name}
-        if variant:
-            form = VARIANTS[variants[method] % len(VARIANTS)] + ":"
-            look |= {"label": f"{name}, {variant}", "fillstyle": "none"}
-            variants[method] += 1
-        if frontier and method not in NAMED:
-            form = "."
-            look = {"color": GRAY, "label": ""}
-        styles[method, variant] = form, look
-    return styles
+def style_of(method, variant, number, frontier=False) -> tuple:
+    """Marker and line, color, text in the legend. A variant has its method's color, a dotted line
+    and another, open marker. frontier: all but NAMED are gray and have no name."""
+    if frontier and method not in NAMED:
+        return ".", {"color": GRAY}
+    name, color, form = METHODS.get(method, (method, *OWN))
+    if variant:
+        form = VARIANTS[number % len(VARIANTS)] + ":"
+        return form, {"color": color, "label": f"{name}, {variant}", "fillstyle": "none"}
+    return form, {"color": color, "label": name}
 
 
-def draw_panel(axes, panel, lines, styles):
+def draw_panel(axes, panel, lines):
     from matplotlib.ticker import EngFormatter, LogLocator
-    for case, (form, look) in styles.items():  # in each panel all, for the legend
-        x, y, lowest, highest = np.reshape(lines.get(case, []), (-1, 4)).T
+    for number, (case, points) in enumerate(lines.items()):
+        form, look = style_of(*case, number, panel.frontier)
+        x, y, lowest, highest = np.transpose(points)
         axes.plot(x, y, form, markevery=max(1, len(x) // 6), **look)
         if any(lowest < highest):
             axes.vlines(x, lowest, highest, color=look["color"], linewidth=0.8)
     axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
     axes.grid(axis="y", alpha=0.3, linewidth=0.5)
     if panel.frontier:
-        axes.plot(*zip(*best_points(lines)), color=GRAY, linewidth=5, alpha=0.25, zorder=0)
+        axes.plot(*best_so_far(lines), color=GRAY, linewidth=5, alpha=0.25, zorder=0)
     if panel.log:
         axes.set_xscale("log")
         axes.minorticks_off()
@@ -109,13 +103,11 @@ def draw_panel(axes, panel, lines, styles):
     axes.xaxis.set_major_formatter(EngFormatter())  # 100 M, not 10^8
 
 
-def best_points(lines) -> list:
-    """The points (x, y) that no other point beats in both."""
-    best = []
-    for x, y, *_ in sorted(chain(*lines.values())):
-        if not best or y < best[-1][1]:
-            best.append((x, y))
-    return best
+def best_so_far(lines) -> tuple:
+    """All x, rising, and the lowest y of the points up to each."""
+    points = sorted(chain(*lines.values()))
+    x, y, *_ = np.transpose(points)
+    return x, np.minimum.accumulate(y)
 
 
 def draw(rows, panels, path):
@@ -123,11 +115,12 @@ def draw(rows, panels, path):
     picture = new_figure(2.5 + 3.7 * len(panels), 4.5)
     all_axes = picture.subplots(1, len(panels), squeeze=False)[0]
     panels_lines = [lines_of(rows, panel) for panel in panels]
-    styles = styles_of(panels_lines, panels[0].frontier)
+    legend = {}
     for axes, panel, lines in zip(all_axes, panels, panels_lines):
-        draw_panel(axes, panel, lines, styles)
-    handles = axes.get_legend_handles_labels()
-    picture.legend(*handles, loc="outside right upper", frameon=False)
+        draw_panel(axes, panel, lines)
+        handles, labels = axes.get_legend_handles_labels()
+        legend.update(zip(labels, handles))
+    picture.legend(legend.values(), legend, loc="outside right upper", frameon=False)
     save(picture, [list(lines.values()) for lines in panels_lines], path)
 
 

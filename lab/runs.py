@@ -32,7 +32,6 @@ RUNS = HERE / "out/lab"
 RESULTS = HERE / "lab/results"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]  # also where `torchrun` has no path
 EXPERIMENTS = {}  # by name
-SEQUENCES = 16  # of all ranks per step
 BASE = {  # flags of the runs, where an experiment does not say others
     "max_steps": 448,
     "sync_warmup_steps": 128,
@@ -57,7 +56,7 @@ class Run:
         return RUNS / f"{self.flags['method']}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
     def command(self) -> str:
-        flags = {"batch_size": SEQUENCES // self.ranks, "device": "cpu"} | self.flags
+        flags = {"batch_size": 4, "device": "cpu"} | self.flags
         flags |= {"resume": "auto", "out_dir": os.path.relpath(self.folder, HERE)}
         words = [f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node {self.ranks} train.py"]
         for name, value in flags.items():
@@ -104,14 +103,16 @@ class Run:
         record = read_run(self.folder)
         warmup = self.flags["sync_warmup_steps"]
         steps = record["steps"]
-        sent_bytes = record["sync_bytes"][-1]
         begin = next(row for row in steps if row["step"] >= warmup)
+        sent_bytes = record["sync_bytes"][-1]
+        warmup_bytes = warmup * steps[0]["sync_bytes"]  # all its steps send alike
+        tokens = record["tokens"][-1] - begin["tokens"]
         seconds = record["train_s"][-1] - begin["train_s"]
         found = {
             "val_loss": record["val_loss"][-1],
             "sync_bytes": sent_bytes,
-            "local_bytes": sent_bytes - warmup * steps[0]["sync_bytes"],  # its steps send alike
-            "tokens_per_s": (record["tokens"][-1] - begin["tokens"]) / seconds,
+            "local_bytes": sent_bytes - warmup_bytes,
+            "tokens_per_s": tokens / seconds,
             "step_curve": record["step"],
             "val_loss_curve": record["val_loss"],
         }
@@ -120,7 +121,7 @@ class Run:
             found["step_ms"] = 1e3 * step_s
             found["seconds_curve"] = [(step - warmup) * step_s for step in record["step"]]
             found["local_s"] = found["seconds_curve"][-1]
-            found["tokens_per_s"] = record["tokens"][-1] / record["step"][-1] / step_s
+            found["tokens_per_s"] = steps[0]["tokens"] / step_s
         return [found]
 
     def step_s(self) -> float:

@@ -318,9 +318,11 @@ def test_figure_table_and_experiment_say_what_the_json_says(path):
     if panels_lines:
         svg = path.with_suffix(".svg").read_text()
         assert checksum([list(lines.values()) for lines in panels_lines]) in svg
-        styles = plot.styles_of(panels_lines, experiment.panels[0].frontier)
-        for _, look in styles.values():
-            assert not look["label"] or f">{look['label']}<" in svg
+        for panel, lines in zip(experiment.panels, panels_lines):
+            for method, variant in lines:
+                _, look = plot.style_of(method, variant, 0, panel.frontier)
+                if "label" in look:
+                    assert f">{look['label']}<" in svg
 
 
 def test_pictures_of_the_timelines_are_drawn_from_their_rows():
@@ -448,38 +450,41 @@ def test_a_panel_shows_the_mean_and_the_range():
     panel = plot.Panel("x", "val_loss", "")
     lines = plot.lines_of(SEEDS, panel)
     axes = Figure().add_subplot()
-    styles = plot.styles_of([lines, {("co2", ""): []}])
-    plot.draw_panel(axes, panel, lines, styles)
-    mean, empty = axes.get_lines()
+    plot.draw_panel(axes, panel, lines)
+    (mean,) = axes.get_lines()
     assert mean.get_xydata().tolist() == [[4.0, 1.25], [16.0, 3.0]]
     assert mean.get_label() == "EDiT"
-    assert empty.get_label() == "CO2"  # in the legend, too
-    assert len(empty.get_xydata()) == 0
     (ranges,) = axes.collections
     ends = [segment.tolist() for segment in ranges.get_segments()]
     assert ends == [[[4.0, 1.0], [4.0, 1.5]], [[16.0, 2.0], [16.0, 4.0]]]
 
 
-def test_line_of_the_frontier_joins_the_points_that_no_other_beats():
+def test_line_of_the_frontier_is_the_lowest_loss_so_far():
     lines = {
         ("edit", ""): [(1, 4.0, 4.0, 4.0), (3, 2.0, 2.0, 2.0)],
-        ("co2", ""): [(2, 4.0, 4.0, 4.0), (4, 1.5, 1.5, 1.5), (5, 1.5, 1.5, 1.5)],
+        ("co2", ""): [(2, 4.5, 4.5, 4.5), (4, 1.5, 1.5, 1.5), (5, 1.6, 1.6, 1.6)],
     }
-    assert plot.best_points(lines) == [(1, 4.0), (3, 2.0), (4, 1.5)]
+    x, lowest = plot.best_so_far(lines)
+    assert x.tolist() == [1, 2, 3, 4, 5]
+    assert lowest.tolist() == [4.0, 4.0, 2.0, 1.5, 1.5]
 
 
 def test_picture_of_a_frontier_names_at_most_seven_methods():
-    lines = {}
-    for method in rows.METHODS:
-        lines[method, ""] = []
-        lines[method, "Muon"] = []
     named = set()
-    for (method, _), (_, look) in plot.styles_of([lines], frontier=True).items():
-        if look["label"]:
-            named.add(method)
+    for method in rows.METHODS:
+        for variant in ("", "Muon"):
+            _, look = plot.style_of(method, variant, 0)
+            assert look["label"].startswith(rows.METHODS[method][0])
+            _, look = plot.style_of(method, variant, 0, frontier=True)
+            if "label" in look:
+                named.add(method)
     assert named == set(plot.NAMED)
     assert len(named) == 7
-    assert all(look["label"] for _, look in plot.styles_of([lines]).values())
+
+
+def test_variants_of_a_method_differ_in_their_markers():
+    forms = {plot.style_of("edit", f"part {number}", number)[0] for number in range(6)}
+    assert len(forms) == 6
 
 
 def test_a_missing_package_is_named_in_one_line(monkeypatch, tmp_path):
