@@ -1,4 +1,4 @@
-"""The laboratory: experiments about the methods. Each is a question, runs of train.py, a figure.
+"""The laboratory: experiments about the methods. Each is a question, runs of train.py, a picture.
 
     python -m lab                    # list the experiments
     python -m lab tau                # print the table; write tau.json, .md and .svg to lab/results/
@@ -232,8 +232,9 @@ PARTS = {  # of EDiT's penalty
 }
 
 
-def sick_panel(title, disturbance, **where):
+def sick_panel(disturbance, more="", **where):
     where["disturbance"] = disturbance
+    title = disturbance + more
     return Panel("step_curve", "val_loss_curve", "steps", title=title, where=where, first=192)
 
 
@@ -248,10 +249,10 @@ def over_undisturbed(rows) -> list:
     "excess",
     "val_loss",
     panels=[
-        sick_panel("learning rate x 100", FAST, variant=""),
-        sick_panel("random tokens", "random tokens"),
-        sick_panel("learning rate x 100: EDiT's parts", FAST, method="edit"),
-        sick_panel("wrong sign", "wrong sign"),
+        sick_panel(FAST, variant=""),
+        sick_panel("random tokens"),
+        sick_panel(FAST, ": EDiT's parts", method="edit"),
+        sick_panel("wrong sign"),
     ],
     combine=over_undisturbed,
 )

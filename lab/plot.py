@@ -59,10 +59,10 @@ def lines_of(rows, panel) -> dict:
     found = defaultdict(lambda: defaultdict(list))
     for row in in_order(rows):
         if panel.where.items() <= row.items():
-            points = found[row["method"], row.get("variant")]
+            case = row["method"], row.get("variant")
             for x, y in np.column_stack([row[panel.x], row[panel.y]]).tolist():
                 if x >= panel.first:
-                    points[x].append(y)
+                    found[case][x].append(y)
 
     lines = {}
     for case, points in found.items():
@@ -158,8 +158,8 @@ def draw_timelines(folders, path):
 def write_events(folder, path):
     """All numbers of the run's step and eval rows as curves of TensorBoard. Those that an earlier
     call has written to the folder `path` do not count any more."""
-    from torch.utils.tensorboard import SummaryWriter
     record = read_run(folder)
+    from torch.utils.tensorboard import SummaryWriter
     with SummaryWriter(path, purge_step=0) as writer:
         for row in record["steps"] + record["evals"]:
             event = row.pop("event")

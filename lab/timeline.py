@@ -31,9 +31,9 @@ LAYERS = 6  # of the tiny model: embedding, four blocks, output
 
 
 def read_timeline(folder) -> list:
-    """A row per replica: method, replica, `computing` (share of the time), `step_s` (mean
-    time of a step without its waits), spans by name. Time counts from the beginning of the second
-    round. Raises UserError for a run of less than three rounds."""
+    """A row per replica: method, replica, `computing` (share of the time), `step_s` (mean time of a
+    step without its waits), spans by name. Time counts from the beginning of the second round.
+    Raises UserError for a run of less than three rounds."""
     record = read_run(folder)
     found = {}
     for path in sorted(Path(folder).glob("timeline-*.json")):
@@ -86,10 +86,15 @@ def replica_row(record, replica, spans) -> dict:
 # ---- drawing ----
 
 
+def bars_of(spans, origin) -> list:
+    """(begin, width) of each span."""
+    return [(begin - origin, end - begin) for begin, end in spans]
+
+
 def draw_replica(axes, row, y, origin=0.0):
     """A replica's bar of height 0.8 around y."""
     for name, (color, _) in SPANS.items():
-        bars = [(begin - origin, end - begin) for begin, end in row["spans"].get(name, ())]
+        bars = bars_of(row["spans"].get(name, ()), origin)
         axes.broken_barh(bars, (y - 0.4, 0.8), color=color, linewidth=0)
 
 
@@ -135,8 +140,7 @@ def draw_overlap(rows, path):
         layers = row["spans"]["link"][LAYERS : 2 * LAYERS]
         origin = layers[0][0]
         draw_replica(axes, row, y, origin)
-        begins = [begin - origin for begin, _ in layers]
-        widths = [end - begin for begin, end in layers]
+        begins, widths = zip(*bars_of(layers, origin))
         bars = axes.barh(y - 0.7, widths, 0.5, begins, color=DARK, edgecolor="white")
         axes.bar_label(bars, range(len(layers)), label_type="center", color="white")
         names[y] = case_cell(row, "method")

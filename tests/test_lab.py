@@ -429,6 +429,7 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
     assert plot.lines_of(SEEDS, plot.Panel("x", "val_loss", "", where={"tau": 5})) == {}
     late = plot.lines_of(SEEDS, plot.Panel("x", "val_loss", "", first=5))
     assert late == {("edit", ""): [(16.0, 3.0, 2.0, 4.0)]}
+    assert plot.lines_of(SEEDS, plot.Panel("x", "val_loss", "", first=20)) == {}
 
     curves = []
     for row in (SEEDS[1], SEEDS[3]):
@@ -495,9 +496,9 @@ def test_a_missing_package_is_named_in_one_line(monkeypatch, tmp_path):
 
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.setattr(sys, "argv", ["plot.py", "--tensorboard", str(tmp_path)])
+    (tmp_path / "metrics.jsonl").write_text(json_lines([CONFIG, STEP, EVALUATION]))
     with pytest.raises(ModuleNotFoundError) as caught:
-        plot.main()
+        plot_runs(monkeypatch, "--tensorboard", tmp_path)
     assert explain(caught.value) == (2, "this needs a package: pip install tensorboard")
 
 
