@@ -53,6 +53,8 @@ ONE_BIT = MUON | {"outer_lr": 1.0, "outer_momentum": 0.0, "warmup_format": "int8
 
 LOCAL = ("diloco", "streaming_diloco", "edit", "streaming_edit")
 SHORT = {4: {"fragments": 2, "delay": 1}}  # with tau 4 the delay is at most tau / F - 1
+# Where time is measured: nothing but rounds.
+ROUNDS = {"sync_warmup_steps": 0, "eval_interval": 10**6, "checkpoint_interval": 0}
 
 
 def flags_of(setting: str) -> dict:
@@ -88,14 +90,8 @@ def timing(method, tau=16, **flags) -> Run:
     steps = tau
     if method == "minibatch":
         steps = 4
-    length = {
-        "max_steps": 3 * steps,
-        "log_interval": steps,
-        "eval_interval": 10**6,
-        "checkpoint_interval": 0,
-        "sync_warmup_steps": 0,
-    }
-    return training(method, TUNING_SEED, tau, columns={"seed": None}, **length, **flags)
+    flags |= ROUNDS | {"max_steps": 3 * steps, "log_interval": steps}
+    return training(method, TUNING_SEED, tau, columns={"seed": None}, **flags)
 
 
 # ---- what EDiT buys ----
@@ -112,11 +108,8 @@ def draw_timelines(rows, path):
 @experiment("computing", picture=draw_timelines)
 def timeline(seed):
     """When does each replica compute, and when does it wait?"""
-    flags = {
+    flags = ROUNDS | {
         "dtype": "fp32",
-        "sync_warmup_steps": 0,
-        "eval_interval": 10**6,
-        "checkpoint_interval": 0,
         "timeline": True,
         "log_interval": 8,
         "columns": {"seed": None},
