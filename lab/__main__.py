@@ -1,4 +1,4 @@
-"""The laboratory: experiments about the methods. Each is a question, runs of train.py, a figure.
+"""The laboratory: experiments about the methods. Each is a question, runs of train.py, a picture.
 
     python -m lab                    # list the experiments
     python -m lab tau                # print the table; write tau.json, .md and .svg to lab/results/
@@ -6,9 +6,10 @@
     python -m lab frontier --steps 2000 --seeds 1 2    # frontier_2000.json
     python -m lab --tables           # rewrite all tables and pictures from the JSON files
 
-Runs are kept in out/lab/. A finished run is not repeated, also if another experiment has it, and an
-interrupted run resumes from its last checkpoint. To add an experiment, write a function that yields
-the runs of one seed, with @experiment (lab/runs.py) above it.
+Runs are kept in out/lab/. A finished run is not repeated, also if another experiment has it or if
+the JSON file has its row, and an interrupted run resumes from its last checkpoint. To add an
+experiment, write a function that yields the runs of one seed, with @experiment (lab/runs.py) above
+it.
 
 All runs train the tiny model on the built-in corpus, 2,048 tokens a step, on 4 replicas x 1 shard
 unless they say otherwise. They have the settings of BEST, which `tune` has found on a seed that no
@@ -19,11 +20,10 @@ import re
 
 from config import run_command
 from lab import planner
-from lab.merge import judge
 from lab.plot import Panel
 from lab.rows import beside_minibatch, distance, with_base
 from lab.runs import BASE, Run, experiment, main
-from lab.timeline import draw, draw_overlap, read_timeline
+from lab.timeline import draw, draw_overlap
 
 TUNING_SEED = 7
 
@@ -53,6 +53,8 @@ ONE_BIT = MUON | {"outer_lr": 1.0, "outer_momentum": 0.0, "warmup_format": "int8
 
 LOCAL = ("diloco", "streaming_diloco", "edit", "streaming_edit")
 SHORT = {4: {"fragments": 2, "delay": 1}}  # with tau 4 the delay is at most tau / F - 1
+# Where time is measured: nothing but rounds.
+ROUNDS = {"sync_warmup_steps": 0, "eval_interval": 10**6, "checkpoint_interval": 0}
 
 
 def flags_of(setting: str) -> dict:
@@ -60,7 +62,7 @@ def flags_of(setting: str) -> dict:
 
 
 def training(
-    method, seed, tau=16, variant="", columns=None, stages=((4, None),), timed_by=None, **flags
+    method, seed, tau=16, variant="", columns=None, ranks=4, timed_by=None, **flags
 ) -> Run:
     """A run with the best setting of the method. flags: other than BASE; columns: of its row."""
     best = flags_of(BEST.get(method, ""))
@@ -78,7 +80,7 @@ def training(
         rounds = {"tau_time_s": tau, "virtual_clock": True}
 
     flags = BASE | {"method": method, "seed": seed} | rounds | best | flags
-    return Run(own | (columns or {}), flags, stages, timed_by=timed_by)
+    return Run(own | (columns or {}), flags, ranks, timed_by)
 
 
 def timing(method, tau=16, **flags) -> Run:
@@ -88,48 +90,30 @@ def timing(method, tau=16, **flags) -> Run:
     steps = tau
     if method == "minibatch":
         steps = 4
-    length = {
-        "max_steps": 3 * steps,
-        "log_interval": steps,
-        "eval_interval": 10**6,
-        "checkpoint_interval": 0,
-        "sync_warmup_steps": 0,
-    }
-    return training(method, TUNING_SEED, tau, columns={"seed": None}, **length, **flags)
+    flags |= ROUNDS | {"max_steps": 3 * steps, "log_interval": steps}
+    return training(method, TUNING_SEED, tau, columns={"seed": None}, **flags)
 
 
 # ---- what EDiT buys ----
 
 
-def replicas_of(run) -> list:
-    """A row per replica."""
-    rows = read_timeline(run.folder)
-    for row in rows:
-        row |= run.columns | {"folder": run.folder.name, "command": run.commands()}
-    return rows
-
-
 def draw_timelines(rows, path):
     """The rows of the variant "overlap" have a picture of their own."""
-    overlap = [row for row in rows if row["variant"]]
     others = [row for row in rows if not row["variant"]]
-    title = "Lost time: two replicas on a slow link, replica 1 half as fast"
-    draw(others, path, title)
+    draw(others, path, "Two replicas on a slow link, replica 1 half as fast")
+    overlap = [row for row in rows if row["variant"]]
     draw_overlap(overlap, path.with_name("overlap.svg"))
 
 
-@experiment("computing", rows_of=replicas_of, picture=draw_timelines)
+@experiment("computing", picture=draw_timelines)
 def timeline(seed):
     """When does each replica compute, and when does it wait?"""
-    flags = {
+    flags = ROUNDS | {
         "dtype": "fp32",
-        "sync_warmup_steps": 0,
-        "eval_interval": 10**6,
-        "checkpoint_interval": 0,
         "timeline": True,
         "log_interval": 8,
         "columns": {"seed": None},
-        "stages": ((2, None),),
+        "ranks": 2,
     }
     slow = {"link_mbps": 60, "slow_replica": "1:2", "batch_size": 16} | flags
     yield training("minibatch", TUNING_SEED, 8, max_steps=16, **slow)
@@ -140,7 +124,7 @@ def timeline(seed):
     yield training("a_edit", TUNING_SEED, 8, **slow, **rounds)
 
     # a link that is busy about as long as a forward of 64 sequences
-    alike = {"link_mbps": 60, "batch_size": 64} | flags
+    alike = {"link_mbps": 120, "batch_size": 64} | flags
     for method in ("diloco", "edit"):
         yield training(method, TUNING_SEED, 4, "overlap", max_steps=20, **alike)
 
@@ -148,7 +132,7 @@ def timeline(seed):
 @experiment(
     "val_loss",
     "local_bytes",
-    panels=[Panel("tau", "val_loss", "tau, steps per round", log=2)],
+    panels=[Panel("tau", "val_loss", "tau, steps per round", log=True)],
 )
 def tau(seed):
     """How long may a round be?"""
@@ -167,7 +151,7 @@ def link_panel(mbps):
         "seconds after the warm-up",
         title=f"{mbps} Mbit/s",
         where={"link_mbps": mbps},
-        log=10,
+        log=True,
         first=1,
     )
 
@@ -241,8 +225,9 @@ PARTS = {  # of EDiT's penalty
 }
 
 
-def sick_panel(title, disturbance, **where):
+def sick_panel(disturbance, more="", **where):
     where["disturbance"] = disturbance
+    title = disturbance + more
     return Panel("step_curve", "val_loss_curve", "steps", title=title, where=where, first=192)
 
 
@@ -257,10 +242,10 @@ def over_undisturbed(rows) -> list:
     "excess",
     "val_loss",
     panels=[
-        sick_panel("learning rate x 100", FAST, variant=""),
-        sick_panel("random tokens", "random tokens"),
-        sick_panel("learning rate x 100: EDiT's parts", FAST, method="edit"),
-        sick_panel("wrong sign", "wrong sign"),
+        sick_panel(FAST, variant=""),
+        sick_panel("random tokens"),
+        sick_panel(FAST, ": EDiT's parts", method="edit"),
+        sick_panel("wrong sign"),
     ],
     combine=over_undisturbed,
 )
@@ -300,6 +285,7 @@ WHOLE = (  # methods that send the whole model at once
     "robust",
 )
 
+
 @experiment(
     "val_loss",
     "over_minibatch",
@@ -307,8 +293,8 @@ WHOLE = (  # methods that send the whole model at once
     "fewer_bytes",
     "local_bytes",
     panels=[
-        Panel("sync_bytes", "val_loss", "bytes over slow links, per rank", log=10, frontier=True),
-        Panel("local_bytes", "val_loss", "bytes after the warm-up", log=10, frontier=True),
+        Panel("sync_bytes", "val_loss", "bytes over slow links, per rank", log=True, frontier=True),
+        Panel("local_bytes", "val_loss", "bytes after the warm-up", log=True, frontier=True),
     ],
     combine=beside_minibatch,
 )
@@ -368,6 +354,8 @@ SETTINGS = {  # that `tune` tries, of each method the same number
         "lr 0.0045 outer_lr 0.7",
     ),
 }
+
+
 @experiment("val_loss")
 def tune(seed):
     """Which setting is the best one of each method?"""
@@ -377,49 +365,7 @@ def tune(seed):
             yield training(method, TUNING_SEED, columns=columns, **flags_of(setting))
 
 
-# ---- more ----
-
-
-def over_one_replica(rows) -> list:
-    for row, base in with_base(rows, ["seed"], variant="1 replica"):
-        row["over_one"] = distance(row, base)
-    return rows
-
-
-@experiment("val_loss", "over_one", combine=over_one_replica)
-def elastic(seed):
-    """May the number of replicas change during the training?"""
-    first = BASE["sync_warmup_steps"] + BASE["checkpoint_interval"]
-    second = first + BASE["checkpoint_interval"]
-    meshes = {
-        "1 replica": ((1, None),),
-        "4 replicas": ((4, None),),
-        "1, 2, 4 replicas": ((1, first), (2, second), (4, None)),
-        "4, 2, 1 replicas": ((4, first), (2, second), (1, None)),
-    }
-    for name, stages in meshes.items():
-        yield training("edit", seed, variant=name, stages=stages)
-
-
-def merged_and_ensemble(run) -> list:
-    """The merged model's row, and two of its four models: as an ensemble, and alone."""
-    row = run.row()
-    if run.program == "train.py":
-        return [row]
-    rows = [row | {"variant": "merged once"}]
-    for name, loss in judge(run.folder).items():
-        rows.append(row | {"variant": name, "val_loss": loss})
-    return rows
-
-
-@experiment("val_loss", "over_minibatch", rows_of=merged_and_ensemble, combine=beside_minibatch)
-def merge(seed):
-    """Train apart and merge once: a merge of weights beside the ensemble of the models."""
-    yield training("minibatch", seed)
-    apart = training("post_local_sgd", seed, 10**9, columns={"tau": None})
-    apart.program = "-m lab.merge"
-    yield apart
-    yield training("post_local_sgd", seed)
+# ---- on paper ----
 
 
 def scale_panel(model):
@@ -430,7 +376,7 @@ def scale_panel(model):
         "compute utilization",
         title=f"{model[:-1]} billion parameters",
         where={"model": model},
-        log=10,
+        log=True,
         first=0.3,
     )
 

@@ -17,23 +17,23 @@ from pathlib import Path
 from config import UserError
 
 GRAY = "#808080"
-METHODS = {  # in the order of all tables and figures: name, color, marker, line
-    "minibatch": ("mini-batch", GRAY, "s", "-"),
-    "post_local_sgd": ("Post Local SGD", "#a6761d", "<", "-"),
-    "slowmo": ("SlowMo", "#e69f00", ">", "-"),
-    "co2": ("CO2", "#cc79a7", "^", "-"),
-    "noloco": ("NoLoCo", "#56b4e9", "v", "-"),
-    "diloco": ("DiLoCo", "#d55e00", "o", "-"),
-    "streaming_diloco": ("Streaming DiLoCo", "#d55e00", "D", "--"),
-    "edit": ("EDiT", "#0072b2", "o", "-"),
-    "streaming_edit": ("Streaming EDiT", "#0072b2", "D", "--"),
-    "a_edit": ("A-EDiT", "#009e73", "P", "-"),
-    "zero_one_adam": ("0/1 Adam", "#7570b3", "*", "-"),
-    "one_bit_edit": ("one-bit EDiT", "#0072b2", "*", "-"),
-    "sparse_loco": ("SparseLoCo", "#66a61e", "X", "-"),
-    "top_k": ("top-k", "#66a61e", "p", "--"),
-    "eager": ("eager", "#cc79a7", "h", "--"),
-    "robust": ("Robust DiLoCo", "#999933", "d", "-"),
+METHODS = {  # in the order of all tables and pictures: name, color, marker and line
+    "minibatch": ("mini-batch", GRAY, "s-"),
+    "post_local_sgd": ("Post Local SGD", "#a6761d", "<-"),
+    "slowmo": ("SlowMo", "#e69f00", ">-"),
+    "co2": ("CO2", "#cc79a7", "^-"),
+    "noloco": ("NoLoCo", "#56b4e9", "v-"),
+    "diloco": ("DiLoCo", "#d55e00", "o-"),
+    "streaming_diloco": ("Streaming DiLoCo", "#d55e00", "D--"),
+    "edit": ("EDiT", "#0072b2", "o-"),
+    "streaming_edit": ("Streaming EDiT", "#0072b2", "D--"),
+    "a_edit": ("A-EDiT", "#009e73", "P-"),
+    "zero_one_adam": ("0/1 Adam", "#7570b3", "*-"),
+    "one_bit_edit": ("one-bit EDiT", "#0072b2", "*-"),
+    "sparse_loco": ("SparseLoCo", "#66a61e", "X-"),
+    "top_k": ("top-k", "#66a61e", "p--"),
+    "eager": ("eager", "#cc79a7", "h--"),
+    "robust": ("Robust DiLoCo", "#999933", "d-"),
 }
 CASE = (  # what distinguishes the cases
     "method",
@@ -48,15 +48,14 @@ CASE = (  # what distinguishes the cases
     "link_mbps",
     "model",
 )
-COUNTS = ("step", "tokens", "train_s", "sync_bytes")  # columns of step rows and evaluations
-CURVES = (*COUNTS, "val_loss")  # columns of the evaluations
-DAMAGED = (ValueError, LookupError, TypeError, RecursionError)  # what reading such a file raises
+CURVES = ("step", "tokens", "train_s", "sync_bytes", "val_loss")  # columns of the evaluations
+DAMAGED = (ValueError, LookupError, TypeError)  # what reading such a file raises
 
 
 def read_run(folder) -> dict:
-    """The record of a run: its folder, config and method, a list per column of its evaluations,
-    `steps`, the list of its step rows, and `rounds`, the steps of each replica in each. A val_loss
-    that is not finite is None. Raises UserError for a file that is not a record."""
+    """The record of a run: its folder, config and method; `steps` and `evals`, the lists of these
+    rows; a list per column of the evaluations; `rounds`, the steps of each replica in each. A
+    val_loss that is not finite is None. Raises UserError for a file that is not a record."""
     path = Path(folder, "metrics.jsonl")
     rows = defaultdict(list)
     try:
@@ -67,29 +66,13 @@ def read_run(folder) -> dict:
         config = rows["config"][0]
         record = {"folder": folder, "config": config, "method": config["method"]}
         record["steps"] = rows["step"]
+        record["evals"] = rows["eval"]
         record["rounds"] = [row["steps"] for row in rows["sync"]]
         for name in CURVES:
             record[name] = [row[name] for row in rows["eval"]]
-
-        numbers = [loss for loss in record["val_loss"] if loss is not None]
-        for row in rows["step"] + rows["eval"]:
-            numbers += [row[name] for name in COUNTS]
-        sum(numbers)  # raises a TypeError if one is no number
     except DAMAGED as error:
         raise UserError(f"{path} is not the record of a run ({error})") from None
     return record
-
-
-def after_warmup(record, warmup) -> dict:
-    """The counts at the last evaluation, less those of the first `warmup` steps. All steps of the
-    warm-up count as much as those before the last row within it: later ones send less."""
-    within = [row for row in record["steps"] if row["step"] <= warmup]
-    counts = {}
-    for name in COUNTS:
-        counts[name] = record[name][-1]
-        if within:
-            counts[name] -= within[-1][name] * (warmup / within[-1]["step"])
-    return counts
 
 
 def in_order(rows) -> list:
@@ -98,17 +81,18 @@ def in_order(rows) -> list:
     return sorted(rows, key=lambda row: order.index(row["method"]))
 
 
+def values(row, names) -> tuple:
+    return tuple(row.get(name) for name in names)
+
+
 # ---- differences between runs of the same seed ----
 
 
 def with_base(rows, same, **baseline) -> list:
     """Pairs of each row and its base: the row with the columns `baseline` and the same values in
     the columns `same`."""
-    bases = {}
-    for row in rows:
-        if baseline.items() <= row.items():
-            bases[tuple(row.get(column) for column in same)] = row
-    return [(row, bases[tuple(row.get(column) for column in same)]) for row in rows]
+    bases = {values(row, same): row for row in rows if baseline.items() <= row.items()}
+    return [(row, bases[values(row, same)]) for row in rows]
 
 
 def distance(row, base) -> float:
@@ -126,14 +110,13 @@ def beside_minibatch(rows) -> list:
 
 # ---- tables ----
 
-DISTANCES = ("over_minibatch", "over_one", "excess")
+DISTANCES = ("over_minibatch", "excess")
 FORMATS = {  # column -> heading, format, factor
     "val_loss": ("validation loss", "{:.4f}", 1),
     "local_bytes": ("MB sent after the warm-up", "{:,.1f}", 1e-6),
     "sync_bytes": ("MB sent in all", "{:,.1f}", 1e-6),
     "fewer_bytes": ("of mini-batch's bytes", "1/{:,.0f}", 1),
     "over_minibatch": ("over mini-batch", "{:+.1%}", 1),
-    "over_one": ("over 1 replica", "{:+.1%}", 1),
     "excess": ("over undisturbed", "{:+.1%}", 1),
     "step_ms": ("ms a step", "{:,.0f}", 1),
     "local_s": ("seconds after the warm-up", "{:,.0f}", 1),
@@ -149,17 +132,17 @@ def table(rows, columns) -> str:
     seeded = any(row.get("seed") for row in rows)
     cases = defaultdict(list)
     for row in in_order(rows):
-        cases[tuple(row.get(name) for name in CASE)].append(row)
+        cases[values(row, CASE)].append(row)
 
     lines = []
     for group in cases.values():
         cells = {name: case_cell(group[0], name) for name in keys}
         for name in columns:
             heading, form, factor = FORMATS.get(name, (name, "{:.3g}", 1))
-            values = [factor * row[name] for row in group]
-            cells[heading] = mean_and_range(values, form)
+            found = [factor * row[name] for row in group]
+            cells[heading] = mean_and_range(found, form)
             if name in DISTANCES:
-                cells["standard error"] = standard_error(values)
+                cells["standard error"] = standard_error(found)
         if seeded:
             cells["seeds"] = str(len(group))
         lines.append(cells.values())
@@ -176,17 +159,16 @@ def case_cell(row, name) -> str:
     return str(value)
 
 
-def mean_and_range(values, form) -> str:
-    mean = form.format(statistics.mean(values))
-    low = form.format(min(values))
-    high = form.format(max(values))
+def mean_and_range(found, form) -> str:
+    low = form.format(min(found))
+    high = form.format(max(found))
     if low == high:
-        return mean
-    return f"{mean} ({low} .. {high})"
+        return low
+    return f"{form.format(statistics.mean(found))} ({low} .. {high})"
 
 
-def standard_error(values) -> str:
+def standard_error(found) -> str:
     """Of the mean."""
-    if len(values) == 1:
+    if len(found) == 1:
         return ""
-    return f"{statistics.stdev(values) / math.sqrt(len(values)):.2%}"
+    return f"{statistics.stdev(found) / math.sqrt(len(found)):.2%}"

@@ -1,8 +1,8 @@
 """Many runs of train.py, and experiments made of them: a table, a JSON file, a picture.
 
     run = training("edit", seed=1)    # see __main__.py
-    run.execute()                     # starts torchrun, or does nothing if the run has finished
-    run.row()["val_loss"]
+    run.execute()                     # starts torchrun
+    run.results()[0]["val_loss"]
 
 The folder of a run, in out/lab/, is named after its flags, not after the code: delete it after a
 change of the code that affects results. It has the record of the run and its output.txt. Runs are
@@ -11,20 +11,20 @@ executed one after the other. An interrupted run goes on from its last checkpoin
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 from config import PRESETS, STOPS, Parser, UserError, check_limits
 from lab.plot import draw
-from lab.rows import after_warmup, read_run, table
+from lab.rows import read_run, table
+from lab.timeline import read_timeline
 from plumbing.checkpoint import list_checkpoints
 
 HERE = Path(__file__).parent.parent
@@ -32,7 +32,6 @@ RUNS = HERE / "out/lab"
 RESULTS = HERE / "lab/results"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]  # also where `torchrun` has no path
 EXPERIMENTS = {}  # by name
-SEQUENCES = 16  # of all ranks per step
 BASE = {  # flags of the runs, where an experiment does not say others
     "max_steps": 448,
     "sync_warmup_steps": 128,
@@ -44,25 +43,22 @@ BASE = {  # flags of the runs, where an experiment does not say others
 
 @dataclass
 class Run:
-    """One training. columns: those of its row; flags: of train.py; stages: pairs (ranks, step at
-    which they are stopped; the ranks of the next stage resume from there)."""
+    """One training. columns: those of its row; flags: of train.py."""
 
     columns: dict
     flags: dict
-    stages: tuple
-    program: str = "train.py"
+    ranks: int = 4
     timed_by: object = None  # a short Run that gives the time of a step
 
     @property
     def folder(self) -> Path:
-        text = json.dumps([self.flags, self.stages], sort_keys=True)
+        text = json.dumps([self.flags, [[self.ranks, None]]], sort_keys=True)
         return RUNS / f"{self.flags['method']}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
-    def command(self, ranks: int, stop: int | None = None) -> str:
-        """The command line of a stage."""
-        flags = {"batch_size": SEQUENCES // ranks, "device": "cpu"} | self.flags
+    def command(self) -> str:
+        flags = {"batch_size": 4, "device": "cpu"} | self.flags
         flags |= {"resume": "auto", "out_dir": os.path.relpath(self.folder, HERE)}
-        words = [f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node {ranks} {self.program}"]
+        words = [f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node {self.ranks} train.py"]
         for name, value in flags.items():
             if value is True:
                 words.append(f"--{name}")
@@ -70,72 +66,67 @@ class Run:
                 words.append(f"--no-{name}")
             else:
                 words.append(f"--{name} {value}")
-        if stop:
-            words.append(f"   # until step {stop}")
         return " ".join(words)
 
     def commands(self) -> str:
-        """The command lines of all stages, and of the run that times it."""
-        lines = [self.command(*stage) for stage in self.stages]
+        """The command lines of the run and of the one that times it."""
         if self.timed_by:
-            lines.append(self.timed_by.commands())
-        return "\n".join(lines)
+            return f"{self.command()}\n{self.timed_by.command()}"
+        return self.command()
 
     def finished(self) -> bool:
         return (self.folder / "model.pt").exists()
 
-    def row(self) -> dict:
-        """columns, results, the lists of the evaluations as *_curve, the command lines."""
-        record = read_run(self.folder)
-        warmup = self.flags["sync_warmup_steps"]
-        after = after_warmup(record, warmup)
-        row = self.columns | {
-            "val_loss": record["val_loss"][-1],
-            "sync_bytes": record["sync_bytes"][-1],
-            "warmup_steps": warmup,
-            "local_bytes": after["sync_bytes"],
-            "tokens_per_s": after["tokens"] / after["train_s"],
-            "step_curve": record["step"],
-            "val_loss_curve": record["val_loss"],
-        }
-        if self.timed_by:
-            steps = read_run(self.timed_by.folder)["steps"]  # the first one is slower
-            step_s = statistics.median(step["step_ms"] for step in steps[2:]) / 1e3
-            row["step_ms"] = 1e3 * step_s
-            row["seconds_curve"] = [(step - warmup) * step_s for step in record["step"]]
-            row["local_s"] = row["seconds_curve"][-1]
-            row["tokens_per_s"] = record["tokens"][-1] / record["step"][-1] / step_s
-        row["command"] = self.commands()
-        return row
-
     def execute(self):
         """Train, or go on where an earlier start was interrupted. Then keep no checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for ranks, stop in self.stages:
-            if not self.reached(stop):
-                self.start(ranks, stop)
-        for path in list_checkpoints(self.folder):  # those of all experiments take 22 GB
-            shutil.rmtree(path)
-
-    def reached(self, stop: int | None) -> bool:
-        steps = [int(path.name.split("-")[1]) for path in list_checkpoints(self.folder)]
-        return self.finished() or max(steps, default=0) >= (stop or math.inf)
-
-    def start(self, ranks: int, stop: int | None):
-        """Run train.py to its end or, if there is a `stop`, until a checkpoint has that step."""
-        words = self.command(ranks).split()[2:]  # without OMP_NUM_THREADS and torchrun
+        words = self.command().split()[2:]  # without OMP_NUM_THREADS and torchrun
         os.environ["OMP_NUM_THREADS"] = "1"
         output = self.folder / "output.txt"
         with open(output, "a") as file:
             torchrun = subprocess.Popen(TORCHRUN + words, cwd=HERE, stdout=file, stderr=file)
         try:
-            while torchrun.poll() is None and not (stop and self.reached(stop)):
-                time.sleep(0.1)
+            torchrun.wait()
         finally:
             torchrun.terminate()  # it stops its ranks
             torchrun.wait()
-        if not self.reached(stop):
-            raise UserError(f"a run failed, see {output}: {self.command(ranks)}")
+        if not self.finished():
+            raise UserError(f"a run failed, see {output}: {self.command()}")
+        for path in list_checkpoints(self.folder):  # those of all experiments take 22 GB
+            shutil.rmtree(path)
+
+    def results(self) -> list:
+        """A dict of losses, bytes, speed and, as *_curve, the lists of the evaluations. Of a run
+        with --timeline one per replica."""
+        if "timeline" in self.flags:
+            return read_timeline(self.folder)
+        record = read_run(self.folder)
+        warmup = self.flags["sync_warmup_steps"]
+        steps = record["steps"]
+        begin = next(row for row in steps if row["step"] >= warmup)
+        sent_bytes = record["sync_bytes"][-1]
+        warmup_bytes = warmup * steps[0]["sync_bytes"]  # all its steps send alike
+        tokens = record["tokens"][-1] - begin["tokens"]
+        seconds = record["train_s"][-1] - begin["train_s"]
+        found = {
+            "val_loss": record["val_loss"][-1],
+            "sync_bytes": sent_bytes,
+            "local_bytes": sent_bytes - warmup_bytes,
+            "tokens_per_s": tokens / seconds,
+            "step_curve": record["step"],
+            "val_loss_curve": record["val_loss"],
+        }
+        if self.timed_by:
+            step_s = self.timed_by.step_s()
+            found["step_ms"] = 1e3 * step_s
+            found["seconds_curve"] = [(step - warmup) * step_s for step in record["step"]]
+            found["local_s"] = found["seconds_curve"][-1]
+            found["tokens_per_s"] = steps[0]["tokens"] / step_s
+        return [found]
+
+    def step_s(self) -> float:
+        steps = read_run(self.folder)["steps"][2:]  # the first ones are slower
+        return statistics.median(step["step_ms"] for step in steps) / 1e3
 
 
 def execute_all(runs):
@@ -151,16 +142,11 @@ def execute_all(runs):
 # ---- experiments ----
 
 
-def one_row(run) -> list:
-    return [run.row()]
-
-
 @dataclass
 class Experiment:
     runs_of_seed: object  # seed -> its runs; its docstring is the question
     columns: tuple  # of the table
     panels: tuple = ()  # of the picture
-    rows_of: object = one_row  # run -> rows of the result
     combine: object = list  # rows of all runs -> rows of the result
     summary: object = list  # rows of the result -> rows of the table
     picture: object = None  # in place of panels: draws (rows, path)
@@ -184,12 +170,23 @@ def experiment(*columns, **others):
 
 
 def run_experiment(experiment, seeds, path):
-    """Write the JSON file `path`, and its table and picture beside it."""
+    """Write the JSON file `path`, and its table and picture beside it. A row that the file has
+    already stays, and its run is not started again, if the experiment still has that command, or if
+    the row is of another seed. Delete the file to run all again."""
+    earlier = []
+    if path.exists():
+        earlier = json.loads(path.read_text())
+    known = defaultdict(dict)
+    for row in earlier:
+        known[row.get("command")][row.get("replica")] = row
+
     runs = experiment.runs(seeds)
-    execute_all(runs)
-    rows = []
+    execute_all([run for run in runs if run.commands() not in known])
+    made = {run.columns["seed"] for run in runs}
+    rows = [row for row in earlier if row.get("seed") not in made]
     for run in runs:
-        rows += experiment.rows_of(run)
+        own = run.columns | {"command": run.commands()}
+        rows += [row | own for row in known[run.commands()].values() or run.results()]
     lines = ",\n".join(json.dumps(row) for row in experiment.combine(rows))
     path.write_text(f"[\n{lines}\n]\n")
     print(f"results {path}", flush=True)
@@ -205,7 +202,7 @@ def page(experiment, path, rows) -> str:
 
 def write_page(experiment, path) -> str:
     """Write the table, which is returned, and the picture of a JSON file beside it."""
-    rows = experiment.combine(json.loads(path.read_text()))
+    rows = json.loads(path.read_text())
     text = page(experiment, path, rows)
     path.with_suffix(".md").write_text(text)
     if experiment.panels:
@@ -215,16 +212,16 @@ def write_page(experiment, path) -> str:
     return text
 
 
+def experiment_of(path) -> Experiment | None:
+    """Of a JSON file: that with the first word of its name. None: it is gone, and its table and
+    picture stay as they are."""
+    return EXPERIMENTS.get(path.stem.split("_")[0])
+
+
 # ---- the command line ----
 
 
-def experiment_of(path) -> Experiment:
-    """Of a JSON file: that with the first word of its name. Experiments that are gone had the table
-    of `frontier`."""
-    return EXPERIMENTS.get(path.stem.split("_")[0], EXPERIMENTS["frontier"])
-
-
-def parse_arguments():
+def main():
     parser = Parser(prog="python -m lab", description="Run an experiment; without one, list them.")
     parser.add_argument("experiment", nargs="?", choices=list(EXPERIMENTS))
     parser.add_argument("--tables", action="store_true", help="rewrite all tables and pictures")
@@ -232,31 +229,31 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, default=0, help="of runs with no others of their own")
     parser.add_argument("--model", choices=list(PRESETS), help="(default: tiny)")
     args = parser.parse_args()
-    if args.steps:
-        check_limits("--steps", args.steps, {"low": 64})
-    return args
+    if args.tables:
+        for path in sorted(RESULTS.glob("*.json")):
+            if experiment := experiment_of(path):
+                write_page(experiment, path)
+    elif args.experiment:
+        start(args)
+    else:
+        for name, experiment in EXPERIMENTS.items():
+            print(f"{name:12} {experiment.runs_of_seed.__doc__}")
 
 
-def main():
-    args = parse_arguments()
+def start(args):
+    """Run the experiment of the command line."""
     name = args.experiment
     if args.steps:
+        check_limits("--steps", args.steps, {"low": 64})
         name = f"{name}_{args.steps}"
         BASE.update(max_steps=args.steps, sync_warmup_steps=32)
     if args.model:
         name = f"{name}_{args.model}"
         BASE.update(model=args.model, batch_size=2)
 
-    if args.tables:
-        for path in sorted(RESULTS.glob("*.json")):
-            write_page(experiment_of(path), path)
-    elif args.experiment:
-        for number in STOPS:  # end the run, too
-            signal.signal(number, signal.default_int_handler)
-        try:
-            run_experiment(EXPERIMENTS[args.experiment], args.seeds, RESULTS / f"{name}.json")
-        except KeyboardInterrupt:
-            raise UserError("interrupted; the same command goes on from here") from None
-    else:
-        for name, experiment in EXPERIMENTS.items():
-            print(f"{name:12} {experiment.runs_of_seed.__doc__}")
+    for number in STOPS:  # end the run, too
+        signal.signal(number, signal.default_int_handler)
+    try:
+        run_experiment(EXPERIMENTS[args.experiment], args.seeds, RESULTS / f"{name}.json")
+    except KeyboardInterrupt:
+        raise UserError("interrupted; the same command goes on from here") from None

@@ -3,6 +3,15 @@
 import json
 import zlib
 
+LOOK = {  # of matplotlib
+    "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans"],
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4.5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "",
+}
+
 
 def checksum(data) -> str:
     """A line in the SVG: it shows whether a picture belongs to its data."""
@@ -13,8 +22,7 @@ def new_figure(width, height):
     """An empty one, in inches."""
     import matplotlib
     from matplotlib.figure import Figure
-    fonts = {"font.size": 9, "font.sans-serif": ["DejaVu Sans"]}
-    matplotlib.rcParams.update(fonts | {"svg.fonttype": "none", "svg.hashsalt": ""})
+    matplotlib.rcParams.update(LOOK)
     return Figure((width, height), layout="constrained")
 
 

@@ -28,13 +28,8 @@ since 1970. Names: step, wait for others, wait for link, link (a transfer on the
 To read a record: pandas.read_json("out/edit/metrics.jsonl", lines=True). To see it in TensorBoard
 (pip install tensorboard):
 
-    import json
-    from torch.utils.tensorboard import SummaryWriter
-    with SummaryWriter("out/edit") as writer, open("out/edit/metrics.jsonl") as file:
-        for row in map(json.loads, file):
-            for name, value in row.items():
-                if row["event"] in ("step", "eval") and isinstance(value, float):
-                    writer.add_scalar(f"{row['event']}/{name}", value, row["step"])
+    python -m lab.plot --tensorboard out/edit    # writes event files into the folder
+    tensorboard --logdir out
 """
 
 import json

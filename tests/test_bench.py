@@ -14,6 +14,11 @@ SMALL = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 8 --batch_size 1 --dtyp
 SMALL += "--repeats 1 --device cpu".split()
 
 
+def names(figures) -> list:
+    """The first word of each line."""
+    return [line.split()[0] for line in figures]
+
+
 def test_ratios_follow_from_the_times():
     # ours is 1.5 times as fast as fsdp2 in the middle turn, and has 0.8 of the bound's speed
     text = bench.table({"ours": [10, 20, 40], "fsdp2": [14, 30, 80], "bound": [9, 16, 30]})
@@ -25,32 +30,39 @@ def test_ratios_follow_from_the_times():
 
 
 def test_candidates_take_turns(monkeypatch):
-    calls, mesh = [], SimpleNamespace(device=torch.device("cpu"))
+    calls = []
+    steps = {
+        "a": lambda: calls.append("a"),
+        "b": lambda: calls.append("b"),
+        "c": lambda: calls.append("c"),
+    }
     monkeypatch.setattr(bench, "now_ms", lambda mesh: 10.0 * len(calls))
-    steps = {name: lambda name=name: calls.append(name) for name in "abc"}
+    mesh = SimpleNamespace(device=torch.device("cpu"))
     times = bench.alternate(mesh, steps, 2)
     assert "".join(calls) == "aaabbbccc" * 2  # one untimed and two timed ones
-    assert times == {"a": [10.0] * 2, "b": [10.0] * 2, "c": [10.0] * 2}
+    assert times == dict.fromkeys("abc", [10.0, 10.0])
 
 
 def test_one_rank_is_compared_with_fsdp2_alone(capsys):
     bench.main(SMALL)
     title, *figures = capsys.readouterr().out.splitlines()
-    assert title.startswith("1 replicas x 1 shards, fp32") and "n_embd=16" in title
-    assert [line.split()[0] for line in figures] == ["ours", "fsdp2"]
+    assert title.startswith("1 replicas x 1 shards, fp32")
+    assert "n_embd=16" in title
+    assert names(figures) == ["ours", "fsdp2"]
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_two_ranks_are_compared_with_the_bound_too(shards, tmp_path):
-    argv = [*SMALL, "--shards", str(shards)]
-    run = Launch(2, tmp_path, *argv, special={rank: (run_bench,) for rank in (0, 1)})
-    assert (run.wait(), run.lines("err")) == ([0, 0], [])
+    special = {0: (run_bench,), 1: (run_bench,)}
+    run = Launch(2, tmp_path, *SMALL, "--shards", str(shards), special=special)
+    assert run.wait() == [0, 0]
+    assert run.lines("err") == []
     title, *figures = run.lines("out")
     assert title.startswith(f"{2 // shards} replicas x {shards} shards, fp32")
-    assert [line.split()[0] for line in figures] == ["ours", "fsdp2", "bound"]
+    assert names(figures) == ["ours", "fsdp2", "bound"]
 
 
-def test_flags_of_other_methods_are_refused():
-    for flag in "--method edit", "--tau 2":
-        with pytest.raises(UserError, match=flag.split()[0]):
-            bench.main([*SMALL, *flag.split()])
+@pytest.mark.parametrize("flag, value", [("--method", "edit"), ("--tau", "2")])
+def test_flags_of_other_methods_are_refused(flag, value):
+    with pytest.raises(UserError, match=flag):
+        bench.main([*SMALL, flag, value])

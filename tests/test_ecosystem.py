@@ -1,5 +1,5 @@
-"""Models out and in, with the real client: transformers. `.ci/run` installs it, see
-requirements-ecosystem.txt."""
+"""Models out and in, and records, with the real clients: transformers, TensorBoard, pandas.
+`.ci/run` installs them, see requirements-ecosystem.txt."""
 
 import json
 import re
@@ -14,6 +14,7 @@ import data
 import export
 import train
 from config import UserError
+from lab import plot
 from model import Llama, ModelConfig
 from plumbing import launch, load_model, tokenizer
 from ranks import ROOT, Launch, run_training
@@ -276,3 +277,27 @@ def test_tokenizer_with_gaps_keeps_marks_in_the_text(transformers):
     assert (encoding.n_vocab, encoding.eot_token) == (10, 9)
     assert 9 not in encoding.encode("a</s>b").tolist()
     assert "</s>" in encoding.decode([0, 9, 1])
+
+
+def test_record_is_readable_in_tensorboard_and_pandas(tmp_path, corpus_folder, monkeypatch):
+    tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pandas = pytest.importorskip("pandas")
+    folder = tmp_path / "run"
+    run = run_training(1, corpus_folder, out_dir=folder, max_steps=3)
+    table = pandas.read_json(folder / "metrics.jsonl", lines=True)
+    assert table[table.event == "step"].loss.tolist() == pytest.approx(run.losses)
+
+    argv = ["plot.py", "--tensorboard", str(folder)]
+    written = {folder: argv, tmp_path / "out" / "run": [*argv, "--out", str(tmp_path / "out")]}
+    for path, words in written.items():
+        monkeypatch.setattr("sys.argv", words)
+        plot.main()
+        plot.main()  # a second call replaces the curves of the first
+        events = tensorboard.EventAccumulator(str(path))
+        events.Reload()
+        losses = events.Scalars("step/loss")
+        assert [event.step for event in losses] == [1, 2, 3]
+        assert [event.value for event in losses] == pytest.approx(run.losses)
+        names = events.Tags()["scalars"]
+        assert {"step/sync_bytes", "eval/val_loss", "eval/bits_per_byte"} <= set(names)
+        assert "step/step" not in names
