@@ -145,7 +145,7 @@ def simulate(plan, model, gbit_per_s, replicas=2, slowness=1.0, rounds=3):
 def compute(replica, now, arrivals, forward_s, L):
     """The spans of a step that begins now, with waits. The last one is its backward."""
     done = 0  # layers whose forward has ended
-    for l, (ready, arrival) in [*arrivals.items(), (L, (0.0, 0.0))]:  # no wait after the last one
+    for l, (ready, arrival) in arrivals.items():
         forward_ends = now + (l - done) * forward_s / L
         all_ready = max(forward_ends, ready)
         arrived = max(all_ready, arrival)
@@ -154,7 +154,9 @@ def compute(replica, now, arrivals, forward_s, L):
         yield Span("wait for link", replica, l, all_ready, arrived)
         now = arrived
         done = l
-    yield Span("backward", replica, L, now, now + 2 * forward_s)
+    forward_ends = now + (L - done) * forward_s / L
+    yield Span("forward", replica, L, now, forward_ends)
+    yield Span("backward", replica, L, forward_ends, forward_ends + 2 * forward_s)
 
 
 def costs(plan, model, gbit_per_s, replicas=2, slowness=1.0) -> dict:
