@@ -153,8 +153,7 @@ def pictures(plan, model, setting) -> dict:
     steps = [span for span in spans if span.name == "backward" and span.who == 1]
     later = [span for span in steps if span.begin > ends[1]]
     begin = ends[1] - model.step_s * slowness
-    end = later[plan.delay if plan.delay < plan.every else 0].end
-    enlarged = window(spans, begin, end)
+    enlarged = window(spans, begin, later[1].end)
     pieces = []
     for span in enlarged["spans"]:
         speed = slowness if span["who"] == 1 else 1
