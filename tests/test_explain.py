@@ -263,6 +263,7 @@ for (const method in METHODS) {
 element("play").click();
 result.button = element("play").textContent;
 result.fragment = location.hash;
+result.table = element("table").textContent;
 """
 
 
@@ -273,6 +274,12 @@ def test_controls_change_the_fragment_and_the_cursor_lights_the_code(tmp_path):
     changed = "#method=one_bit_edit&model=tiny&replicas=2&tau=4&gbit_per_s=5.62&slowness=1.5&"
     assert result["fragment"].startswith(changed)
     assert result["button"] == "Pause"
+    plan = planner.schedules(4)["one_bit_edit"]
+    cluster = (MODELS["tiny"], 5.62, 2, 1.5)
+    costs = planner.costs(plan, *cluster)
+    minibatch = planner.costs(planner.schedules(4)["minibatch"], *cluster)
+    shares = [f"{100 * each['utilization']:.3g}%" for each in (costs, minibatch)]
+    assert "compute utilization" + "".join(shares) in result["table"]
 
 
 @pytest.mark.parametrize("width", [400, 1600])
