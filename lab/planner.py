@@ -197,9 +197,9 @@ def rows(schedules=SCHEDULES) -> list:
     for name, model in MODELS.items():
         for method, plan in schedules.items():
             for gbit in links:
-                used = round(utilization(plan, model, gbit), 4)
                 row = {"model": name, "method": method, "gbit_per_s": gbit}
-                found.append(row | {"utilization": used})
+                row["utilization"] = round(utilization(plan, model, gbit), 4)
+                found.append(row)
     return found
 
 
