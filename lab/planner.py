@@ -15,7 +15,8 @@ Assumptions:
     a replica, outer steps and EDiT's norms take no time.
 (4) An element takes 16 bits, 4 in the streaming methods and 1.125 in one_bit_edit, with its scales.
     This repository sends 32, 4.125 and 1.125.
-(5) A round has H = 100 steps. Streaming methods: 3 layers per fragment, strided, one step of delay.
+(5) Streaming methods: 3 layers per fragment, strided, one step of delay. In the tables a round has
+    H = 100 steps.
 (6) Mini-batch sends a layer when its backward is done. The other methods here start after the step:
     the inner optimizer clips the gradient first, and its norm needs all layers.
 (7) A-EDiT's rounds last as long as tau steps of a fast replica. A slow one takes tau / slowness
@@ -33,7 +34,6 @@ Source: the simulation is ours; models and grid are from arXiv 2501.18512. tests
 compares it with table 4 of that paper.
 """
 
-import itertools
 import math
 import sys
 from collections import defaultdict, namedtuple
@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from config import UserError, run_command
 from lab.rows import read_run
 from lab.timeline import read_timeline
-from plumbing.simulate import FRAMING
+from plumbing.simulate import FRAMING, read_numbers
 
 H = 100  # inner steps per round
 LEVELS = {"50%": 0.5, "80%": 0.8, "90%": 0.9, "95%": 0.95, "99%": 0.99}
@@ -58,8 +58,7 @@ MORE_MODELS = {  # for explain.html: `make train`, eight GPUs, between the publi
 }
 TOKENS_PER_PARAMETER = 20  # of a training: Hoffmann et al., arXiv 2203.15556
 
-Span = namedtuple("Span", "name who layer begin end")  # who: 0, 1: slow replica, or "link"
-Timeline = namedtuple("Timeline", "spans ends")  # ends: of the slow replica's rounds
+Span = namedtuple("Span", "name who layer begin end")  # who: 0: fast, 1: slow replica, or "link"
 
 
 @dataclass
@@ -74,9 +73,8 @@ class Schedule:
     hops: int = 1  # of a mean over more than two replicas
 
 
-def schedules(tau: int = H) -> dict:
+def schedules(tau=H) -> dict:
     blocking = Schedule(tau)
-    by_layer = Schedule(tau, by_layer=True)
     streaming = Schedule(tau, bits=4, blocks=3, delay=1)
     return {
         "minibatch": Schedule(1, early=True),
@@ -85,7 +83,7 @@ def schedules(tau: int = H) -> dict:
         "diloco": blocking,
         "noloco": blocking,
         "co2": Schedule(tau, delay=tau),
-        "edit": by_layer,
+        "edit": Schedule(tau, by_layer=True),
         "a_edit": Schedule(tau, by_layer=True, by_clock=True),
         "streaming_diloco": streaming,
         "streaming_edit": streaming,
@@ -97,109 +95,111 @@ SCHEDULES = schedules()
 SENT_BITS = {16: 32, 4: 4.125, 1.125: 1.125}  # above -> in this repository
 
 
-def sent_bytes(plan: Schedule, model: Model, replicas=2) -> float:
+def sent_bytes(plan, model, replicas=2) -> float:
     """Of a replica per round. Each of its N ranks sends 1/N of them."""
     return 2 * (replicas - 1) / replicas * model.parameters * plan.bits / 8
 
 
-def steps_per_round(plan: Schedule, slowness) -> int:
+def steps_per_round(plan, slowness) -> int:
     """Of a replica that is slower than the others, or not (1)."""
     return math.ceil(plan.every / slowness) if plan.by_clock else plan.every
 
 
-def simulate(plan: Schedule, model: Model, gbit_per_s, replicas=2, slowness=1.0, rounds=3):
-    """The Timeline of one replica of each speed and of the link."""
+def simulate(plan, model, gbit_per_s, replicas=2, slowness=1.0, rounds=3):
+    """The spans of a fast replica, of the slow one and of the link, and the times at which the
+    slow one's rounds end. plan: a Schedule; model: a Model."""
     L = model.layers
     hops = plan.hops if replicas > 2 else 1
     hop_s = sent_bytes(plan, model, replicas) * 8 / L / (gbit_per_s * 1e9) / hops  # of a layer
-    F = min(-(-L // (plan.blocks or L)), plan.every)
+    F = min(math.ceil(L / (plan.blocks or L)), plan.every)
     fragments = {(p + 1) * plan.every // F - 1: range(p, L, F) for p in range(F)}  # by step
-    speeds = sorted({1.0, slowness})
-    taken = [steps_per_round(plan, slow) for slow in speeds]
-    now = [0.0] * len(speeds)
+    step_s = [model.step_s, model.step_s * slowness]
+    steps = [plan.every, steps_per_round(plan, slowness)]
+    now = [0.0, 0.0]  # of the fast and of the slow replica
     free = 0.0  # when the link has sent what is queued
-    waits = defaultdict(dict)  # step -> layer -> (when all replicas have it, when it arrives)
-    timeline = Timeline([], [])
+    due = defaultdict(dict)  # step -> layer -> (when all replicas have it, when it arrives)
+    spans = []
+    ends = []
     for step in range(rounds * plan.every):
-        due = waits.pop(step, {})
-        for i, slow in enumerate(speeds):
-            if step % plan.every < taken[i]:
-                now[i] = compute(timeline.spans, i, now[i], due, model.step_s * slow / 3, L)
+        arrivals = due.pop(step, {})
+        for i in range(2):
+            if step % plan.every < steps[i]:
+                spans += compute(i, now[i], arrivals, step_s[i] / 3, L)
+                now[i] = spans[-1].end
 
         sent = fragments.get(step % plan.every, ())
         if plan.early:
             sent = reversed(sent)
         for l in [*sent] * hops:
-            ready = 0.0
-            for i, slow in enumerate(speeds):
-                after = 2 * model.step_s * slow / 3 / L * l  # the backward of the layers below
-                ready = max(ready, now[i] - after * plan.early)
+            below = 2 / 3 * l / L * plan.early  # the backward of the layers below, in steps
+            ready = max(now[0] - below * step_s[0], now[1] - below * step_s[1])
             begin = max(free, ready)
             free = begin + hop_s
-            timeline.spans.append(Span("link", "link", l, begin, free))
-            waits[step + 1 + plan.delay][l * plan.by_layer] = ready, free
+            spans.append(Span("link", "link", l, begin, free))
+            due[step + 1 + plan.delay][l * plan.by_layer] = ready, free
         if (step + 1) % plan.every == 0:
-            timeline.ends.append(now[-1])
-    return timeline
+            ends.append(now[1])
+    return spans, ends
 
 
-def compute(spans: list, replica, now, due: dict, forward_s, L) -> float:
-    """A step that begins now: its spans, with waits; returns its end."""
+def compute(replica, now, arrivals, forward_s, L):
+    """The spans of a step that begins now, with waits. The last one is its backward."""
     done = 0  # layers whose forward has ended
-    for l, (ready, arrival) in due.items():
-        begin = now
-        now += (l - done) * forward_s / L
-        done = l
-        all_ready = max(now, ready)
-        arrived = max(now, arrival)
-        spans.append(Span("forward", replica, l, begin, now))
-        spans.append(Span("wait for others", replica, l, now, all_ready))
-        spans.append(Span("wait for link", replica, l, all_ready, arrived))
+    for l, (ready, arrival) in arrivals.items():
+        forward_ends = now + (l - done) * forward_s / L
+        all_ready = max(forward_ends, ready)
+        arrived = max(all_ready, arrival)
+        yield Span("forward", replica, l, now, forward_ends)
+        yield Span("wait for others", replica, l, forward_ends, all_ready)
+        yield Span("wait for link", replica, l, all_ready, arrived)
         now = arrived
+        done = l
     forward_ends = now + (L - done) * forward_s / L
-    end = forward_ends + 2 * forward_s
-    spans.append(Span("forward", replica, L, now, forward_ends))
-    spans.append(Span("backward", replica, L, forward_ends, end))
-    return end
+    yield Span("forward", replica, L, now, forward_ends)
+    yield Span("backward", replica, L, forward_ends, forward_ends + 2 * forward_s)
+
+
+def costs(plan, model, gbit_per_s, replicas=2, slowness=1.0) -> dict:
+    """Of a steady round (the third, as all that follow):
+
+    round_s      its seconds
+    shares       compute time / wall time, 0 to 1, of a fast replica and of the slow one
+    utilization  the mean of these shares over all replicas
+    training_s   seconds of a training with TOKENS_PER_PARAMETER
+    """
+    spans, ends = simulate(plan, model, gbit_per_s, replicas, slowness)
+    round_s = ends[2] - ends[1]
+    slow_steps = steps_per_round(plan, slowness)
+    fast = plan.every * model.step_s / round_s
+    slow = slow_steps * model.step_s * slowness / round_s
+    steps = (replicas - 1) * plan.every + slow_steps  # of all replicas
+    rounds = TOKENS_PER_PARAMETER * model.parameters / (steps * model.step_tokens)
+    return {
+        "round_s": round_s,
+        "shares": [fast, slow],
+        "utilization": ((replicas - 1) * fast + slow) / replicas,
+        "training_s": rounds * round_s,
+    }
 
 
 def round_seconds(*arguments) -> float:
-    """Of a steady round, with the arguments of simulate(): the third, as all that follow."""
-    ends = simulate(*arguments).ends
-    return ends[2] - ends[1]
+    return costs(*arguments)["round_s"]
 
 
-def shares(plan: Schedule, model: Model, gbit_per_s, replicas=2, slowness=1.0) -> list:
-    """Compute time / wall time, 0 to 1, of a steady round: a fast replica's and the slow one's."""
-    round_s = round_seconds(plan, model, gbit_per_s, replicas, slowness)
-    found = []
-    for slow in (1.0, slowness):
-        busy_s = steps_per_round(plan, slow) * model.step_s * slow
-        found.append(busy_s / round_s)
-    return found
+def utilization(*arguments) -> float:
+    return costs(*arguments)["utilization"]
 
 
-def utilization(plan: Schedule, model: Model, gbit_per_s, replicas=2, slowness=1.0) -> float:
-    """The mean of these shares over all replicas."""
-    fast, slow = shares(plan, model, gbit_per_s, replicas, slowness)
-    return ((replicas - 1) * fast + slow) / replicas
-
-
-def training_seconds(plan: Schedule, model: Model, gbit_per_s, replicas=2, slowness=1.0) -> float:
-    """Of TOKENS_PER_PARAMETER."""
-    steps = (replicas - 1) * steps_per_round(plan, 1) + steps_per_round(plan, slowness)
-    rounds = TOKENS_PER_PARAMETER * model.parameters / (steps * model.step_tokens)
-    return rounds * round_seconds(plan, model, gbit_per_s, replicas, slowness)
-
-
-def rows(schedules: dict = SCHEDULES) -> list:
+def rows(schedules=SCHEDULES) -> list:
     """lab/results/scale.json: every model and method at 0.1 to 1000 Gbit/s, rising."""
     links = [round(10 ** (-1 + 4 * k / 49), 3) for k in range(50)]  # the paper's: of ratio 1.207
     found = []
-    for name, method, gbit in itertools.product(MODELS, schedules, links):
-        used = round(utilization(schedules[method], MODELS[name], gbit), 4)
-        row = {"model": name, "method": method, "gbit_per_s": gbit, "utilization": used}
-        found.append(row)
+    for name, model in MODELS.items():
+        for method, plan in schedules.items():
+            for gbit in links:
+                row = {"model": name, "method": method, "gbit_per_s": gbit}
+                row["utilization"] = round(utilization(plan, model, gbit), 4)
+                found.append(row)
     return found
 
 
@@ -229,7 +229,6 @@ def compare(folder):
     if config["method"] not in SCHEDULES:
         raise UserError(f"{folder}: {config['method']} has no schedule in lab/planner.py")
     recorded = read_timeline(folder)
-    slow_replica, _, factor = config["slow_replica"].partition(":")
     step_s = min(row["step_s"] for row in recorded)
     tau = config.get("tau", 1)
     if "tau_time_s" in config:
@@ -238,11 +237,12 @@ def compare(folder):
     plan.bits = SENT_BITS[plan.bits] * FRAMING
     model = Model(config["n_params"], config["n_layer"], step_s)
     gbit_per_s = (config["link_mbps"] or math.inf) / 1000
-    fast, slow = shares(plan, model, gbit_per_s, len(recorded), float(factor or 1))
+    slow = read_numbers("R:F", config["slow_replica"] or "0:1", len(recorded))
+    fast_and_slow = costs(plan, model, gbit_per_s, len(recorded), slow["F"])["shares"]
     for row in recorded:
-        predicted = slow if str(row["replica"]) == slow_replica else fast
-        print(f"{folder}, replica {row['replica']}: measured {row['computing']:.1%}", end=", ")
-        print(f"predicted {predicted:.1%}")
+        predicted = fast_and_slow[row["replica"] == slow["R"]]
+        measured = f"{folder}, replica {row['replica']}: measured {row['computing']:.1%}"
+        print(f"{measured}, predicted {predicted:.1%}")
 
 
 def main():

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from itertools import product
 
 import pytest
@@ -23,7 +24,7 @@ METHODS = "minibatch diloco edit a_edit streaming_edit co2 one_bit_edit".split()
 MODELS = planner.MODELS | planner.MORE_MODELS
 DEFAULT = dict(method="edit", model="7b", replicas=2, tau=16, gbit_per_s=10.0)
 DEFAULT |= dict(slowness=1.0, bits="own")
-DEFAULT |= dict(G0=1.0, G1=1.26, G2=0.794, G3=5.01, mean=1.0, sigma=0.2, phi=10.0)
+DEFAULT |= dict(G0=1.0, G1=1.3, G2=0.8, G3=5.0, mean=1.0, sigma=0.2, phi=10.0)
 PUBLISHED = {  # method of the page -> that of the published table
     "minibatch": "minibatch",
     "diloco": "paper_diloco",
@@ -42,9 +43,9 @@ def many_settings() -> list:
         dict(replicas=8, tau=33, gbit_per_s=0.001, slowness=1.1, bits="16"),
     ]
     norms = [
-        dict(G0=1.0, G1=1.0, G2=1.0, G3=1.0, mean=1.0, sigma=0.0, phi=1.0),
-        dict(G0=9.0, G1=8.0, G2=70.0, G3=1000.0, mean=1.0, sigma=0.5, phi=10.0),  # all flagged
-        dict(G0=30.0, G1=20.0, G2=25.0, G3=0.1, mean=20.0, sigma=3.0, phi=0.05),
+        dict(G0=1.0, G1=1.0, G2=1.0, G3=1.0, mean=1.0, sigma=0.0, phi=0.5),
+        dict(G0=9.0, G1=8.0, G2=33.3, G3=40.0, mean=1.0, sigma=0.5, phi=10.0),  # all flagged
+        dict(G0=30.0, G1=20.0, G2=25.0, G3=0.1, mean=20.0, sigma=3.0, phi=0.1),
     ]
     for k, (method, model) in enumerate(product(METHODS, MODELS)):
         setting = {"method": method, "model": model} | clusters[k % 5] | norms[k % 3]
@@ -61,21 +62,45 @@ def in_fragment(setting: dict) -> str:
     return "&".join(f"{name}={value}" for name, value in setting.items())
 
 
-def loaded(page, fragment: str) -> str:
-    """The page as it is after its scripts have run."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if not chromium:
+# ---- the page in a browser ----
+
+
+def chromium(*arguments) -> str:
+    """What headless Chromium prints."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    if not found:
         pytest.skip("no Chromium (Debian: apt-get install chromium)")
-    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command.append(f"{page.as_uri()}#{fragment}")
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
+    flags += " --disable-background-networking --disable-component-update --disable-sync"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        command = [found, *flags.split(), f"--user-data-dir={folder}", *arguments]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return run.stdout
 
 
-def numbers_of_the_page(fragment: str) -> list:
-    """The JSON at its end: a dict for each of the settings in the fragment."""
-    text = re.search(r'<pre id="numbers">(.*?)</pre>', loaded(PAGE, fragment), re.S)[1]
-    return json.loads(html.unescape(text))
+def result_of(script, folder, fragment=""):
+    """The JSON that a script at the end of the page leaves in `result`."""
+    page = folder / "explain.html"
+    script += "\ndocument.title = JSON.stringify(result);"
+    page.write_text(PAGE.read_text().replace("</body>", f"<script>{script}</script></body>"))
+    dom = chromium("--dump-dom", f"{page.as_uri()}#{fragment}")
+    title = re.search("<title>(.*?)</title>", dom, re.S)[1]
+    return json.loads(html.unescape(title))
+
+
+def shown_with(fragments: list, folder) -> list:
+    """For each fragment the numbers that the page shows, and its settings."""
+    script = f"""
+    const result = {json.dumps(fragments)}.map((fragment) => {{
+      history.replaceState(null, "", "#" + fragment);
+      show();
+      return {{...numbers, settings}};
+    }});
+    """
+    return result_of(script.replace("</", "<\\/"), folder)
+
+
+# ---- the same numbers from the planner and from edit.py ----
 
 
 def plan_of(method, setting):
@@ -85,45 +110,56 @@ def plan_of(method, setting):
     return plan
 
 
-def costs(method, setting) -> dict:
-    plan = plan_of(method, setting)
-    model = MODELS[setting["model"]]
-    cluster = (plan, model, setting["gbit_per_s"], setting["replicas"], setting["slowness"])
-    return {
-        "utilization": planner.utilization(*cluster),
-        "shares": planner.shares(*cluster),
-        "round_s": planner.round_seconds(*cluster),
-        "training_s": planner.training_seconds(*cluster),
-        "sent_bytes": planner.sent_bytes(plan, model, setting["replicas"]),
-    }
-
-
 def curves(setting) -> dict:
-    rates = [10 ** (k / 6 - 3) for k in range(37)]
-    found = {"gbit_per_s": rates}
+    found = {}
     for method in METHODS:
         plan = plan_of(method, setting)
-        cluster = (setting["replicas"], setting["slowness"])
         model = MODELS[setting["model"]]
+        cluster = (setting["replicas"], setting["slowness"])
+        rates = [10 ** (k / 6 - 3) for k in range(37)]
         found[method] = [planner.utilization(plan, model, gbit, *cluster) for gbit in rates]
     return found
 
 
-def enlarged(setting) -> tuple:
-    """The picture of a round's end: from when to when, and the spans that are in it."""
-    plan = plan_of(setting["method"], setting)
-    model = MODELS[setting["model"]]
+def window(spans, begin, end) -> dict:
+    spans = [span for span in spans if span.begin < span.end]
+    inside = [span._asdict() for span in spans if span.end > begin and span.begin < end]
+    return {"from": begin, "to": end, "spans": inside}
+
+
+def by_layer(span, forward_s) -> list:
+    """A forward or a backward in pieces. forward_s: of one layer."""
+    if span.name == "forward":
+        n = round((span.end - span.begin) / forward_s)
+        layers = range(span.layer - n, span.layer)
+        layer_s = forward_s
+    elif span.name == "backward":
+        layers = reversed(range(span.layer))
+        layer_s = 2 * forward_s
+    else:
+        return [span]
+    pieces = []
+    for k, layer in enumerate(layers):
+        begin = span.begin + k * layer_s
+        pieces.append(span._replace(layer=layer, begin=begin, end=begin + layer_s))
+    return pieces
+
+
+def pictures(plan, model, setting) -> dict:
+    """Two rounds, and the end of a round."""
     slowness = setting["slowness"]
     cluster = (setting["gbit_per_s"], setting["replicas"], slowness)
-    timeline = planner.simulate(plan, model, *cluster, rounds=4)
-    round_end = timeline.ends[1]
-    slow = int(slowness > 1)
-    steps = [span for span in timeline.spans if span.name == "backward" and span.who == slow]
-    later = [span for span in steps if span.begin > round_end]
-    begin = round_end - model.step_s * slowness
-    end = later[plan.delay if plan.delay < plan.every else 0].end
-    spans = [span for span in timeline.spans if span.end > span.begin]
-    return [begin, end], [list(span) for span in spans if span.end > begin and span.begin < end]
+    spans, ends = planner.simulate(plan, model, *cluster, rounds=4)
+    steps = [span for span in spans if span.name == "backward" and span.who == 1]
+    later = [span for span in steps if span.begin > ends[1]]
+    begin = ends[1] - model.step_s * slowness
+    enlarged = window(spans, begin, later[1].end)
+    pieces = []
+    for span in enlarged["spans"]:
+        speed = slowness if span["who"] == 1 else 1
+        pieces += by_layer(planner.Span(**span), model.step_s * speed / 3 / model.layers)
+    enlarged["spans"] = [piece._asdict() for piece in pieces]
+    return {"overview": window(spans, ends[0], ends[2]), "closeup": enlarged}
 
 
 def penalty(setting) -> dict:
@@ -152,17 +188,18 @@ def published(setting) -> dict:
 
 
 def expected(setting) -> dict:
-    minibatch = plan_of("minibatch", setting)
-    minibatch.bits = max(16, minibatch.bits)
     model = MODELS[setting["model"]]
-    window, spans = enlarged(setting)
-    return costs(setting["method"], setting) | {
+    cluster = (model, setting["gbit_per_s"], setting["replicas"], setting["slowness"])
+    plan = plan_of(setting["method"], setting)
+    minibatch = plan_of("minibatch", setting)
+    warmup = plan_of("minibatch", setting)
+    warmup.bits = max(16, warmup.bits)
+    sent = [planner.sent_bytes(each, model, cluster[2]) for each in (plan, minibatch, warmup)]
+    return planner.costs(plan, *cluster) | pictures(plan, model, setting) | {
         "settings": setting,
-        "warmup_step_bytes": planner.sent_bytes(minibatch, model, setting["replicas"]),
-        "minibatch": costs("minibatch", setting),
+        "minibatch": planner.costs(minibatch, *cluster),
+        "sent_bytes": sent,
         "penalty": penalty(setting),
-        "window": window,
-        "spans": spans,
         "curve": curves(setting),
         "published": published(setting),
     }
@@ -184,58 +221,87 @@ def assert_equal(theirs, ours, where):
         assert theirs == ours, (where, theirs, ours)
 
 
-def test_every_number_of_the_page_is_the_planners():
+# ---- tests ----
+
+
+def test_every_number_of_the_page_is_the_planners(tmp_path):
     settings = many_settings()
     assert len(settings) >= 60
-    found = numbers_of_the_page("|".join(map(in_fragment, settings)))
+    found = shown_with([in_fragment(setting) for setting in settings], tmp_path)
     assert len(found) == len(settings)
     for numbers, setting in zip(found, settings):
         assert_equal(numbers, expected(setting), in_fragment(setting))
 
 
-def test_wrong_settings_in_the_fragment_become_the_defaults():
+def test_wrong_settings_in_the_fragment_become_the_defaults(tmp_path):
     wrong = "method=sgd&model=9b&replicas=2.5&tau=0&gbit_per_s=1e9&slowness=nan&bits=3&G0=-1&G1="
     odd = ["", "%", "tau=16;rm", "&&=&", "constructor=1&__proto__=2", "tau=1e400", "phi=x"]
-    odd += ["method=toString", "model=constructor"]
+    odd += ["method=toString", "model=constructor", "phi=0"]
     odd += ["replicas=65", "slowness=0.5", "<script>alert(1)</script>"]
-    for numbers in numbers_of_the_page("|".join([wrong, *odd])):
+    for numbers in shown_with([wrong, *odd], tmp_path):
         assert numbers["settings"] == DEFAULT
 
 
-PLAYED = """<script>
-const lit = {};
-function change(id, value) {
+PLAYED = """
+const result = {lit: {}};
+function change_to(id, value) {
   element(id).value = value;
-  element(id).dispatchEvent(new Event("input"));
+  element(id).dispatchEvent(new Event("input", {bubbles: true}));
 }
 for (const method in METHODS) {
-  lit[method] = new Set();
-  change("method", method);
-  for (const place of ["20", "45"]) {
-    change("gbit_per_s", place);
+  const lit = new Set();
+  change_to("method", method);
+  for (const logarithm of [-1.25, 0.75]) {
+    change_to("gbit_per_s", logarithm);
     for (let time = 0; time < 1; time += 0.002) {
-      change("time", time);
-      for (const row of document.querySelectorAll(".lit")) lit[method].add(row.dataset.key);
+      change_to("time", time);
+      for (const row of document.querySelectorAll(".lit")) lit.add(row.dataset.key);
     }
   }
-  lit[method] = [...lit[method]].sort().join("");
+  result.lit[method] = [...lit].sort().join("");
 }
-document.dispatchEvent(new KeyboardEvent("keydown", {key: " "}));  // not the body: nothing
-document.body.dispatchEvent(new KeyboardEvent("keydown", {key: " ", bubbles: true}));
-document.title = JSON.stringify([lit, location.hash, element("play").textContent]);
-</script></body>"""
+element("play").click();
+result.button = element("play").textContent;
+result.fragment = location.hash;
+result.table = element("table").textContent;
+"""
 
 
 def test_controls_change_the_fragment_and_the_cursor_lights_the_code(tmp_path):
-    page = tmp_path / "played.html"
-    page.write_text(PAGE.read_text().replace("</body>", PLAYED))
-    dom = loaded(page, "model=tiny&tau=4&slowness=1.5")
-    title = re.search("<title>(.*?)</title>", dom)[1]
-    lit, fragment, button = json.loads(html.unescape(title))
+    result = result_of(PLAYED, tmp_path, "model=tiny&tau=4&slowness=1.5")
     every = {method: "bflsw" for method in METHODS}  # forward, backward, link, sync, wait
-    assert lit == every | {"minibatch": "bflw"}
-    assert fragment.startswith("#method=one_bit_edit&model=tiny&replicas=2&tau=4&gbit_per_s=5.62&")
-    assert button == "Pause"
+    assert result["lit"] == every | {"minibatch": "bflw"}
+    changed = "#method=one_bit_edit&model=tiny&replicas=2&tau=4&gbit_per_s=5.62&slowness=1.5&"
+    assert result["fragment"].startswith(changed)
+    assert result["button"] == "Pause"
+    plan = planner.schedules(4)["one_bit_edit"]
+    cluster = (MODELS["tiny"], 5.62, 2, 1.5)
+    costs = planner.costs(plan, *cluster)
+    minibatch = planner.costs(planner.schedules(4)["minibatch"], *cluster)
+    shares = [f"{100 * each['utilization']:.3g}%" for each in (costs, minibatch)]
+    assert "compute utilization" + "".join(shares) in result["table"]
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+def test_page_fits_into_its_window(tmp_path, width):
+    """Nothing is wider than the window, and no text of the pictures leaves it."""
+    inner = tmp_path / "inner.html"
+    inner.write_text(PAGE.read_text())
+    outer = tmp_path / "outer.html"
+    outer.write_text(f"""<title></title><iframe src="inner.html#model=100b&slowness=4"
+        style="width: {width}px; height: 900px; border: 0" onload="look(this)"></iframe>
+        <script>
+        function look(frame) {{
+          const page = frame.contentDocument;
+          const ends = [...page.querySelectorAll("svg text, td, label")].map(
+            (each) => each.getBoundingClientRect().right);
+          const result = [page.documentElement.scrollWidth, Math.max(...ends)];
+          document.title = JSON.stringify(result);
+        }}
+        </script>""")
+    dom = chromium("--dump-dom", "--allow-file-access-from-files", outer.as_uri())
+    widest = json.loads(re.search("<title>(.*?)</title>", dom)[1])
+    assert max(widest) <= width
 
 
 def test_page_is_one_small_file_that_needs_no_network():

@@ -116,22 +116,22 @@ def test_round_of_unequal_replicas_by_hand(
     assert planner.round_seconds(*setting) == pytest.approx(round_s, rel=1e-9)
     fast = fast_s / round_s
     slow = slow_s / round_s
-    assert planner.shares(*setting) == pytest.approx([fast, slow], rel=1e-9)
+    assert planner.costs(*setting)["shares"] == pytest.approx([fast, slow], rel=1e-9)
     mean = ((replicas - 1) * fast + slow) / replicas
     assert utilization(*setting) == pytest.approx(mean, rel=1e-9)
 
 
 def test_waits_of_a_round_by_hand():
     """EDiT, replica 1 twice as slow, 4 s a layer on the link."""
-    timeline = planner.simulate(SCHEDULES["edit"], TWO_LAYERS, 2, slowness=2.0)
-    assert timeline.ends == pytest.approx([1200, 2400 + 6, 3600 + 12])
-    second = [span for span in timeline.spans if 1200 <= span.begin < 2000]
+    spans, ends = planner.simulate(SCHEDULES["edit"], TWO_LAYERS, 2, slowness=2.0)
+    assert ends == pytest.approx([1200, 2400 + 6, 3600 + 12])
+    second = [span for span in spans if 1200 <= span.begin < 2000]
     link = [span[2:] for span in second if span.name == "link"]
     assert link == [(0, 1200, 1204), (1, 1204, 1208)]
     waits = [span for span in second if span.name == "wait for link"]
     waits = {(span.who, span.layer): span.end - span.begin for span in waits}
     assert waits == {(0, 0): 4, (1, 0): 4, (0, 1): 3, (1, 1): 2}  # a forward of 1 s, of 2 s
-    waits = [span for span in timeline.spans if span.name == "wait for others"]
+    waits = [span for span in spans if span.name == "wait for others"]
     assert [span[1:] for span in waits if span.begin < span.end][0] == (0, 0, 600, 1200)
 
 
@@ -139,10 +139,10 @@ def test_waits_of_a_round_by_hand():
 def test_a_edit_waits_at_most_for_one_step_of_the_slow_replica(slowness):
     for tau, gbit in product([1, 4, 16, 100], [0.1, 10, 1000]):
         plan = planner.schedules(tau)["a_edit"]
-        busy = planner.shares(plan, MODELS["1b"], gbit, 4, slowness)
-        round_s = planner.round_seconds(plan, MODELS["1b"], gbit, 4, slowness)
+        found = planner.costs(plan, MODELS["1b"], gbit, 4, slowness)
+        busy = found["shares"]
         sent_s = planner.sent_bytes(plan, MODELS["1b"], 4) * 8 / (gbit * 1e9)
-        assert round_s * (1 - min(busy)) <= 0.1 * slowness + sent_s + 1e-9
+        assert found["round_s"] * (1 - min(busy)) <= 0.1 * slowness + sent_s + 1e-9
         assert max(busy) <= 1 + 1e-12
 
 
@@ -151,10 +151,12 @@ def test_bytes_and_time_of_a_training_by_hand():
     assert planner.sent_bytes(plan, TWO_LAYERS, 2) == 2e9  # 16 bits
     assert planner.sent_bytes(plan, TWO_LAYERS, 4) == 3e9
     steps = 20e9 / 2**20
-    assert planner.training_seconds(plan, TWO_LAYERS, 2) == pytest.approx(steps / 200 * 608)
-    assert planner.training_seconds(plan, TWO_LAYERS, 2, 4) == pytest.approx(steps / 400 * 612)
-    slow = planner.training_seconds(SCHEDULES["a_edit"], TWO_LAYERS, 8, 2, 2.0)
-    assert slow == pytest.approx(steps / 150 * 601)
+    two = planner.costs(plan, TWO_LAYERS, 2)
+    assert two["training_s"] == pytest.approx(steps / 200 * 608)
+    four = planner.costs(plan, TWO_LAYERS, 2, 4)
+    assert four["training_s"] == pytest.approx(steps / 400 * 612)
+    slow = planner.costs(SCHEDULES["a_edit"], TWO_LAYERS, 8, 2, 2.0)
+    assert slow["training_s"] == pytest.approx(steps / 150 * 601)
 
 
 @pytest.mark.parametrize("method", ["minibatch", "diloco", "edit", "a_edit", "co2"])
@@ -163,7 +165,7 @@ def test_recorded_run_that_is_a_simulation_is_predicted(method, tmp_path, capsys
     plan = planner.schedules(4)[method]
     plan.bits = 32 * planner.FRAMING
     model = Model(1e6, 3, 0.6)
-    simulated = planner.simulate(plan, model, 0.06, 2, 1.5, rounds=60)
+    simulated, _ = planner.simulate(plan, model, 0.06, 2, 1.5, rounds=60)
     config = dict(event="config", method=method, slow_replica="1:1.5", link_mbps=60.0)
     config |= dict(n_params=model.parameters, n_layer=model.layers)
     if method == "a_edit":
@@ -176,7 +178,7 @@ def test_recorded_run_that_is_a_simulation_is_predicted(method, tmp_path, capsys
     for replica in (0, 1):
         spans = []
         begin = 0.0
-        for name, who, _, first, last in simulated.spans:
+        for name, who, _, first, last in simulated:
             if who == replica and name == "backward":
                 spans.append(("step", begin, last))
                 begin = last
