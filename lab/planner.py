@@ -38,11 +38,12 @@ import math
 import sys
 from collections import defaultdict, namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from config import UserError, run_command
 from lab.rows import read_run
 from lab.timeline import read_timeline
-from plumbing.simulate import FRAMING, read_numbers
+from plumbing.simulate import FRAMING, read_disturbance
 
 H = 100  # inner steps per round
 LEVELS = {"50%": 0.5, "80%": 0.8, "90%": 0.9, "95%": 0.95, "99%": 0.99}
@@ -237,7 +238,7 @@ def compare(folder):
     plan.bits = SENT_BITS[plan.bits] * FRAMING
     model = Model(config["n_params"], config["n_layer"], step_s)
     gbit_per_s = (config["link_mbps"] or math.inf) / 1000
-    slow = read_numbers("R:F", config["slow_replica"] or "0:1", len(recorded))
+    slow = read_disturbance(SimpleNamespace(**config), "slow_replica", len(recorded))
     fast_and_slow = costs(plan, model, gbit_per_s, len(recorded), slow["F"])["shares"]
     for row in recorded:
         predicted = fast_and_slow[row["replica"] == slow["R"]]

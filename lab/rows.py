@@ -48,8 +48,9 @@ CASE = (  # what distinguishes the cases
     "link_mbps",
     "model",
 )
-CURVES = ("step", "tokens", "train_s", "sync_bytes", "val_loss")  # columns of the evaluations
-DAMAGED = (ValueError, LookupError, TypeError)  # what reading such a file raises
+COUNTS = ("step", "tokens", "train_s", "sync_bytes")  # columns of step rows and evaluations
+CURVES = (*COUNTS, "val_loss")  # columns of the evaluations
+DAMAGED = (ValueError, LookupError, TypeError, ArithmeticError)  # what reading such a file raises
 
 
 def read_run(folder) -> dict:
@@ -70,6 +71,9 @@ def read_run(folder) -> dict:
         record["rounds"] = [row["steps"] for row in rows["sync"]]
         for name in CURVES:
             record[name] = [row[name] for row in rows["eval"]]
+            sum(value or 0 for value in record[name])  # raises a TypeError if one is no number
+        for row in rows["step"]:
+            sum(row[name] for name in COUNTS)
     except DAMAGED as error:
         raise UserError(f"{path} is not the record of a run ({error})") from None
     return record

@@ -60,7 +60,8 @@ def replica_row(record, replica, spans) -> dict:
         by_name[name].append((begin, end))
 
     steps = by_name["step"]
-    rounds = [each[replica] for each in record["rounds"]]
+    # Methods without a barrier record replica 0 alone.
+    rounds = [each[min(replica, len(each) - 1)] for each in record["rounds"]]
     if not rounds:  # mini-batch
         rounds = [1] * len(steps)
     if len(rounds) < 3:

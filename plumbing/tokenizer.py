@@ -98,7 +98,10 @@ def read_tokenizer(name: str) -> tuple:
     text = Path(name, "tokenizer.json").read_text()
     config = Path(name, "config.json")
     if config.exists():
-        return text, json.loads(config.read_text())["vocab_size"]
+        try:
+            return text, json.loads(config.read_text())["vocab_size"]
+        except (ValueError, KeyError):
+            raise UserError(f"{config} has no vocab_size") from None
     return text, make_tokenizer(text).n_vocab
 
 

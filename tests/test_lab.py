@@ -554,6 +554,8 @@ BROKEN = {  # text of metrics.jsonl -> what the line must say
     json_lines([{"event": "config"}, STEP, EVALUATION]): NOT_A_RECORD,
     json_lines([CONFIG, STEP, EVALUATION, 5]): NOT_A_RECORD,
     json_lines([CONFIG, STEP, {"event": "eval"}]): NOT_A_RECORD,
+    json_lines([CONFIG, STEP, EVALUATION | {"val_loss": "low"}]): NOT_A_RECORD,
+    json_lines([CONFIG, STEP | {"tokens": "many"}, EVALUATION]): NOT_A_RECORD,
     "{": NOT_A_RECORD,
 }
 
