@@ -106,6 +106,8 @@ def test_uneven_replicas_stop_together_at_the_budget(shards, clocks, corpus_fold
         assert progress - means[-1] < budget <= progress
         replica_1 = run.ranks[-1]
         assert replica_1["method_state"]["rate"] == means[-1] / rounds[-1][1]
+        fast = clock.seconds.index(min(clock.seconds))
+        assert rounds[-1][fast] > rounds[-1][1 - fast]  # each one votes by its own rate
         (final,) = run.rows("eval")
         assert final["tokens"] == round(progress * ranks * TOKENS)
 

@@ -22,7 +22,7 @@ from relatives.quantize import VALUES, decode, encode
 from shard import ShardedModel
 
 pytestmark = pytest.mark.skipif(bool(torch.version.cuda), reason="torch would ask for a real GPU")
-# Rounds end at steps 7, 11, 15 and 17; 7 and 15 without a log line, EDiT's row follows a step later.
+# Rounds end at steps 7, 11, 15 and 17; 7 and 15 have no log line. EDiT's row is a step later.
 FLAGS = dict(
     tau=4,
     sync_warmup_steps=3,
