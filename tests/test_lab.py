@@ -584,7 +584,7 @@ DAMAGED = [
     "[]",
     json.dumps({"replica": 0, "spans": None}),
     json.dumps({"replica": 0, "spans": [*SPANS, ["step", 9]]}),
-    json.dumps({"replica": 1, "spans": SPANS}),  # the record has one replica
+    json.dumps({"replica": [], "spans": SPANS}),
 ]
 
 
