@@ -246,12 +246,15 @@ def make_config(given: dict, methods: dict, simulation_class, base: dict):
 
 
 def read_number(config: dict, key: str, flag: str):
-    """A number of a config.json. Raises UserError unless it is above 0 and within the limits of the
-    flag that has this meaning."""
+    """A number of a config.json. Raises UserError unless it is positive and within the limits of
+    the flag that has this meaning."""
+    value = config[key]
     f = Config.__dataclass_fields__[flag]
-    value = type(f.default)(config[key])
-    check_limits(f"config.json: {key}", value, f.metadata["limits"] | {"above": 0})
-    return value
+    kind = type(f.default)
+    if type(value) not in (int, kind) or not value:  # 0 has a meaning in flags only
+        raise UserError(f"config.json: {key} {value!r}: must be a positive {kind.__name__}")
+    check_limits(f"config.json: {key}", kind(value), f.metadata["limits"])
+    return kind(value)
 
 
 def check_limits(name: str, value, limits: dict):

@@ -388,17 +388,18 @@ THEIRS = dict(
     model_type="llama", hidden_size=32, num_attention_heads=4, num_hidden_layers=2,
     intermediate_size=80, vocab_size=300, max_position_embeddings=64, rms_norm_eps=1e-5,
 )  # fmt: skip
-LINEAR = {"rope_type": "linear", "factor": 2.0}
-DEFAULT = {"rope_type": "default"}
+LINEAR, DEFAULT = {"rope_type": "linear", "factor": 2.0}, {"rope_type": "default"}
 FOREIGN = {  # changes of config.json -> what the line says
-    "num_hidden_layers 100000000: must be above 0 and below 10000": dict(num_hidden_layers=10**8),
+    "num_hidden_layers 100000000: must be at least 1 and below 10000": dict(num_hidden_layers=10**8),
     "num_hidden_layers 10000: must be": dict(num_hidden_layers=10**4),
-    "num_attention_heads 0: must be above 0": dict(num_attention_heads=0),
-    "num_key_value_heads -2: must be above 0": dict(num_key_value_heads=-2),
-    "hidden_size 2147483648: must be above 0": dict(hidden_size=2**31),
-    "vocab_size 0: must be above 0": dict(vocab_size=0),
-    "invalid literal for int() with base 10: 'long'": dict(max_position_embeddings="long"),
-    "TypeError: ": dict(intermediate_size=None),
+    "num_hidden_layers 2.0: must be a positive int": dict(num_hidden_layers=2.0),
+    "num_hidden_layers True: must be a positive int": dict(num_hidden_layers=True),
+    "num_attention_heads 0: must be a positive int": dict(num_attention_heads=0),
+    "num_key_value_heads -2: must be at least 1": dict(num_key_value_heads=-2),
+    "hidden_size 2147483648: must be at least 1": dict(hidden_size=2**31),
+    "vocab_size -1: must be at least 0": dict(vocab_size=-1),
+    "max_position_embeddings '64': must be": dict(max_position_embeddings="64"),
+    "intermediate_size None: must be": dict(intermediate_size=None),
     "rope_theta -1.0: must be above 0": dict(rope_theta=-1),
     "rms_norm_eps nan: must be above 0": dict(rms_norm_eps=math.nan),
     "rms_norm_eps inf: must be above 0 and below 1e+30": dict(rms_norm_eps=math.inf),
