@@ -60,10 +60,7 @@ class CO2(Method):
     shared = ("anchor", "momentum", "mean")
     scalars = ("r", "C")
     barrier = False
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.handle = Handle()  # of f
+    handle = Handle()  # of f: nothing is in flight
 
     def begin(self):
         self.anchor.copy_(self.model.master)

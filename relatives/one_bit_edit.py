@@ -70,14 +70,14 @@ class OneBitEDiT(EDiT):
     Config = Config
     private = ("error", "mean_error")
 
-    def __init__(self, model, mesh, config, record, clock):
-        super().__init__(model, mesh, config, record, clock)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         # Without padding: in 1 bit a 0 would become another number.
-        self.errors = model.used_views(self.error)
-        self.mean_errors = model.used_views(self.mean_error)
+        self.errors = self.model.used_views(self.error)
+        self.mean_errors = self.model.used_views(self.mean_error)
         self.started = []  # means whose second hop has not started
-        if config.warmup_format != "none":
-            model.sum_layer = self.sum_gradient
+        if self.config.warmup_format != "none":
+            self.model.sum_layer = self.sum_gradient
 
     def sum_gradient(self, l):
         """In the warm-up: start to replace layer l's gradient by its sum over the replicas."""
@@ -103,12 +103,12 @@ class OneBitEDiT(EDiT):
         v = v[: len(self.errors[l])]
         # z_i = v_i + e_i;  e_i <- z_i - C(z_i);  E <- s - C(s), both in units of a mean
         z = self.errors[l].add_(v)
-        mean = MeanInFlight([z], format, self.mesh, errors=[self.mean_errors[l]])
+        mean = MeanInFlight(z, format, self.mesh, self.mean_errors[l])
         self.started.append(mean)
 
         def wait():
             while self.started:  # all second hops, before one of them is waited for
                 self.started.pop(0).halfway()
-            torch.mul(mean.wait()[0], self.mesh.replicas, out=v)
+            torch.mul(mean.wait(), self.mesh.replicas, out=v)
 
         return SimpleNamespace(wait=wait)

@@ -69,14 +69,14 @@ class StreamingDiLoCo(Method):
     barrier = False
     equal_replicas = False
     syncs_at_round_end = False
-    mean = None  # of the fragment in flight
+    means = ()  # of the layers of the fragment in flight
     landed = None  # the fragment that landed in this step
 
-    def __init__(self, model, mesh, config, record, clock):
-        super().__init__(model, mesh, config, record, clock)
-        vectors = model.master, self.anchor, self.momentum
-        rows = list(zip(*map(model.used_views, vectors)))  # a layer's x, anchor and momentum
-        F = config.fragments
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        vectors = self.model.master, self.anchor, self.momentum
+        rows = list(zip(*map(self.model.used_views, vectors)))  # a layer's x, anchor and momentum
+        F = self.config.fragments
         self.layers = [rows[p::F] for p in range(F)]  # of each fragment
 
     def begin(self):
@@ -91,9 +91,9 @@ class StreamingDiLoCo(Method):
         delay = self.config.steps_late
         self.landed = None
         self.send_if_due(delay == 0)
-        if self.mean and self.local_steps >= self.sent_at + (delay + 1) // 2:
+        if self.means and self.local_steps >= self.sent_at + (delay + 1) // 2:
             with self.record.stall():
-                self.mean.halfway()
+                self.halfway()
                 if self.local_steps == self.sent_at + delay:
                     self.land()
         return over
@@ -109,10 +109,16 @@ class StreamingDiLoCo(Method):
         self.sent_at = self.local_steps
         with self.record.stall():
             d = [a - x for x, a, _ in self.layers[p]]  # d_i = a - x_i
-            self.mean = MeanInFlight(d, self.config.quantize, self.mesh, self.judge(d))
+            self.judge(d)
+            self.means = [MeanInFlight(d_l, self.config.quantize, self.mesh) for d_l in d]
+
+    def halfway(self):
+        """The second hops start, unless they have."""
+        for mean in self.means:
+            mean.halfway()
 
     def judge(self, d):
-        """Streaming EDiT returns weights of the replicas."""
+        """Streaming EDiT flags replicas."""
 
     def penalize(self, means):
         """Streaming EDiT clips the means. Returns for each layer 1, or 0 to leave it as it is."""
@@ -120,16 +126,17 @@ class StreamingDiLoCo(Method):
 
     def land(self):
         lr, mu, alpha = self.config.outer_lr, self.config.outer_momentum, self.config.alpha
-        means = self.mean.wait()
+        self.halfway()
+        means = [mean.wait() for mean in self.means]
         accepted = self.penalize(means)
         for l, (x, a, b) in enumerate(self.layers[self.p]):
             nesterov_unless_flagged(a, b, means[l], lr, mu, accepted[l])
             x.mul_(alpha).add_(a, alpha=1 - alpha)  # x_i <- alpha x_i + (1 - alpha) a
         self.landed = self.p
-        self.mean = None
+        self.means = ()
 
     def sync(self):
-        if self.mean:  # only if the training ends in the middle of a round
+        if self.means:  # only if the training ends in the middle of a round
             self.land()
 
     def evaluation_model(self):
