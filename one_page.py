@@ -3,15 +3,18 @@ r"""EDiT on one page: four replicas take turns in one process, and one of them d
     python one_page.py      # about a minute; set a breakpoint anywhere
 
 Each replica is a copy of one small model. At first the replicas average their gradients in each
-step, so they stay equal. Then each one trains alone for tau steps: a round. At its end
-synchronize() makes one set of parameters out of four, and all replicas go on from there.
+step, so they stay equal. Then each one trains alone for tau steps: a round. At its end, in the
+sync, synchronize() makes one set of parameters out of four, and all replicas go on from there.
 
-In round 13 replica 3 trains with 100 times its learning rate. EDiT flags all its layers, so only
-the other three replicas count:
+EDiT's penalty protects the sync from bad replicas. Layer by layer, it leaves out a replica that has
+moved much farther than it usually does (it flags it), gives less weight to one that has moved far,
+and limits the length of the common step. In round 13 replica 3 trains with 100 times its learning
+rate. All its 6 layers are flagged, so only the other three replicas count:
 
     round 13 | norms 1.0 0.9 0.9 87.8 | weights 0.33 0.34 0.33 0.00 | flagged layers 0 0 0 6 | ...
 
-train(penalty=False) is DiLoCo. Replica 0's loss in the next round is then 3.5, here 2.1.
+train(penalty=False) is DiLoCo: equal weights. Replica 0's loss in the next round is then 3.5, with
+the penalty 2.1.
 
 Not here: overlap (edit.py), shards (shard.py). One process sends nothing, so nothing can overlap.
 This computes what the distributed run does, where each replica is a rank. The losses differ by
@@ -91,41 +94,43 @@ def train(M=4, steps=140, sync_warmup=20, tau=8, disturbed_round=13, penalty=Tru
 
 @torch.no_grad()
 def synchronize(replicas, anchors, outer, penalty):
-    """The end of a round. Returns norms, weights and flags, (L, M) each: L layers, M replicas."""
+    """The end of a round. Returns norms, weights and flags, (M, L) each: M replicas, L layers."""
     M = len(replicas)
-    norms = torch.zeros(len(anchors), M)
-    weights = torch.full_like(norms, 1 / M)
-    flags = torch.zeros_like(norms, dtype=torch.bool)
+    norms = torch.zeros(M, len(anchors))
+    weights = torch.zeros_like(norms)
+    flags = torch.zeros_like(norms)
 
     for l, anchor in enumerate(anchors):
         # d_i = anchor - x_i, the pseudo-gradient of replica i;  G_i = ||d_i||
         d = [anchor - as_vector(replica.model.layers[l]) for replica in replicas]
-        norms[l] = torch.stack([d_i.norm() for d_i in d])
-
+        G = torch.stack([d_i.norm() for d_i in d])  # (M,)
         if penalty:
             # flag i if G_i > mean_i + delta sigma_i
             limits = torch.tensor([largest_norm(replica.accepted[l]) for replica in replicas])
-            flags[l] = (norms[l] > limits) | ~norms[l].isfinite()
-
-            # w_i = exp(-G_i) / sum_j exp(-G_j) over the unflagged
-            exponents = (-norms[l]).masked_fill(flags[l], -torch.inf)
-            weights[l] = torch.softmax(exponents, dim=0).nan_to_num()  # 0 if all are flagged
+            flagged = (G > limits) | ~G.isfinite()
+            # w_i = exp(-G_i) / sum_j exp(-G_j), j unflagged; 0 if all are flagged
+            exponents = (-G).masked_fill(flagged, -torch.inf)
+            w = torch.softmax(exponents, dim=0).nan_to_num()
+        else:
+            flagged = torch.zeros(M, dtype=torch.bool)
+            w = torch.full((M,), 1 / M)
 
         # dbar = sum_i w_i d_i
         dbar = torch.zeros_like(anchor)
         for i in range(M):
-            if not flags[l, i]:
-                dbar += weights[l, i] * d[i]
-                replicas[i].accepted[l].append(norms[l, i].item())
+            if not flagged[i]:
+                dbar += w[i] * d[i]
+                replicas[i].accepted[l].append(G[i].item())
 
         # dhat = dbar * min(1, phi / ||dbar||)
         if penalty:
             dbar *= (PHI / (dbar.norm() + 1e-6)).clamp(max=1.0)
 
         # For the outer optimizer this is a gradient. A layer without a gradient stays as it is.
-        anchor.grad = dbar
-        if flags[l].all():
-            anchor.grad = None
+        anchor.grad = None if flagged.all() else dbar
+        norms[:, l] = G
+        weights[:, l] = w
+        flags[:, l] = flagged
 
     # b <- mu b + dhat;  anchor <- anchor - lr (dhat + mu b)
     outer.step()
@@ -138,7 +143,7 @@ def synchronize(replicas, anchors, outer, penalty):
 
 
 def largest_norm(norms):
-    """The largest one that is no anomaly, from the earlier norms of the same replica and layer."""
+    """What is no anomaly after these norms, the earlier ones of the same replica and layer."""
     if len(norms) < 10:
         return math.inf
     mean = statistics.fmean(norms[:10])
@@ -177,9 +182,9 @@ def learning_rate(step, steps, peak=3e-3, lr_warmup=50):
 
 def show(round, norms, weights, flags, loss):
     """loss: of replica 0 in the round's last step."""
-    norm = numbers(norms.norm(dim=0), digits=1)  # of all layers together
-    weight = numbers(weights.mean(dim=0), digits=2)
-    count = numbers(flags.sum(dim=0), digits=0)
+    norm = numbers(norms.norm(dim=1), digits=1)  # of all layers together
+    weight = numbers(weights.mean(dim=1), digits=2)
+    count = numbers(flags.sum(dim=1), digits=0)
     judged = f"norms {norm} | weights {weight} | flagged layers {count}"
     print(f"round {round:2d} | {judged} | loss {loss:.4f}")
 

@@ -1,8 +1,8 @@
 """Robust DiLoCo: a median, a trimmed mean or the Flag Aggregator in place of the mean.
 
-The problem. A replica that sends its progress with the wrong sign has a normal norm, so EDiT's
-penalty does not see it, and a mean counts it in full. These aggregates look at directions or at
-single elements.
+The problem. A replica that sends its pseudo-gradient with the wrong sign has a normal norm, so
+EDiT's penalty does not see it, and a mean counts it in full. These aggregates look at directions or
+at single elements.
 
     as diloco.py, but the pseudo-gradients d_i are aggregated in pieces:
         send piece j of d_i to replica j                         # [sync] all-to-all

@@ -1,15 +1,17 @@
 """Streaming DiLoCo: one fragment of the model at a time, in the background, in 4 bits.
 
 The problem. DiLoCo sends little, but all at once, and all replicas wait. Here one of F fragments of
-the model is sent every tau / F steps, while the steps go on. Its outer step is `delay` steps later.
+the model is sent every tau / F steps, while the steps go on. It lands `delay` steps later: then the
+mean is there, and the fragment's outer step is taken.
 
     sync_warmup_steps steps of mini-batch; anchor = x; b = 0; I = tau / F; after inner step k:
-        if k % I == 0:                               # p = (k / I - 1) mod F: layers p, p + F, ...
-            start d = 1/M sum_i (anchor_p - x_{i,p})     # [sync] quantize.py, F times per round
-        if k == sent_at + ceil(delay / 2): start the second hop of the mean
-        if k == sent_at + delay:
+        if k % I == 0:                               # send fragment p: layers p, p + F, ...
+            p = (k / I - 1) mod F;  sent_at = k
+            start d = 1/M sum_i (anchor_p - x_{i,p})     # [sync] quantize.py, per layer
+        if k >= sent_at + ceil(delay / 2): halfway()     # [sync] the second hop of the mean
+        if k == sent_at + delay: land():
             wait for d;  b_p <- mu b_p + d;  anchor_p <- anchor_p - lr (d + mu b_p)
-            x_{i,p} <- alpha x_{i,p} + (1 - alpha) anchor_p      # the fragment lands
+            x_{i,p} <- alpha x_{i,p} + (1 - alpha) anchor_p
     at the end of training each fragment that has not just landed is sent and lands; x_i <- anchor
 
 anchor and momentum (b) are equal in all replicas at all times, x_i (model.master) is not, and the
@@ -17,8 +19,8 @@ anchor is the model to evaluate. alpha 0 loses a fragment's local steps between 
 alpha 1 ignores the other replicas. The paper's H is tau, its tau is delay. Deviation: with a delay
 a fragment is sent when step k+1 begins: a checkpoint after step k has nothing in flight.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N / 7.76. Exposed per round: F max(0, T - delay
-* time of a step), where T is the time that a fragment takes on the link.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N / 7.76. Let T be the time that a fragment
+takes on the link. Then the training waits for F max(0, T - delay * time of a step) per round.
 Run: torchrun --nproc_per_node 4 train.py --method streaming_diloco
 Source: Streaming DiLoCo, arXiv 2501.18512 (read: tables and captions).
 Plain version: tests/reference/streaming.py.

@@ -16,14 +16,15 @@ in quantized pieces from quantize.py.
         w_i  = exp(-G_i) / sum_j exp(-G_j) over the unflagged
         dbar = sum_i w_i d_i                            # a flagged replica is left out
     when it lands:
-        dhat = dbar * min(1, phi / (||dbar|| + 1e-6))   # [shard] all-gather, 2 scalars per layer
+        dhat = dbar * min(1, phi / (||dbar|| + 1e-6))   # [shard] all-gather, one scalar per layer
         b    <- mu b + dhat
         anchor <- anchor - lr (dhat + mu b)             # unless all replicas are flagged
-        x_i  <- alpha x_i + (1 - alpha) anchor          # alpha = 0 if replica i is flagged or x_i
-                                                        # is not finite
+        x_i  <- alpha x_i + (1 - alpha) anchor          # but anchor if replica i is flagged, and in
+                                                        # elements of x_i that are not finite
 
-So a sick replica is healthy again, fragment by fragment, within one round. The names and shapes are
-those of edit.py and streaming_diloco.py; norms, flags and weights are (M, layers of the fragment).
+So a replica that has diverged is repaired, fragment by fragment, within one round. The names and
+shapes are those of edit.py and streaming_diloco.py. Norms, flags and weights are (M, L), where L
+counts the layers of the fragment.
 
 With all parts off it is Streaming DiLoCo, bit for bit. With --fragments 1 --delay 0 --quantize none
 it is EDiT.

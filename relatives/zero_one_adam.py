@@ -10,11 +10,12 @@ differ by their momentum only, and its sum can travel in 1 bit, with error feedb
             v_i <- beta2 v_i + (1 - beta2) g_i^2                    # for the refresh
             x_i <- (1 - lr wd) x_i - lr clamp(m_i / (sqrt(V) + eps), -1, 1)     # step_bound
         z_i  = (a - x_i) (sqrt(V) + eps) + e_i     # = sum of lr m_i (bounded) + e_i
-        e_i <- z_i - C(z_i)                        # C: 1 bit an element, see quantize.py
-        u    = C(s), E <- s - u, where s = 1/M sum_i C(z_i) + E     # [sync] quantize.py, two hops
+        e_i <- z_i - C(z_i)                        # C(z): z as a receiver decodes it, in 1 bit
+        s    = 1/M sum_i C(z_i) + E                # [sync] average_coded(): quantize.py
+        u    = C(s);  E <- s - u                   # M = 2: u = s, there is no E
         a   <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / (the round's sum of lr)
         after rounds 1, 2, 4, 8, ..., unless --no-refresh:
-            v_i <- w = 1/M sum_i v_i                                # [sync] quantize.py, log8
+            v_i <- w = 1/M sum_i v_i                                # [sync] average_coded(), log8
             V   <- w sum(V) / sum(w) in each layer                  # [shard] all-gather of sums
 
     paper      variable            shape        where
@@ -23,12 +24,13 @@ differ by their momentum only, and its sum can travel in 1 bit, with error feedb
     v_i, w     variance            (sum P/N,)   replica i
     a          anchor              (sum P/N,)   equal everywhere
     e_i        error               (sum P/N,)   replica i
-    E          mean_error          (sum P/N,)   replica i: of its piece, else 0
+    E          mean_error          (sum P/N,)   replica i: of its pieces, else 0
 
 Error feedback keeps what a sender has not sent, and what the owner of a piece has not sent of its
-mean, for the next message. Where V is 0 (embedding rows of tokens that have not occurred) nothing
-moves. --tau 1 is 1-bit Adam; --no-refresh freezes V. A resumed run on another mesh keeps e_i of the
-replicas that go on, and of E what lies both in the old and in the new piece of a replica.
+mean, for the next message (quantize.py explains owners). Where V is 0 (embedding rows of tokens
+that have not occurred) nothing moves. --tau 1 is 1-bit Adam; --no-refresh freezes V. A run that
+resumes on another mesh keeps e_i of the replicas that go on, and of E what lies both in the old and
+in the new piece of a replica.
 
 Deviations: (1) An old V may be much too small: the bound keeps steps as short as Adam's, and
 without it long runs diverge. (2) The paper refreshes V from mean gradients in full precision, in
