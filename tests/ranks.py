@@ -320,6 +320,24 @@ def _state(method) -> dict:
     return state
 
 
+class Run:
+    """A training's `losses` by step, `model` (state dict), rows by event, and `ranks` (raw)."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+        self.model = ranks[0]["model"]
+        self.printed = ranks[0]["printed"]
+        self.losses = [row["loss"] for row in self.rows("step")]
+        # What a method promises to be equal in all replicas is bit-identical after every sync.
+        for rank in ranks:
+            twin = ranks[rank["shard_index"]]
+            assert rank["seen"] == twin["seen"]
+            assert torch.equal(rank["master"], twin["master"])
+
+    def rows(self, event) -> list:
+        return [row for row in self.ranks[0]["rows"] if row["event"] == event]
+
+
 def _train_cases(corpus_folder, transport, cases):
     return [_train(corpus_folder, transport, *case) for case in cases]
 
