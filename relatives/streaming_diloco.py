@@ -122,17 +122,17 @@ class StreamingDiLoCo(Method):
     def judge(self, d):
         """Streaming EDiT flags replicas."""
 
-    def penalize(self, means):
-        """Streaming EDiT clips the means. Returns for each layer 1, or 0 to leave it as it is."""
-        return means[0].new_ones(len(means))
+    def penalize(self, l, d):
+        """Streaming EDiT clips the mean of layer l. Returns 1, or 0 to leave the layer as it is."""
+        return d.new_ones(())
 
     def land(self):
         lr, mu, alpha = self.config.outer_lr, self.config.outer_momentum, self.config.alpha
         self.halfway()
-        means = [mean.wait() for mean in self.means]
-        accepted = self.penalize(means)
         for l, (x, a, b) in enumerate(self.layers[self.p]):
-            nesterov_unless_flagged(a, b, means[l], lr, mu, accepted[l])
+            d = self.means[l].wait()
+            accepted = self.penalize(l, d)
+            nesterov_unless_flagged(a, b, d, lr, mu, accepted)
             x.mul_(alpha).add_(a, alpha=1 - alpha)  # x_i <- alpha x_i + (1 - alpha) a
         self.landed = self.p
         self.means = ()

@@ -66,7 +66,7 @@ class StreamingEDiT(StreamingDiLoCo):
     Config = Config
     scalars = (*StreamingDiLoCo.scalars, "statistics")
     repairs_replicas = True  # fragment by fragment, from the anchor
-    landings = ()  # in this round: (norms, flagged, weights, clips) of each
+    landings = ()  # of layers in this round: (norms, flagged, weights, clip) each
 
     def begin(self):
         super().begin()
@@ -95,18 +95,15 @@ class StreamingEDiT(StreamingDiLoCo):
                 mean.weights = w * self.mesh.replicas
         super().halfway()
 
-    def penalize(self, means):
-        """Clip the means. Returns 0 for the layers that all replicas have flagged."""
-        squares = torch.stack([dbar.norm() ** 2 for dbar in means])
-        # [shard] all-gather, one scalar per layer, once per fragment
-        norms = self.mesh.gather_rows(squares, self.mesh.shard).sum(dim=0).sqrt()
-        clips = torch.ones_like(norms)
+    def penalize(self, l, dbar):
+        """Clip the mean of layer l. Returns 0 if all replicas have flagged the layer, else 1."""
+        clip = dbar.new_ones(())
         if self.config.pseudo_grad_clipping:
-            clips = clip_factor(norms, self.config.pseudo_grad_clip)
-        for dbar, clip in zip(means, clips):
-            dbar.mul_(clip)
-        self.landings += ((self.norms, self.flagged, self.weights, clips),)
-        return (~self.flagged).any(dim=0).to(clips.dtype)
+            clip = clip_factor(self.model.norm(dbar), self.config.pseudo_grad_clip)
+        dbar.mul_(clip)
+        flagged = self.flagged[:, l]
+        self.landings += ((self.norms[:, l], flagged, self.weights[:, l], clip),)
+        return (~flagged).any().to(dbar.dtype)
 
     def land(self):
         super().land()
@@ -116,8 +113,8 @@ class StreamingEDiT(StreamingDiLoCo):
     def sync(self):
         super().sync()
         if self.landings:
-            columns = [torch.cat(parts, dim=-1) for parts in zip(*self.landings)]
-            norms, flagged, weights, clips = columns
+            columns = [torch.stack(parts, dim=-1) for parts in zip(*self.landings)]
+            norms, flagged, weights, clips = columns  # (M, L), clips (L,)
             self.landings = ()
             self.record.describe(
                 pseudo_grad_norm=norms.norm(dim=1),

@@ -154,7 +154,7 @@ def test_fragment_reads_nothing_on_the_host(elimination, quantize):
         method.send(p)
         method.halfway()
         method.land()
-    assert len(method.landings) == 2
+    assert len(method.landings) == 4  # layers
     # of each fragment: of the norms, then of the means of its two layers
     waits = [event for event in events if event.startswith("wait: sync all-gather")]
     assert waits == [f"wait: sync all-gather {number}" for number in range(6)]
