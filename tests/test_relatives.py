@@ -223,7 +223,7 @@ def flag(d):
 
 def column(*factors):
     """A factor for each replica."""
-    return torch.tensor(factors)[:, None]
+    return torch.tensor(factors, dtype=torch.float64)[:, None]
 
 
 def test_flag_of_replicas_that_agree_is_what_they_send():
