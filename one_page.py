@@ -3,15 +3,18 @@ r"""EDiT on one page: four replicas take turns in one process, and one of them d
     python one_page.py      # about a minute; set a breakpoint anywhere
 
 Each replica is a copy of one small model. At first the replicas average their gradients in each
-step, so they stay equal. Then each one trains alone for tau steps: a round. At its end
-synchronize() makes one set of parameters out of four, and all replicas go on from there.
+step, so they stay equal. Then each one trains alone for tau steps: a round. At its end, in the
+sync, synchronize() makes one set of parameters out of four, and all replicas go on from there.
 
-In round 13 replica 3 trains with 100 times its learning rate. EDiT flags all its layers, so only
-the other three replicas count:
+EDiT's penalty protects the sync from bad replicas. Layer by layer, it leaves out a replica that has
+moved much farther than it usually does (it flags it), gives less weight to one that has moved far,
+and limits the length of the common step. In round 13 replica 3 trains with 100 times its learning
+rate. All its 6 layers are flagged, so only the other three replicas count:
 
-    round 13 | norms 1.0 0.9 0.9 87.8 | weights .33 .34 .33 .00 | flagged layers 0 0 0 6 | loss ...
+    round 13 | norms 1.0 0.9 0.9 87.8 | weights 0.33 0.34 0.33 0.00 | flagged layers 0 0 0 6 | ...
 
-train(penalty=False) is DiLoCo. Replica 0's loss in the next round is then 3.5, here 2.1.
+train(penalty=False) is DiLoCo: equal weights. Replica 0's loss in the next round is then 3.5, with
+the penalty 2.1.
 
 Not here: overlap (edit.py), shards (shard.py). One process sends nothing, so nothing can overlap.
 This computes what the distributed run does, where each replica is a rank. The losses differ by
@@ -37,77 +40,87 @@ ALPHA = 0.02  # share of a new norm in the running mean and variance
 PHI = 10.0  # largest norm of a layer's averaged pseudo-gradient
 
 
-def train(M=4, steps=140, sync_warmup=20, tau=8, disturbed_round=13, penalty=True):
-    corpus = data.standard_library()
-    models = [Llama(SHAPE, SEED) for _ in range(M)]  # equal: they have the same seed
-    optimizers = [make_optimizer(model) for model in models]
-    batches = []  # of each replica: 8 windows of the corpus a step
-    for i in range(M):
-        batches.append(data.Batches(corpus, SHAPE.block_size, 8, rank=i, world_size=M, seed=SEED))
+class Replica:
+    """A whole model with its own optimizer and its own part of the text."""
 
-    def compute_gradient(i, step):
-        """The gradient of replica i on its own batch. Returns the loss."""
-        inputs, targets = batches[i].train(step)
-        models[i].zero_grad()
-        loss = models[i](inputs, targets)
+    def __init__(self, i, M, corpus):
+        self.model = Llama(SHAPE, SEED)  # equal in all replicas: they have the same seed
+        self.optimizer = make_optimizer(self.model)
+        # 8 windows of the text in each step
+        self.batches = data.Batches(corpus, SHAPE.block_size, 8, rank=i, world_size=M, seed=SEED)
+        self.accepted = [[] for _ in self.model.layers]  # each layer's norms that were not flagged
+
+    def compute_gradient(self, step):
+        """Returns the loss."""
+        inputs, targets = self.batches.train(step)
+        self.model.zero_grad()
+        loss = self.model(inputs, targets)
         loss.backward()
         return loss.item()
 
-    def inner_step(i, lr):
-        clip_grad_norm_(models[i].parameters(), 1.0)
-        for group in optimizers[i].param_groups:
+    def inner_step(self, lr):
+        clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
-        optimizers[i].step()
+        self.optimizer.step()
+
+
+def train(M=4, steps=140, sync_warmup=20, tau=8, disturbed_round=13, penalty=True):
+    corpus = data.standard_library()
+    replicas = [Replica(i, M, corpus) for i in range(M)]
 
     for step in range(sync_warmup):  # mini-batch training
-        losses = [compute_gradient(i, step) for i in range(M)]
-        average_gradients(models)
-        for i in range(M):
-            inner_step(i, learning_rate(step, steps))
-    print(f"warm-up  | loss {statistics.fmean(losses):.4f}", flush=True)
+        losses = [replica.compute_gradient(step) for replica in replicas]
+        average_gradients(replicas)
+        for replica in replicas:
+            replica.inner_step(learning_rate(step, steps))
+    print(f"warm-up  | loss {statistics.fmean(losses):.4f}")
 
     # The anchor is what all replicas had at the last sync, a vector for each layer.
-    anchors = [as_vector(layer) for layer in models[0].layers]
+    anchors = [as_vector(layer) for layer in replicas[0].model.layers]
     outer = torch.optim.SGD(anchors, lr=0.7, momentum=0.8, nesterov=True)
-    accepted = [[[] for _ in anchors] for _ in models]  # norms of a replica and layer
 
     for round, first in enumerate(range(sync_warmup, steps, tau), start=1):
-        for i in range(M):  # in any order: the replicas train alone
-            factor = 100 if (round, i) == (disturbed_round, M - 1) else 1
+        for i, replica in enumerate(replicas):  # in any order: they train alone
+            factor = 1
+            if round == disturbed_round and i == M - 1:
+                factor = 100
             for step in range(first, min(first + tau, steps)):
-                losses[i] = compute_gradient(i, step)
-                inner_step(i, factor * learning_rate(step, steps))
-        judged = synchronize(models, anchors, outer, accepted, penalty)
-        show(round, losses[0], *judged)
+                losses[i] = replica.compute_gradient(step)
+                replica.inner_step(factor * learning_rate(step, steps))
+        norms, weights, flags = synchronize(replicas, anchors, outer, penalty)
+        show(round, norms, weights, flags, losses[0])
 
 
 @torch.no_grad()
-def synchronize(models, anchors, outer, accepted, penalty):
-    """The end of a round. Returns norms, weights and flags, (layers, M) each."""
-    judged = []
+def synchronize(replicas, anchors, outer, penalty):
+    """The end of a round. Returns norms, weights and flags, (M, L) each: M replicas, L layers."""
+    M = len(replicas)
+    norms = torch.zeros(M, len(anchors))
+    weights = torch.zeros_like(norms)
+    flags = torch.zeros_like(norms)
+
     for l, anchor in enumerate(anchors):
         # d_i = anchor - x_i, the pseudo-gradient of replica i;  G_i = ||d_i||
-        d = [anchor - as_vector(model.layers[l]) for model in models]
+        d = [anchor - as_vector(replica.model.layers[l]) for replica in replicas]
         G = torch.stack([d_i.norm() for d_i in d])  # (M,)
-
-        # flag i if G_i > mean_i + delta sigma_i
-        limits = torch.tensor([largest_norm(norms[l]) for norms in accepted])
-        flagged = (G > limits) | ~G.isfinite()
-        exponents = -G
-        if not penalty:
-            flagged[:] = False
-            exponents[:] = 0.0
-
-        # w_i = exp(-G_i) / sum_j exp(-G_j) over the unflagged; without penalty 1 / M
-        exponents[flagged] = -torch.inf
-        w = torch.softmax(exponents, dim=0).nan_to_num()  # 0 if all are flagged
+        if penalty:
+            # flag i if G_i > mean_i + delta sigma_i
+            limits = torch.tensor([largest_norm(replica.accepted[l]) for replica in replicas])
+            flagged = (G > limits) | ~G.isfinite()
+            # w_i = exp(-G_i) / sum_j exp(-G_j), j unflagged; 0 if all are flagged
+            exponents = (-G).masked_fill(flagged, -torch.inf)
+            w = torch.softmax(exponents, dim=0).nan_to_num()
+        else:
+            flagged = torch.zeros(M, dtype=torch.bool)
+            w = torch.full((M,), 1 / M)
 
         # dbar = sum_i w_i d_i
         dbar = torch.zeros_like(anchor)
-        for i in range(len(models)):
+        for i in range(M):
             if not flagged[i]:
                 dbar += w[i] * d[i]
-                accepted[i][l].append(G[i].item())
+                replicas[i].accepted[l].append(G[i].item())
 
         # dhat = dbar * min(1, phi / ||dbar||)
         if penalty:
@@ -115,20 +128,22 @@ def synchronize(models, anchors, outer, accepted, penalty):
 
         # For the outer optimizer this is a gradient. A layer without a gradient stays as it is.
         anchor.grad = None if flagged.all() else dbar
-        judged.append((G, w, flagged))
+        norms[:, l] = G
+        weights[:, l] = w
+        flags[:, l] = flagged
 
     # b <- mu b + dhat;  anchor <- anchor - lr (dhat + mu b)
     outer.step()
 
     # x_i <- anchor
-    for model in models:
-        for layer, anchor in zip(model.layers, anchors):
+    for replica in replicas:
+        for layer, anchor in zip(replica.model.layers, anchors):
             vector_to_parameters(anchor.clone(), layer.parameters())
-    return [torch.stack(values) for values in zip(*judged)]
+    return norms, weights, flags
 
 
 def largest_norm(norms):
-    """The largest one that is no anomaly, from the earlier norms of the same replica and layer."""
+    """What is no anomaly after these norms, the earlier ones of the same replica and layer."""
     if len(norms) < 10:
         return math.inf
     mean = statistics.fmean(norms[:10])
@@ -140,9 +155,9 @@ def largest_norm(norms):
     return mean + DELTA * sigma
 
 
-def average_gradients(models):
-    for same in zip(*(model.parameters() for model in models)):  # one parameter of each replica
-        mean = sum(p.grad for p in same) / len(models)
+def average_gradients(replicas):
+    for same in zip(*(replica.model.parameters() for replica in replicas)):  # one of each replica
+        mean = sum(p.grad for p in same) / len(replicas)
         for p in same:
             p.grad.copy_(mean)
 
@@ -165,12 +180,17 @@ def learning_rate(step, steps, peak=3e-3, lr_warmup=50):
     return peak * (0.1 + 0.9 * cosine)
 
 
-def show(round, loss, G, w, flagged):
-    norms = " ".join(f"{norm:.1f}" for norm in G.norm(dim=0))  # of all layers together
-    weights = " ".join(f"{weight:.2f}".lstrip("0") for weight in w.mean(dim=0))
-    layers = " ".join(f"{count}" for count in flagged.sum(dim=0))
-    judged = f"norms {norms} | weights {weights} | flagged layers {layers}"
-    print(f"round {round:2d} | {judged} | loss {loss:.4f}", flush=True)
+def show(round, norms, weights, flags, loss):
+    """loss: of replica 0 in the round's last step."""
+    norm = numbers(norms.norm(dim=1), digits=1)  # of all layers together
+    weight = numbers(weights.mean(dim=1), digits=2)
+    count = numbers(flags.sum(dim=1), digits=0)
+    judged = f"norms {norm} | weights {weight} | flagged layers {count}"
+    print(f"round {round:2d} | {judged} | loss {loss:.4f}")
+
+
+def numbers(values, digits):
+    return " ".join(f"{value:.{digits}f}" for value in values)
 
 
 if __name__ == "__main__":

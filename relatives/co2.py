@@ -18,7 +18,7 @@ makes the step smaller where the anchor moves fast.
     at the end of training: wait for f and apply it as above
 
 So the first two rounds start from the same anchor. When a round begins, the anchor does not yet
-contain the progress of the round before.
+contain what the replicas have learned in the round before.
 
     paper        variable       shape        where
     x_i, d_i     model.master   (sum P/N,)   every rank its shard
@@ -32,8 +32,8 @@ obtained. C is the largest move of the anchor so far, so 1 <= G <= 2. (2) d is n
 inner learning rate. (3) u is not clamped. (4) The published code's default, memory-efficient mode
 does not overlap. This file always does, so its sync group needs gloo or NCCL.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N. Exposed: max(0, T - tau * time of a
-step), where T is the time of the all-reduce.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N. Let T be the time of the all-reduce. Then
+the training waits for max(0, T - tau * time of a step) per round.
 Run: torchrun --nproc_per_node 4 train.py --method co2 --shards 2
 Source: CO2, arXiv 2401.16265 (abstract), and its authors' code, fairscale-CO2.
 Plain version: tests/reference/local.py.
@@ -60,10 +60,7 @@ class CO2(Method):
     shared = ("anchor", "momentum", "mean")
     scalars = ("r", "C")
     barrier = False
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.handle = Handle()  # of f
+    handle = Handle()  # of f: nothing is in flight
 
     def begin(self):
         self.anchor.copy_(self.model.master)

@@ -1,4 +1,4 @@
-"""Eager updates: a replica's own progress at once, that of the others one round late.
+"""Eager updates: a replica's own pseudo-gradient acts at once, the others' one round late.
 
 The problem. CO2 hides the all-reduce behind the next round and applies all of it one round late. A
 replica knows its own pseudo-gradient at once, and need not wait for it.
@@ -12,7 +12,8 @@ replica knows its own pseudo-gradient at once, and need not wait for it.
     at the end of training: a, b <- their means over the replicas        # [sync] all-reduce
         and, if M > 1, one more outer step with (M-1)/M dbar: then each d_i has counted once
 
-Replicas differ by the progress of the last round. The model to evaluate is the mean of all a_i.
+Replicas differ by what they have done in the last round. The model to evaluate is the mean of all
+a_i.
 
     paper      variable        shape        where
     a_i        anchor          (sum P/N,)   replica i
@@ -20,11 +21,11 @@ Replicas differ by the progress of the last round. The model to evaluate is the 
     d_i'       own             (sum P/N,)   replica i
     dbar       mean            (sum P/N,)   the asynchronous all-reduce's own buffer
 
-Deviation: the last outer step is ours. Only 1/M of the progress is immediate. With few rounds, as
-on a laptop, the late rest costs loss: eager ends behind EDiT (lab/results/quality.md).
+Deviation: the last outer step is ours. Only 1/M of the mean acts at once. With few rounds, as on a
+laptop, the late rest costs loss: eager ends behind EDiT (lab/results/quality.md).
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N. Exposed: max(0, T - tau * time of a
-step), where T is the time of the all-reduce.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N. Let T be the time of the all-reduce. Then
+the training waits for max(0, T - tau * time of a step) per round.
 Run: torchrun --nproc_per_node 4 train.py --method eager
 Source: eager updates for overlapped communication in DiLoCo, arXiv 2502.12996.
 Plain version: tests/reference/local.py.

@@ -123,5 +123,4 @@ class NoLoCo(Method):
     def finish(self):
         super().finish()
         if not self.averages_gradients:
-            self.anchor.copy_(self.evaluation_model())
-            self.model.master.copy_(self.anchor)
+            self.model.master.copy_(self.evaluation_model())

@@ -2,42 +2,47 @@
 
 The problem. EDiT (edit.py) sends 32 bits an element once per round. In 1 bit most of a vector is
 lost in each message. Error feedback keeps what was lost and adds it to the next message, so that in
-the long run nothing is lost. It is meant for Muon inside (muon.py), whose steps have the same size
-in all directions. Figures: RESULTS.md (f).
+the long run nothing is lost. The method is meant for Muon as inner optimizer (muon.py), whose steps
+have the same size in all directions. Figures: RESULTS.md (f).
+
+C(v) is v as a receiver decodes it (quantize.py). With M > 2 replicas a vector is cut into M pieces,
+and replica j is the owner of piece j: it sums up what all replicas send of this piece.
 
     as edit.py, but at the round's end, for all layers l:
         d_i  = anchor - x_i;  norms, flags and weights w_i from d_i, as in edit.py
         e_i <- 0 if i is flagged, and then w_i = 0;  E <- 0 if all are flagged
         z_i  = w_i d_i + e_i
-        send C(z_i);  e_i <- z_i - C(z_i)                # [sync] all-to-all, asynchronous
-        the owner of a piece:  s = sum_i C(z_i) + E
-        send C(s);  E <- s - C(s)                        # [sync] all-gather, asynchronous
+        send each piece of C(z_i) to its owner           # [sync] all-to-all, asynchronous
+        e_i <- z_i - C(z_i)
+    in the next forward, before it gets to layer 0, for all layers l, as owner of a piece:
+        s    = sum_i C(z_i) + E                          # of the piece
+        send C(s) to all;  E <- s - C(s)                 # [sync] all-gather, asynchronous
     complete(l), in the next forward, when it gets to layer l:
         wait for dbar = C(s);  clip and outer step, as in edit.py
 
-C rounds blocks of 256 elements, see quantize.py. --quantize none sends w_i d_i as edit.py does, and
-is EDiT. So is one replica alone. A flagged replica forgets its errors. The weights come before C: a
-replica with a large norm and a small weight would otherwise send its errors later, with a normal
-weight.
+So a layer takes two hops. The second hops travel while earlier layers compute. With two replicas
+there is no owner and no E: each sends C(z_i) to the other (all-gather), and dbar = sum_i C(z_i).
+One replica alone sends nothing, and is EDiT; so is --quantize none, which sends w_i d_i as edit.py
+does.
 
-In the forward, the first hop of all layers is waited for before layer 0. The second hops travel
-while earlier layers compute. Two replicas need one hop only: each sends C(z_i) to the other.
+A flagged replica forgets its errors. The weights come before C: a replica with a large norm and a
+small weight would otherwise send its errors later, with a normal weight.
 
 The warm-up averages gradients, in fp32 as in mini-batch or, with --warmup_format int8, in 8 bits.
-Then the same errors are fed back, and dropped at the warm-up's end.
+Then the errors of gradients are fed back in the same way, and dropped at the warm-up's end.
 
     symbol     variable            shape        where
     d_i, dbar  model.masters[l]    (P/N,)       every rank its shard
     e_i        error               (sum P/N,)   replica i
-    E          mean_error          (sum P/N,)   replica i: of its piece, else 0 (0 if M <= 2)
+    E          mean_error          (sum P/N,)   replica i: of its pieces, else 0 (0 if M <= 2)
 
-A resumed run on another mesh keeps e_i of the replicas that go on, and of E what lies both in the
-old and in the new piece of a replica.
+A run that resumes on another mesh keeps e_i of the replicas that go on, and of E what lies both in
+the old and in the new piece of a replica.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N, and 8 (M-1) (L + 1) for the exchange. A
 step of the warm-up sends 2 (M-1)/M * 4 sum P/N, with int8 1.016 P/N.
 Run: torchrun --nproc_per_node 4 train.py --method one_bit_edit --optimizer muon
-Source: 1-bit Adam, arXiv 2102.02888, for errors that are fed back at both hops.
+Source: 1-bit Adam, arXiv 2102.02888, for error feedback at both hops.
 Plain version: tests/reference/one_bit.py.
 """
 
@@ -70,14 +75,14 @@ class OneBitEDiT(EDiT):
     Config = Config
     private = ("error", "mean_error")
 
-    def __init__(self, model, mesh, config, record, clock):
-        super().__init__(model, mesh, config, record, clock)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         # Without padding: in 1 bit a 0 would become another number.
-        self.errors = model.used_views(self.error)
-        self.mean_errors = model.used_views(self.mean_error)
+        self.errors = self.model.used_views(self.error)
+        self.mean_errors = self.model.used_views(self.mean_error)
         self.started = []  # means whose second hop has not started
-        if config.warmup_format != "none":
-            model.sum_layer = self.sum_gradient
+        if self.config.warmup_format != "none":
+            self.model.sum_layer = self.sum_gradient
 
     def sum_gradient(self, l):
         """In the warm-up: start to replace layer l's gradient by its sum over the replicas."""
@@ -103,12 +108,12 @@ class OneBitEDiT(EDiT):
         v = v[: len(self.errors[l])]
         # z_i = v_i + e_i;  e_i <- z_i - C(z_i);  E <- s - C(s), both in units of a mean
         z = self.errors[l].add_(v)
-        mean = MeanInFlight([z], format, self.mesh, errors=[self.mean_errors[l]])
+        mean = MeanInFlight(z, format, self.mesh, self.mean_errors[l])
         self.started.append(mean)
 
         def wait():
             while self.started:  # all second hops, before one of them is waited for
                 self.started.pop(0).halfway()
-            torch.mul(mean.wait()[0], self.mesh.replicas, out=v)
+            torch.mul(mean.wait(), self.mesh.replicas, out=v)
 
         return SimpleNamespace(wait=wait)

@@ -1,8 +1,8 @@
 """Robust DiLoCo: a median, a trimmed mean or the Flag Aggregator in place of the mean.
 
-The problem. A replica that sends its progress with the wrong sign has a normal norm, so EDiT's
-penalty does not see it, and a mean counts it in full. These aggregates look at directions or at
-single elements.
+The problem. A replica that sends its pseudo-gradient with the wrong sign has a normal norm, so
+EDiT's penalty does not see it, and a mean counts it in full. These aggregates look at directions or
+at single elements.
 
     as diloco.py, but the pseudo-gradients d_i are aggregated in pieces:
         send piece j of d_i to replica j                         # [sync] all-to-all
@@ -16,14 +16,14 @@ single elements.
 The direction y is the first left singular vector of [w_1 u_1, ..., w_M u_M]. First all w_i are 1;
 then, 5 times, w_i = (1 - <y, u_i>^2 + 1e-7)^(-1/4): what lies far from y counts less. Because y is
 a combination sum_i c_i u_i, all of it is algebra with the M x M Gram matrix of the d_i:
-# [sync] sum of M^2 scalars. So that no square overflows, each d_i is first divided by a power of 2
-near its largest element: # [sync] all-gather of 1 scalar. Of y and -y, that one is taken for which
-sum_i <y, u_i> is positive. Elements of d_i that are not finite count as 0.
+# [sync] sum of M^2 scalars. Of y and -y, that one is taken for which sum_i <y, u_i> is positive.
+Elements of d_i that are not finite count as 0, and those beyond +-1e12 as that: so no square
+overflows.
 
 Deviations: the authors' code drops the length of d, starts at a random y and takes one step.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, 12 (M-1) for losses, steps and norms,
-and with flag 4 (M-1) + 4 M^2 (M-1) N (if N = 1: 4 (M-1) + 8 M (M-1)).
+and with flag 4 M^2 (M-1) N (if N = 1: 8 M (M-1)).
 Run: torchrun --nproc_per_node 4 train.py --method robust --aggregate flag --flip 1:300:700
 Source: Flag Aggregator, ICLR 2024, and its authors' code; the median and the trimmed mean,
 arXiv 1803.01498.
@@ -41,6 +41,7 @@ from diloco import DiLoCo
 
 STEPS = 5
 TINY = 1e-30
+HUGE = 1e12
 COLUMNS = 2**16  # elements that are sorted at a time
 
 
@@ -53,10 +54,7 @@ class Config(diloco.Config):
     buffer_vectors = 2  # pieces and theirs
 
     def gathered_vectors(self, replicas):
-        both_slots = 1 + super().sent_vectors(replicas)
-        if self.aggregate == "flag" and self.shards == 1:
-            return both_slots / 2  # four gathers a round: the two large ones meet the same slot
-        return both_slots
+        return 1 + super().sent_vectors(replicas)
 
     def check(self, replicas):
         super().check(replicas)
@@ -69,9 +67,8 @@ def middle(values, trim: int):
     return values.sort(dim=0).values[trim : len(values) - trim].mean(dim=0)
 
 
-def flag_weights(K, units):
-    """The Gram matrix K_ij = <v_i, v_j>, (M, M), of v_i = d_i / units_i -> weights c (M,):
-    d = sum_i c_i v_i."""
+def flag_weights(K):
+    """The Gram matrix K_ij = <d_i, d_j>, (M, M) -> weights c (M,): d = sum_i c_i d_i."""
     G = K.diagonal().sqrt()
     cosines = K / torch.outer(G, G).clamp(min=TINY)  # <u_i, u_j>
     w = torch.ones_like(G)
@@ -82,8 +79,7 @@ def flag_weights(K, units):
         along = cosines @ c  # <y, u_i>
         w = (1 - along.square() + 1e-7).clamp(min=1e-7) ** -0.25
     sign = torch.where(along.sum() < 0, -1.0, 1.0)
-    lengths = (G * units)[:, None]
-    length = (sign * along).clamp(min=0).mean() * middle(lengths, (len(G) - 1) // 2)
+    length = (sign * along).clamp(min=0).mean() * middle(G[:, None], (len(G) - 1) // 2)
     return sign * c * length / G.clamp(min=TINY)
 
 
@@ -94,7 +90,7 @@ class Robust(DiLoCo):
     def combine(self, d):
         mesh = self.mesh
         M = mesh.replicas
-        d.nan_to_num_(0.0, 0.0, 0.0)
+        d.nan_to_num_(0.0, 0.0, 0.0).clamp_(-HUGE, HUGE)
         if M == 1:
             return
         pieces = pad(d, (0, -len(d) % M)).view(M, -1)
@@ -102,12 +98,9 @@ class Robust(DiLoCo):
         # [sync] all-to-all, sum P/N fp32, once per round
         mesh.all_to_all(theirs, pieces, mesh.sync).wait()
         if self.config.aggregate == "flag":
-            units = self.units(d)
-            theirs.div_(units[:, None])
-            K = theirs @ theirs.T
             # [sync] sum over all ranks, M^2 scalars, once per round
-            K = mesh.sum_over_ranks(K.view(-1)).view(M, M)
-            pieces[mesh.replica] = flag_weights(K, units) @ theirs
+            K = mesh.sum_over_ranks((theirs @ theirs.T).view(-1)).view(M, M)
+            pieces[mesh.replica] = flag_weights(K) @ theirs
         else:
             trim = self.config.trim
             if self.config.aggregate == "median":
@@ -118,13 +111,3 @@ class Robust(DiLoCo):
         # [sync] all-gather, sum P/N fp32, once per round
         mesh.all_gather(pieces.view(-1), mesh.sync).wait()
         d.copy_(pieces.view(-1)[: len(d)])
-
-    def units(self, d):
-        """The power of 2 at or below the largest |element| of each replica's d_i, (M,): a division
-        by it rounds nothing."""
-        mesh = self.mesh
-        # [shard] all-gather, 1 scalar, once per round
-        own = mesh.gather_rows(d.norm(torch.inf).view(1), mesh.shard).amax(dim=0)
-        # [sync] all-gather, 1 scalar, once per round
-        largest = mesh.gather_rows(own, mesh.sync).view(-1).clamp(min=TINY)
-        return largest / (2 * torch.frexp(largest).mantissa)

@@ -16,8 +16,9 @@ CHUNK = 4096  # elements
 
 
 def largest(vector, model, density: float):
-    """Where the k largest absolute values of each chunk are: in the vector, which is laid out like
-    model.master, (n,), and in their chunks, a list of (R, k) for R chunks of one length."""
+    """The k largest absolute values of each chunk: where they are in the vector, which is laid out
+    like model.master, and where in their chunks. Two lists of matrices (R, k), for R chunks of one
+    length each."""
     found = []
     positions = []
     for view in model.used_views(vector):
@@ -27,22 +28,22 @@ def largest(vector, model, density: float):
                 continue
             k = max(1, round(density * part.shape[1]))
             position = part.abs().topk(k, dim=1, sorted=False).indices
-            row = torch.arange(len(part), device=part.device)[:, None]
             first = part.storage_offset() - vector.storage_offset()
-            found.append(first + CHUNK * row + position)
+            firsts = torch.arange(first, first + part.numel(), CHUNK, device=part.device)
+            found.append(firsts[:, None] + position)
             positions.append(position)
-    return flat(found), positions
+    return found, positions
 
 
 def flat(matrices: list):
     return torch.cat([matrix.flatten() for matrix in matrices])
 
 
-def gather_entries(mesh, at, positions: list, payload):
+def gather_entries(mesh, found: list, positions: list, payload):
     """For each replica, in rank order: where its elements are in the vector, (n,), and its payload,
     bytes. Waits for them."""
     own = flat(positions)
-    firsts = at - own  # of the chunks
+    firsts = flat(found) - own  # of the chunks
     own = pad(own, (0, len(own) % 2))  # two positions are three bytes
     high = pack((own >> 8).to(torch.uint8), bits=4)
     row = torch.cat([high, (own & 255).to(torch.uint8), payload])

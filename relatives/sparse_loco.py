@@ -76,7 +76,13 @@ def encode(values):
     means = []
     for own in ~high, high:
         means.append((size * own).sum(dim=1) / own.sum(dim=1).clamp(min=1))
-    return 2 * (values < 0) + high, torch.stack(means, dim=1).half()
+    codes = 2 * (values < 0) + high
+    return codes.to(torch.uint8), torch.stack(means, dim=1).half()
+
+
+def decode(codes, means):
+    """The inverse, in the dtype of the means."""
+    return torch.cat([means, -means], dim=1).gather(1, codes.long())
 
 
 class SparseLoCo(Method):
@@ -97,42 +103,42 @@ class SparseLoCo(Method):
         self.exchange(norms=self.model.norm(d))  # for the record
         e.mul_(config.error_decay).add_(d)
         # s_i = Q(the largest of e_i)
-        at, positions = largest(e, self.model, config.density)
-        payload = self.to_bytes(e[at], positions)
+        found, positions = largest(e, self.model, config.density)
+        payload = self.to_bytes([e[at] for at in found])
         # e_i <- e_i - s_i
-        e.index_add_(0, at, self.from_bytes(payload, positions), alpha=-1)
+        e.index_add_(0, flat(found), self.from_bytes(payload, positions), alpha=-1)
         # a <- a - lr 1/M sum_i s_i;  x_i <- a
-        for at, payload in gather_entries(self.mesh, at, positions, payload):
+        for at, payload in gather_entries(self.mesh, found, positions, payload):
             s = self.from_bytes(payload, positions)
             a.index_add_(0, at, s.mul_(-config.outer_lr / self.mesh.replicas))
         x.copy_(a)
 
-    def to_bytes(self, values, shapes: list):
-        """Values (n,); shapes: matrices (R, k) like those that the values come from."""
+    def to_bytes(self, matrices: list):
+        """Of values (R, k): the means of all rows, then 2 bits of each value; or whole values."""
         if not self.config.two_bits:
-            return values.view(torch.uint8)
+            return flat(matrices).view(torch.uint8)
         all_codes = []
         all_means = []
-        for part, shape in zip(values.split([shape.numel() for shape in shapes]), shapes):
-            codes, means = encode(part.view(shape.shape))
+        for values in matrices:
+            codes, means = encode(values)
             all_codes.append(codes)
             all_means.append(means)
-        codes = flat(all_codes).to(torch.uint8)
+        codes = flat(all_codes)
         codes = pack(pad(codes, (0, -len(codes) % 4)), bits=2)
         return torch.cat([flat(all_means).view(torch.uint8), codes])
 
-    def from_bytes(self, payload, shapes: list):
-        """The values (n,)."""
+    def from_bytes(self, payload, like: list):
+        """The values of all matrices, (n,). like: matrices of the same shapes."""
         dtype = self.anchor.dtype
         if not self.config.two_bits:
             return payload.view(dtype)
-        rows = [len(shape) for shape in shapes]
-        border = 4 * sum(rows)
-        means = payload[:border].view(torch.float16).view(-1, 2).split(rows)
-        means_of_each = []  # (R k, 2)
-        for part, shape in zip(means, shapes):
-            means_of_each.append(part.repeat_interleave(shape.shape[1], dim=0))
-        sizes = torch.cat(means_of_each).to(dtype)
-        codes = unpack(payload[border:], bits=2).view(-1, 1)[: len(sizes)]
-        sizes = sizes.gather(1, (codes & 1).long())
-        return torch.where(codes > 1, -sizes, sizes).view(-1)
+        border = 4 * sum(map(len, like))  # two means of each row
+        means = payload[:border].view(torch.float16).view(-1, 2).to(dtype)
+        codes = unpack(payload[border:], bits=2).flatten()
+        values = []
+        for matrix in like:
+            rows, k = matrix.shape
+            values.append(decode(codes[: rows * k].view(rows, k), means[:rows]))
+            codes = codes[rows * k :]
+            means = means[rows:]
+        return flat(values)

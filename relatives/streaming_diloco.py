@@ -1,15 +1,17 @@
 """Streaming DiLoCo: one fragment of the model at a time, in the background, in 4 bits.
 
 The problem. DiLoCo sends little, but all at once, and all replicas wait. Here one of F fragments of
-the model is sent every tau / F steps, while the steps go on. Its outer step is `delay` steps later.
+the model is sent every tau / F steps, while the steps go on. It lands `delay` steps later: then the
+mean is there, and the fragment's outer step is taken.
 
     sync_warmup_steps steps of mini-batch; anchor = x; b = 0; I = tau / F; after inner step k:
-        if k % I == 0:                               # p = (k / I - 1) mod F: layers p, p + F, ...
-            start d = 1/M sum_i (anchor_p - x_{i,p})     # [sync] quantize.py, F times per round
-        if k == sent_at + ceil(delay / 2): start the second hop of the mean
-        if k == sent_at + delay:
+        if k % I == 0:                               # send fragment p: layers p, p + F, ...
+            p = (k / I - 1) mod F;  sent_at = k
+            start d = 1/M sum_i (anchor_p - x_{i,p})     # [sync] quantize.py, per layer
+        if k >= sent_at + ceil(delay / 2): halfway()     # [sync] the second hop of the mean
+        if k == sent_at + delay: land():
             wait for d;  b_p <- mu b_p + d;  anchor_p <- anchor_p - lr (d + mu b_p)
-            x_{i,p} <- alpha x_{i,p} + (1 - alpha) anchor_p      # the fragment lands
+            x_{i,p} <- alpha x_{i,p} + (1 - alpha) anchor_p
     at the end of training each fragment that has not just landed is sent and lands; x_i <- anchor
 
 anchor and momentum (b) are equal in all replicas at all times, x_i (model.master) is not, and the
@@ -17,8 +19,8 @@ anchor is the model to evaluate. alpha 0 loses a fragment's local steps between 
 alpha 1 ignores the other replicas. The paper's H is tau, its tau is delay. Deviation: with a delay
 a fragment is sent when step k+1 begins: a checkpoint after step k has nothing in flight.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 P/N / 7.76. Exposed per round: F max(0, T - delay
-* time of a step), where T is the time that a fragment takes on the link.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N / 7.76. Let T be the time that a fragment
+takes on the link. Then the training waits for F max(0, T - delay * time of a step) per round.
 Run: torchrun --nproc_per_node 4 train.py --method streaming_diloco
 Source: Streaming DiLoCo, arXiv 2501.18512 (read: tables and captions).
 Plain version: tests/reference/streaming.py.
@@ -69,14 +71,14 @@ class StreamingDiLoCo(Method):
     barrier = False
     equal_replicas = False
     syncs_at_round_end = False
-    mean = None  # of the fragment in flight
+    means = ()  # of the layers of the fragment in flight
     landed = None  # the fragment that landed in this step
 
-    def __init__(self, model, mesh, config, record, clock):
-        super().__init__(model, mesh, config, record, clock)
-        vectors = model.master, self.anchor, self.momentum
-        rows = list(zip(*map(model.used_views, vectors)))  # a layer's x, anchor and momentum
-        F = config.fragments
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        vectors = self.model.master, self.anchor, self.momentum
+        rows = list(zip(*map(self.model.used_views, vectors)))  # a layer's x, anchor and momentum
+        F = self.config.fragments
         self.layers = [rows[p::F] for p in range(F)]  # of each fragment
 
     def begin(self):
@@ -91,9 +93,9 @@ class StreamingDiLoCo(Method):
         delay = self.config.steps_late
         self.landed = None
         self.send_if_due(delay == 0)
-        if self.mean and self.local_steps >= self.sent_at + (delay + 1) // 2:
+        if self.means and self.local_steps >= self.sent_at + (delay + 1) // 2:
             with self.record.stall():
-                self.mean.halfway()
+                self.halfway()
                 if self.local_steps == self.sent_at + delay:
                     self.land()
         return over
@@ -109,27 +111,34 @@ class StreamingDiLoCo(Method):
         self.sent_at = self.local_steps
         with self.record.stall():
             d = [a - x for x, a, _ in self.layers[p]]  # d_i = a - x_i
-            self.mean = MeanInFlight(d, self.config.quantize, self.mesh, self.judge(d))
+            self.judge(d)
+            self.means = [MeanInFlight(d_l, self.config.quantize, self.mesh) for d_l in d]
+
+    def halfway(self):
+        """The second hops start, unless they have."""
+        for mean in self.means:
+            mean.halfway()
 
     def judge(self, d):
-        """Streaming EDiT returns weights of the replicas."""
+        """Streaming EDiT flags replicas."""
 
-    def penalize(self, means):
-        """Streaming EDiT clips the means. Returns for each layer 1, or 0 to leave it as it is."""
-        return means[0].new_ones(len(means))
+    def penalize(self, l, d):
+        """Streaming EDiT clips the mean of layer l. Returns 1, or 0 to leave the layer as it is."""
+        return d.new_ones(())
 
     def land(self):
         lr, mu, alpha = self.config.outer_lr, self.config.outer_momentum, self.config.alpha
-        means = self.mean.wait()
-        accepted = self.penalize(means)
+        self.halfway()
         for l, (x, a, b) in enumerate(self.layers[self.p]):
-            nesterov_unless_flagged(a, b, means[l], lr, mu, accepted[l])
+            d = self.means[l].wait()
+            accepted = self.penalize(l, d)
+            nesterov_unless_flagged(a, b, d, lr, mu, accepted)
             x.mul_(alpha).add_(a, alpha=1 - alpha)  # x_i <- alpha x_i + (1 - alpha) a
         self.landed = self.p
-        self.mean = None
+        self.means = ()
 
     def sync(self):
-        if self.mean:  # only if the training ends in the middle of a round
+        if self.means:  # only if the training ends in the middle of a round
             self.land()
 
     def evaluation_model(self):

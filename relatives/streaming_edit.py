@@ -16,14 +16,15 @@ in quantized pieces from quantize.py.
         w_i  = exp(-G_i) / sum_j exp(-G_j) over the unflagged
         dbar = sum_i w_i d_i                            # a flagged replica is left out
     when it lands:
-        dhat = dbar * min(1, phi / (||dbar|| + 1e-6))   # [shard] all-gather, 2 scalars per layer
+        dhat = dbar * min(1, phi / (||dbar|| + 1e-6))   # [shard] all-gather, one scalar per layer
         b    <- mu b + dhat
         anchor <- anchor - lr (dhat + mu b)             # unless all replicas are flagged
-        x_i  <- alpha x_i + (1 - alpha) anchor          # alpha = 0 if replica i is flagged or x_i
-                                                        # is not finite
+        x_i  <- alpha x_i + (1 - alpha) anchor          # but anchor if replica i is flagged, and in
+                                                        # elements of x_i that are not finite
 
-So a sick replica is healthy again, fragment by fragment, within one round. The names and shapes are
-those of edit.py and streaming_diloco.py; norms, flags and weights are (M, layers of the fragment).
+So a replica that has diverged is repaired, fragment by fragment, within one round. The names and
+shapes are those of edit.py and streaming_diloco.py. Norms, flags and weights are (M, L), where L
+counts the layers of the fragment.
 
 With all parts off it is Streaming DiLoCo, bit for bit. With --fragments 1 --delay 0 --quantize none
 it is EDiT.
@@ -65,10 +66,7 @@ class StreamingEDiT(StreamingDiLoCo):
     Config = Config
     scalars = (*StreamingDiLoCo.scalars, "statistics")
     repairs_replicas = True  # fragment by fragment, from the anchor
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.landings = []  # (norms, flagged, weights, clips) of each landing in this round
+    landings = ()  # of layers in this round: (norms, flagged, weights, clip) each
 
     def begin(self):
         super().begin()
@@ -82,47 +80,42 @@ class StreamingEDiT(StreamingDiLoCo):
         own = self.statistics[:, self.p :: self.config.fragments]
         flagged = is_anomaly(G, anomaly_limits(own, self.config))
         own.copy_(update_statistics(own, G, ~flagged, self.config))
-        self.norms = G.new_empty(self.mesh.replicas, 2 * len(d))
-        self.norms[self.mesh.replica] = torch.cat([G, flagged.to(G.dtype)])
+        self.rows = torch.cat([G, flagged]).repeat(self.mesh.replicas, 1)
         # [sync] all-gather, 2 scalars per layer and replica, asynchronous, once per fragment
-        self.gather_of_norms = self.mesh.all_gather(self.norms.view(-1), self.mesh.sync)
-        return self.relative_weights
+        self.gather = self.mesh.all_gather(self.rows.view(-1), self.mesh.sync)
+        self.weights = None  # not known yet
 
-    def relative_weights(self):
-        """M w_i, (M, layers): 1 where all weights are equal. Waits for the norms."""
-        self.gather_of_norms.wait()
-        norms, flags = self.norms.chunk(2, dim=1)
-        weights = replica_weights(norms, flags > 0, self.config.weighted_averaging)
-        self.judgement = norms, flags > 0, weights
-        return weights * self.mesh.replicas
+    def halfway(self):
+        if self.weights is None:
+            self.gather.wait()
+            self.norms, flags = self.rows.chunk(2, dim=1)
+            self.flagged = flags > 0
+            self.weights = replica_weights(self.norms, self.flagged, self.config.weighted_averaging)
+            for mean, w in zip(self.means, self.weights.T):
+                mean.weights = w * self.mesh.replicas
+        super().halfway()
 
-    def penalize(self, means):
-        """The norms of means and x, the clip. Returns 0 for the layers that all have flagged."""
-        norms, flagged, weights = self.judgement
-        parameters = [x for x, _, _ in self.layers[self.p]]
-        squares = torch.stack([v.norm() ** 2 for v in [*means, *parameters]])
-        # [shard] all-gather, 2 scalars per layer, once per fragment
-        squares = self.mesh.gather_rows(squares, self.mesh.shard).sum(dim=0)
-        dbar_norms, x_norms = squares.sqrt().chunk(2)
-        clips = torch.ones_like(dbar_norms)
+    def penalize(self, l, dbar):
+        """Clip the mean of layer l. Returns 0 if all replicas have flagged the layer, else 1."""
+        clip = dbar.new_ones(())
         if self.config.pseudo_grad_clipping:
-            clips = clip_factor(dbar_norms, self.config.pseudo_grad_clip)
-        for dbar, clip in zip(means, clips):
-            dbar.mul_(clip)
-        self.landings.append((norms, flagged, weights, clips))
-        self.sick = flagged[self.mesh.replica] | ~x_norms.isfinite()
-        return (~flagged).any(dim=0).to(clips.dtype)
+            clip = clip_factor(self.model.norm(dbar), self.config.pseudo_grad_clip)
+        dbar.mul_(clip)
+        flagged = self.flagged[:, l]
+        self.landings += ((self.norms[:, l], flagged, self.weights[:, l], clip),)
+        return (~flagged).any().to(dbar.dtype)
 
     def land(self):
         super().land()
-        for (x, a, _), sick in zip(self.layers[self.p], self.sick):
-            torch.where(sick, a, x, out=x)
+        for (x, a, _), flagged in zip(self.layers[self.p], self.flagged[self.mesh.replica]):
+            torch.where(flagged | ~x.isfinite(), a, x, out=x)
 
     def sync(self):
         super().sync()
         if self.landings:
-            norms, flagged, weights, clips = (torch.cat(c, dim=-1) for c in zip(*self.landings))
-            self.landings = []
+            columns = [torch.stack(parts, dim=-1) for parts in zip(*self.landings)]
+            norms, flagged, weights, clips = columns  # (M, L), clips (L,)
+            self.landings = ()
             self.record.describe(
                 pseudo_grad_norm=norms.norm(dim=1),
                 weight=weights.mean(dim=1),

@@ -38,7 +38,7 @@ import torch
 
 from config import option
 from method import LocalConfig, Method
-from relatives.sparse import gather_entries, largest
+from relatives.sparse import flat, gather_entries, largest
 
 
 @dataclass
@@ -77,14 +77,14 @@ class TopK(Method):
         # u_i <- m u_i + (1 - m) g_i;  v_i <- v_i + u_i
         v.add_(u.mul_(m).add_(g, alpha=1 - m))
         # s_i = the largest of v_i;  u_i, v_i <- 0 where sent
-        at, positions = largest(v, self.model, self.config.density)
-        values = v[at]
+        found, positions = largest(v, self.model, self.config.density)
+        at = flat(found)
+        payload = v[at].view(torch.uint8)
         u.index_fill_(0, at, 0.0)
         v.index_fill_(0, at, 0.0)
         # g = 1/M sum_i s_i
         g.zero_()
-        payload = values.view(torch.uint8)
-        for at, payload in gather_entries(self.mesh, at, positions, payload):
+        for at, payload in gather_entries(self.mesh, found, positions, payload):
             g.index_add_(0, at, payload.view(g.dtype).div_(self.mesh.replicas))
 
     def inner_step(self, optimizer):

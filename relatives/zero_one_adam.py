@@ -10,11 +10,12 @@ differ by their momentum only, and its sum can travel in 1 bit, with error feedb
             v_i <- beta2 v_i + (1 - beta2) g_i^2                    # for the refresh
             x_i <- (1 - lr wd) x_i - lr clamp(m_i / (sqrt(V) + eps), -1, 1)     # step_bound
         z_i  = (a - x_i) (sqrt(V) + eps) + e_i     # = sum of lr m_i (bounded) + e_i
-        e_i <- z_i - C(z_i)                        # C: 1 bit an element, see quantize.py
-        u    = C(s), E <- s - u, where s = 1/M sum_i C(z_i) + E     # [sync] quantize.py, two hops
+        e_i <- z_i - C(z_i)                        # C(z): z as a receiver decodes it, in 1 bit
+        s    = 1/M sum_i C(z_i) + E                # [sync] average_coded(): quantize.py
+        u    = C(s);  E <- s - u                   # M = 2: u = s, there is no E
         a   <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / (the round's sum of lr)
         after rounds 1, 2, 4, 8, ..., unless --no-refresh:
-            v_i <- w = 1/M sum_i v_i                                # [sync] quantize.py, log8
+            v_i <- w = 1/M sum_i v_i                                # [sync] average_coded(), log8
             V   <- w sum(V) / sum(w) in each layer                  # [shard] all-gather of sums
 
     paper      variable            shape        where
@@ -23,12 +24,13 @@ differ by their momentum only, and its sum can travel in 1 bit, with error feedb
     v_i, w     variance            (sum P/N,)   replica i
     a          anchor              (sum P/N,)   equal everywhere
     e_i        error               (sum P/N,)   replica i
-    E          mean_error          (sum P/N,)   replica i: of its piece, else 0
+    E          mean_error          (sum P/N,)   replica i: of its pieces, else 0
 
 Error feedback keeps what a sender has not sent, and what the owner of a piece has not sent of its
-mean, for the next message. Where V is 0 (embedding rows of tokens that have not occurred) nothing
-moves. --tau 1 is 1-bit Adam; --no-refresh freezes V. A resumed run on another mesh keeps e_i of the
-replicas that go on, and of E what lies both in the old and in the new piece of a replica.
+mean, for the next message (quantize.py explains owners). Where V is 0 (embedding rows of tokens
+that have not occurred) nothing moves. --tau 1 is 1-bit Adam; --no-refresh freezes V. A run that
+resumes on another mesh keeps e_i of the replicas that go on, and of E what lies both in the old and
+in the new piece of a replica.
 
 Deviations: (1) An old V may be much too small: the bound keeps steps as short as Adam's, and
 without it long runs diverge. (2) The paper refreshes V from mean gradients in full precision, in
@@ -48,7 +50,9 @@ import torch
 
 from config import UserError, option
 from method import Method
-from relatives.quantize import FORMATS, MeanInFlight, QuantizedConfig, bytes_per_element
+from relatives.quantize import FORMATS, MeanInFlight, QuantizedConfig
+
+EPS = 1e-8  # AdamW's
 
 
 @dataclass
@@ -58,10 +62,6 @@ class Config(QuantizedConfig):  # paper: tau grows from 1 to 16
     refresh: bool = option(True, "take a new shape of V after rounds 1, 2, 4, 8, ...")
     step_bound: float = option(1.0, "largest step of an element, in learning rates; 0: none")
     buffer_vectors = 2.5  # a mean, the root of V, and codes: own, received, sent again
-
-    def gathered_vectors(self, replicas):
-        widest = max(map(bytes_per_element, ["log8", self.quantize])) / 4
-        return widest * (1 + 2 * (replicas - 1) / replicas)
 
     def check(self, replicas):
         super().check(replicas)
@@ -76,7 +76,7 @@ class ZeroOneAdam(Method):
     Config = Config
     shared = ("anchor",)
     private = ("variance", "error", "mean_error")
-    eps = 1e-8  # AdamW's
+    lr_sum = 0.0  # of the round
 
     def begin(self):
         self.anchor.copy_(self.model.master)
@@ -95,54 +95,52 @@ class ZeroOneAdam(Method):
             x.mul_(1 - optimizer.lr * optimizer.weight_decay)
         bound = self.config.step_bound or torch.inf
         # In the storage of the gradient, which is free from here to the next step.
-        size = torch.sqrt(V, out=g).add_(self.eps)
+        size = torch.sqrt(V, out=g).add_(EPS)
         step = torch.div(m, size, out=g).clamp_(-bound, bound).masked_fill_(V == 0, 0)
         self.model.master.sub_(step, alpha=optimizer.lr)
-
-    def after_step(self, lr, metrics):
-        if self.local_steps == 0:
-            self.lr_sum = 0.0  # of the round
-        self.lr_sum += lr
-        return super().after_step(lr, metrics)
+        self.lr_sum += optimizer.lr
 
     def sync(self):
         V = self.model.exp_avg_sq
         frozen = V == 0
-        views = self.model.used_views
         d = torch.sub(self.anchor, self.model.master, out=self.model.grad)
         self.exchange(norms=self.model.norm(d))  # for the record
         # z_i = (a - x_i) (sqrt(V) + eps) + e_i
-        z = self.error.add_(d.mul_(V.sqrt().add_(self.eps)).masked_fill_(frozen, 0))
-        errors = views(self.mean_error)
-        mean = MeanInFlight(views(z), self.config.quantize, self.mesh, errors=errors)
+        z = self.error.add_(d.mul_(V.sqrt().add_(EPS)).masked_fill_(frozen, 0))
+        # e_i <- z_i - C(z_i);  u = C(s), E <- s - u
         u = self.model.grad  # its storage is free between two steps
-        for place, received in zip(views(u), mean.wait()):
-            place.copy_(received)
+        self.average_coded(u, z, self.config.quantize, self.model.used_views(self.mean_error))
         for vector in u, self.error, self.mean_error:
             vector.masked_fill_(frozen, 0)
         if not self.config.error_feedback:
             self.error.zero_()
             self.mean_error.zero_()
         # a <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / sum of lr
-        self.anchor.addcdiv_(u, V.sqrt().add_(self.eps), value=-1)
+        self.anchor.addcdiv_(u, V.sqrt().add_(EPS), value=-1)
         self.model.master.copy_(self.anchor)
         torch.div(u, self.lr_sum or 1.0, out=self.model.exp_avg)
-        if self.config.refresh and is_power_of_two(self.rounds):
+        self.lr_sum = 0.0
+        if self.config.refresh and self.rounds & (self.rounds - 1) == 0:  # rounds 1, 2, 4, 8, ...
             self.refresh_variance()
+
+    def average_coded(self, out, vector, format: str, errors):
+        """out <- the mean of all replicas' `vector`, with the owners' errors of each layer."""
+        views = self.model.used_views
+        means = []
+        for v, E in zip(views(vector), errors):
+            means.append(MeanInFlight(v, format, self.mesh, E))
+        for mean in means:
+            mean.halfway()
+        for place, mean in zip(views(out), means):
+            place.copy_(mean.wait())
 
     def refresh_variance(self):
         V = self.model.views(self.model.exp_avg_sq)
         w = self.model.views(self.variance)
-        views = self.model.used_views(self.variance)
-        for v, mean in zip(views, MeanInFlight(views, "log8", self.mesh).wait()):
-            v.copy_(mean)
+        self.average_coded(self.variance, self.variance, "log8", [None] * len(w))
         sums = torch.stack([layer.sum() for layer in [*V, *w]])
         # [shard] all-gather, 2 scalars per layer, once per refresh (bit-equal in all replicas)
         old, new = self.mesh.gather_rows(sums, self.mesh.shard).sum(dim=0).chunk(2)
         size = torch.where(new > 0, old / new, 1.0)
         for V_l, w_l, size_l in zip(V, w, size):
             torch.mul(w_l, size_l, out=V_l)
-
-
-def is_power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0

@@ -32,7 +32,8 @@ from plumbing import launch, simulate
 from plumbing.log import Clock, RoundRecord
 from shard import AdamW, ShardedModel
 
-ROOT, CPU = Path(__file__).resolve().parent.parent, torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
 context = multiprocessing.get_context("forkserver")
 # Imported once instead of in every rank: besides train what tests import, and what
 # torch.use_deterministic_algorithms() imports.
@@ -63,22 +64,22 @@ def _rank_main(rank, world_size, folder, function, args):
 def run_ranks(world_size, function, *args, timeout_s=120):
     """[function(*args) on rank 0, ...]; function must be a module's, its result picklable."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_rank_main, args=(rank, world_size, folder, function, args))
-            for rank in range(world_size)
-        ]
+        ranks = []
+        for rank in range(world_size):
+            own_args = (rank, world_size, folder, function, args)
+            ranks.append(context.Process(target=_rank_main, args=own_args))
         for process in ranks:
             process.start()
         for process in ranks:
             process.join(timeout_s)
             if process.is_alive():
-                [other.kill() for other in ranks]
+                for other in ranks:
+                    other.kill()
                 raise TimeoutError(f"{function.__name__}: a rank hangs after {timeout_s} s")
         errors = [path.read_text() for path in sorted(Path(folder).glob("error-*"))]
         assert not errors, "\n".join(errors)
-        return [
-            torch.load(f"{folder}/result-{rank}", weights_only=False) for rank in range(world_size)
-        ]
+        files = [f"{folder}/result-{rank}" for rank in range(world_size)]
+        return [torch.load(file, weights_only=False) for file in files]
 
 
 def _command(argv, rank, world_size, port, folder):
@@ -126,17 +127,16 @@ class Launch:
 
     def __init__(self, world_size, folder, *argv, special={}, store=None):
         """special: rank -> (function, *more), called like _command and with more in its place."""
-        self.store, self.folder = store or agent_store(), Path(folder)
+        self.store = store or agent_store()
+        self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        [old.unlink() for name in ("out", "err") for old in self.folder.glob(f"{name}-*")]
-        self.ranks = [
-            context.Process(
-                target=target,
-                args=(list(argv), rank, world_size, self.store.port, str(folder), *more),
-            )
-            for rank in range(world_size)
-            for target, *more in [special.get(rank, (_command,))]
-        ]
+        for old in *self.folder.glob("out-*"), *self.folder.glob("err-*"):
+            old.unlink()
+        self.ranks = []
+        for rank in range(world_size):
+            target, *more = special.get(rank, (_command,))
+            args = (list(argv), rank, world_size, self.store.port, str(folder), *more)
+            self.ranks.append(context.Process(target=target, args=args))
         for process in self.ranks:
             process.start()
 
@@ -152,12 +152,18 @@ class Launch:
         for process in self.ranks:
             process.join(max(0.0, deadline - time.monotonic()))
         self.signal(signal.SIGKILL)
-        return [process.join() or process.exitcode for process in self.ranks]
+        for process in self.ranks:
+            process.join()
+        return [process.exitcode for process in self.ranks]
 
     def lines(self, name) -> list:
         """All lines that the ranks wrote to "out" or "err"."""
-        paths = [self.folder / f"{name}-{rank}" for rank in range(len(self.ranks))]
-        return [line for path in paths if path.exists() for line in path.read_text().splitlines()]
+        found = []
+        for rank in range(len(self.ranks)):
+            path = self.folder / f"{name}-{rank}"
+            if path.exists():
+                found += path.read_text().splitlines()
+        return found
 
     def wait_for(self, text, timeout_s=60):
         """Until rank 0 has printed a line with this text."""
@@ -173,10 +179,15 @@ TINY += "--log_interval 1 --eval_batches 1 --lr 0.01 --lr_warmup_steps 3 --devic
 
 def flags(**options) -> list:
     """Keyword arguments as command-line flags on top of TINY."""
-    switches = {True: "--{}", False: "--no-{}"}
-    return TINY + [
-        switches[v].format(k) if isinstance(v, bool) else f"--{k}={v}" for k, v in options.items()
-    ]
+    argv = list(TINY)
+    for name, value in options.items():
+        if value is True:
+            argv.append(f"--{name}")
+        elif value is False:
+            argv.append(f"--no-{name}")
+        else:
+            argv.append(f"--{name}={value}")
+    return argv
 
 
 def run_config(**options):
@@ -187,7 +198,8 @@ def run_config(**options):
 def method_alone(mesh=None, steps=0, **options):
     """A method at the end of its first round of two steps, without a training around it. steps:
     those that it has taken before."""
-    config, mesh = run_config(**dict(sync_warmup_steps=0) | options), mesh or Mesh(1, CPU)
+    config = run_config(**dict(sync_warmup_steps=0) | options)
+    mesh = mesh or Mesh(1, CPU)
     shape = ModelConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, 20)
     model = ShardedModel(shape, mesh, torch.float64)
     AdamW(model, 0.0, (0.9, 0.95))  # it makes the moments
@@ -195,93 +207,135 @@ def method_alone(mesh=None, steps=0, **options):
     method = train.METHODS[config.method](model, mesh, config, record, Clock(mesh.device))
     method.steps = steps
     method.before_step()
-    method.local_steps, record.loss_sum = 2, model.master.new_zeros(())
+    method.local_steps = 2
+    record.loss_sum = model.master.new_zeros(())
     return method
 
 
 def watch_syncs(method):
     """Record a checksum of this rank's parameters and of the vectors that replicas share, whenever
     a sync has completed or a fragment has landed."""
-    seen, shared = [], [name for name in method.shared if name != "mean"]  # CO2's is in flight
+    seen = []
+    equal = [getattr(method, name) for name in method.shared if name != "mean"]  # CO2's: in flight
+    if method.equal_replicas:
+        equal.append(method.model.master)
 
     def and_look(function, *args):
         function(*args)
-        vectors = [getattr(method, name) for name in shared] + [method.model.master] * method.equal_replicas
-        seen.append([zlib.crc32(vector.numpy()) for vector in vectors])
+        seen.append([zlib.crc32(vector.numpy()) for vector in equal])
 
-    for owner, name in (method.record, "done"), (method, "land"):
-        if hasattr(owner, name):
-            setattr(owner, name, functools.partial(and_look, getattr(owner, name)))
+    method.record.done = functools.partial(and_look, method.record.done)
+    if hasattr(method, "land"):
+        method.land = functools.partial(and_look, method.land)
     return seen
 
 
 def _train(corpus_folder, transport, tamper, out_dir, options):
     train.print_sample = lambda path: None  # 200 tokens take as long as ten steps
-    with tempfile.TemporaryDirectory() as out:
-        same = [out_dir or out]
+    with tempfile.TemporaryDirectory() as temporary:
+        same = [out_dir or temporary]
         if dist.is_initialized():  # that of rank 0 on all ranks
             dist.broadcast_object_list(same)
         out = Path(same[0])
         out.mkdir(parents=True, exist_ok=True)
         argv = [*flags(**options), "--data", corpus_folder, "--out_dir", str(out)]
         setup = launch.Setup(argv, train.METHODS, dist.get_world_size())
-        config, made = setup.config, []
-        link = simulate.SimulatedLink(config, config.shards, CPU) if config.limits_link else None
-        background = link or not train.METHODS[config.method].barrier  # as in plumbing/launch.py
-        auto = lambda crosses: "gloo" if crosses and background else "shm"
-        backend = lambda ranks, crosses: auto(crosses) if transport == "auto" else transport
-        mesh = Mesh(config.shards, CPU, 60, backend, link)
-        mesh.spans = [] if config.timeline else None
-        if link:
-            link.note = mesh.note
-        method_class = train.METHODS[config.method]
-
-        def make(model, mesh, *rest):
-            made.append(method_class(model, mesh, *rest))
-            made.append(watch_syncs(made[0]))
-            made.append(tamper(made[0], model, mesh) if tamper else None)
-            return made[0]
-
-        train.METHODS[config.method] = make
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
+        mesh = _mesh(setup.config, transport)
+        with contextlib.redirect_stdout(io.StringIO()) as printed, _made(tamper) as made:
             train.train(setup, mesh, launch.StopRequest(False))
-        train.METHODS[config.method] = method_class
-        rows = saved = None
+        method = made["method"]
+        result = {
+            "rows": None,
+            "model": None,
+            "printed": printed.getvalue(),
+            "seen": made["seen"],
+            "watched": made["watched"],
+            "master": method.model.master.clone(),
+            "exp_avg": method.model.exp_avg.clone(),
+            "vectors": {},
+            "method_state": _state(method),
+            "calls": dict(mesh.calls),
+            "sent": dict(mesh.sent),
+            "shard_index": mesh.shard_index,
+        }
+        for name in method.shared + method.private:
+            result["vectors"][name] = getattr(method, name).clone()
+        if callable(made["watched"]):
+            result["watched"] = made["watched"]()
         if mesh.rank == 0:
-            rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
-            saved = torch.load(out / "model.pt", weights_only=True)["model"]
-    method, seen, watched = made
-    vectors = {name: getattr(method, name).clone() for name in method.shared + method.private}
-    names = "steps", "rounds", *(() if method.averages_gradients else method.scalars)
-    state = {name: getattr(method, name) for name in names}
-    return {
-        "rows": rows,
-        "printed": printed.getvalue(),
-        "model": saved,
-        "seen": seen,
-        "watched": watched() if callable(watched) else watched,
-        "master": method.model.master.clone(),
-        "exp_avg": method.model.exp_avg.clone(),
-        "vectors": vectors,
-        "method_state": {k: v.tolist() if torch.is_tensor(v) else v for k, v in state.items()},
-        "calls": dict(mesh.calls),
-        "sent": dict(mesh.sent),
-        "shard_index": mesh.shard_index,
-    }
+            result["rows"] = [json.loads(line) for line in open(out / "metrics.jsonl")]
+            result["model"] = torch.load(out / "model.pt", weights_only=True)["model"]
+        return result
+
+
+def _mesh(config, transport):
+    link = None
+    if config.limits_link:
+        link = simulate.SimulatedLink(config, config.shards, CPU)
+    overlaps = link or not train.METHODS[config.method].barrier  # as in plumbing/launch.py
+
+    def backend(ranks, crosses_replicas):
+        if transport != "auto":
+            return transport
+        return "gloo" if crosses_replicas and overlaps else "shm"
+
+    mesh = Mesh(config.shards, CPU, 60, backend, link)
+    if config.timeline:
+        mesh.spans = []
+    if link:
+        link.note = mesh.note
+    return mesh
+
+
+@contextlib.contextmanager
+def _made(tamper):
+    """What train.train() makes of the method: the method itself, what it looks like after each sync
+    and what tamper() returns."""
+    made = {"watched": None}
+    classes = dict(train.METHODS)
+
+    def make(name, model, *rest):
+        method = classes[name](model, *rest)
+        made["method"] = method
+        made["seen"] = watch_syncs(method)
+        if tamper:
+            made["watched"] = tamper(method, model, model.mesh)
+        return method
+
+    for name in classes:
+        train.METHODS[name] = functools.partial(make, name)
+    yield made
+    train.METHODS.update(classes)
+
+
+def _state(method) -> dict:
+    """Steps, rounds and scalars, as lists and numbers."""
+    names = ["steps", "rounds"]
+    if not method.averages_gradients:
+        names += method.scalars
+    state = {}
+    for name in names:
+        value = getattr(method, name)
+        state[name] = value.tolist() if torch.is_tensor(value) else value
+    return state
 
 
 class Run:
     """A training's `losses` by step, `model` (state dict), rows by event, and `ranks` (raw)."""
 
     def __init__(self, ranks):
-        self.ranks, first = ranks, ranks[0]
-        self.rows = lambda event: [row for row in first["rows"] if row["event"] == event]
+        self.ranks = ranks
+        self.model = ranks[0]["model"]
+        self.printed = ranks[0]["printed"]
         self.losses = [row["loss"] for row in self.rows("step")]
-        self.model, self.printed = first["model"], first["printed"]
         # What a method promises to be equal in all replicas is bit-identical after every sync.
         for rank in ranks:
             twin = ranks[rank["shard_index"]]
-            assert rank["seen"] == twin["seen"] and torch.equal(rank["master"], twin["master"])
+            assert rank["seen"] == twin["seen"]
+            assert torch.equal(rank["master"], twin["master"])
+
+    def rows(self, event) -> list:
+        return [row for row in self.ranks[0]["rows"] if row["event"] == event]
 
 
 def _train_cases(corpus_folder, transport, cases):
@@ -301,5 +355,7 @@ def run_training(
     world_size, corpus_folder, tamper=None, out_dir=None, transport="auto", **options
 ) -> Run:
     """One case of train_all()."""
-    case = tamper, str(out_dir) if out_dir else None, options
+    if out_dir:
+        out_dir = str(out_dir)
+    case = tamper, out_dir, options
     return train_all(world_size, corpus_folder, case, transport=transport)[0]

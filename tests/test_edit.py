@@ -224,12 +224,12 @@ def test_fragment_reads_nothing_on_the_host(elimination, quantize):
     method, events = on_meta(4, method="streaming_edit", **flags)
     for p in range(2):
         method.send(p)
-        method.mean.halfway()
+        method.halfway()
         method.land()
-    assert len(method.landings) == 2
-    # of the norms; the even numbers, of each fragment before that of its mean
+    assert len(method.landings) == 4  # layers
+    # of each fragment: of the norms, then of the means of its two layers
     waits = [event for event in events if event.startswith("wait: sync all-gather")]
-    assert waits == [f"wait: sync all-gather {number}" for number in range(4)]
+    assert waits == [f"wait: sync all-gather {number}" for number in range(6)]
 
 
 def synced_vectors():

@@ -43,90 +43,226 @@ def inner_sgd(method, model, mesh):
     shard.AdamW.step = step  # in this rank's process only
 
 
-CLOSE = {  # claim: ranks, flags of all, [(method, its flags, perhaps a tamper), ...]
-    "edit without its penalty is diloco": (4, dict(shards=2, n_layer=2), [
-        ("edit", BALL | OFF), ("diloco", BALL),
-    ]),
-    "slowmo and diloco without an outer optimizer are post_local_sgd": (2, {}, [
-        ("post_local_sgd", {}), ("slowmo", PLAIN), ("diloco", PLAIN),
-    ]),
-    # NoLoCo's two replicas are a pair in every round.
-    "with heavy-ball momentum noloco and a co2 that waits are slowmo": (2, CONSTANT, [
-        ("slowmo", {}), ("noloco", dict(pull=0.8)),
-        ("co2", dict(staleness_penalty=False), wait_at_once),
-    ]),
-    # With three replicas: 1/3 is not exact.
-    "streaming methods in one piece are diloco": (3, BALL | WHOLE, [
-        ("diloco", {}), ("streaming_diloco", {}), ("streaming_edit", OFF),
-    ]),
-    "streaming_edit in one piece is edit": (3, WHOLE, [("edit", {}), ("streaming_edit", {})]),
-    "sparse_loco that sends all is post_local_sgd": (3, {}, [
-        ("post_local_sgd", {}), ("sparse_loco", dict(density=1.0, two_bits=False, error_decay=0.0)),
-    ]),
-    "top_k that sends all is minibatch": (4, dict(shards=2), [
-        ("minibatch", {}), ("top_k", dict(density=1.0, momentum_correction=0.0, tau=1)),
-    ]),
-    "robust and eager with nobody to disagree or to wait for are diloco": (1, BALL, [
-        ("diloco", {}), ("robust", {}), ("eager", {}),
-    ]),
-    "the median of two is their mean": (2, BALL, [
-        ("diloco", {}), ("robust", dict(aggregate="median")),
-    ]),
-    # x_i - lr g_i, averaged, is x - lr mean(g): with SGD inside, without clipping.
-    "sgd, tau 1 and plain averaging are minibatch": (2, SGD | PLAIN, [
-        (method, OFF, inner_sgd)
-        for method in ("minibatch", "diloco", "edit", "post_local_sgd", "slowmo")
-    ]),
-}  # fmt: skip
-BITWISE = {
-    # with a last round that is shorter, and accumulation
-    "a_edit with equal clocks is edit": (4, dict(shards=2, max_steps=21, accum=2), [
-        ("edit", dict(tau=4)), ("a_edit", dict(tau_time_s=4.0, virtual_clock=True)),
-    ]),
-    "one_bit_edit in 32 bits is edit": (4, ROUNDS | dict(shards=2), [
-        ("edit", {}), ("one_bit_edit", dict(quantize="none")),
-    ]),
-    "also with three replicas": (3, ROUNDS | MUON, [
-        ("edit", {}), ("one_bit_edit", dict(quantize="none")),
-    ]),
-    "one_bit_edit with one replica is edit": (2, ROUNDS | dict(shards=2), [
-        ("edit", {}), ("one_bit_edit", {}), ("one_bit_edit", dict(quantize="two_bits")),
-    ]),
-    "streaming_edit without its penalty is streaming_diloco": (3, FRAGMENTS, [
-        ("streaming_diloco", {}), ("streaming_edit", OFF),
-    ]),
-    "the warm-up is minibatch": (4, FRAGMENTS | dict(max_steps=4, sync_warmup_steps=4, shards=2), [
-        (method, {}) for method in METHODS
-    ]),
-}  # fmt: skip
+def case(method, flags={}, tamper=None, **more):
+    """A training of one method with flags of its own."""
+    return method, flags | more, tamper
 
 
-@pytest.mark.parametrize("claim", [*CLOSE, *BITWISE])
-def test_methods_equal_each_other(claim, corpus_folder):
-    """The losses of a local step are replica 0's, so the evaluations are compared."""
-    ranks, common, methods = (CLOSE | BITWISE)[claim]
-    common, cases = LOCAL | dict(eval_interval=1) | common, []
-    for method, own, *tamper in methods:
-        cases.append((tamper[0] if tamper else None, None, common | own | dict(method=method)))
-    transport = "gloo" if claim in BITWISE else "auto"  # methods without a barrier need it
-    first, *others = train_all(ranks, corpus_folder, *cases, transport=transport)
-    rtol, model = (0.0, dict(rtol=0, atol=0)) if claim in BITWISE else (RTOL, FP32)
-    judged = {row["step"]: row["val_loss"] for row in first.rows("eval")}
+CLOSE = {}  # claim -> (ranks, flags of all cases, cases)
+BITWISE = {}
+
+
+def claim(claims, text, ranks, cases, flags={}):
+    claims[text] = ranks, LOCAL | dict(eval_interval=1) | flags, list(cases)
+
+
+claim(
+    CLOSE,
+    "edit without its penalty is diloco",
+    ranks=4,
+    flags=BALL | dict(shards=2, n_layer=2),
+    cases=[
+        case("diloco"),
+        case("edit", OFF),
+    ],
+)
+claim(
+    CLOSE,
+    "slowmo and diloco without an outer optimizer are post_local_sgd",
+    ranks=2,
+    cases=[
+        case("post_local_sgd"),
+        case("slowmo", PLAIN),
+        case("diloco", PLAIN),
+    ],
+)
+claim(  # NoLoCo's two replicas are a pair in every round.
+    CLOSE,
+    "with heavy-ball momentum noloco and a co2 that waits are slowmo",
+    ranks=2,
+    flags=CONSTANT,
+    cases=[
+        case("slowmo"),
+        case("noloco", pull=0.8),
+        case("co2", tamper=wait_at_once, staleness_penalty=False),
+    ],
+)
+claim(  # With three replicas: 1/3 is not exact.
+    CLOSE,
+    "streaming methods in one piece are diloco",
+    ranks=3,
+    flags=BALL,
+    cases=[
+        case("diloco"),
+        case("streaming_diloco", WHOLE),
+        case("streaming_edit", WHOLE | OFF),
+    ],
+)
+claim(
+    CLOSE,
+    "streaming_edit in one piece is edit",
+    ranks=3,
+    cases=[
+        case("edit"),
+        case("streaming_edit", WHOLE),
+    ],
+)
+claim(
+    CLOSE,
+    "sparse_loco that sends all is post_local_sgd",
+    ranks=3,
+    cases=[
+        case("post_local_sgd"),
+        case("sparse_loco", density=1.0, two_bits=False, error_decay=0.0),
+    ],
+)
+claim(
+    CLOSE,
+    "top_k that sends all is minibatch",
+    ranks=4,
+    flags=dict(shards=2),
+    cases=[
+        case("minibatch"),
+        case("top_k", density=1.0, momentum_correction=0.0, tau=1),
+    ],
+)
+claim(
+    CLOSE,
+    "robust and eager with nobody to disagree or to wait for are diloco",
+    ranks=1,
+    flags=BALL,
+    cases=[
+        case("diloco"),
+        case("robust"),
+        case("eager"),
+    ],
+)
+claim(
+    CLOSE,
+    "the median of two is their mean",
+    ranks=2,
+    flags=BALL,
+    cases=[
+        case("diloco"),
+        case("robust", aggregate="median"),
+    ],
+)
+claim(  # x_i - lr g_i, averaged, is x - lr mean(g): with SGD inside, without clipping.
+    CLOSE,
+    "sgd, tau 1 and plain averaging are minibatch",
+    ranks=2,
+    flags=SGD | PLAIN,
+    cases=[
+        case("minibatch", tamper=inner_sgd),
+        case("diloco", tamper=inner_sgd),
+        case("edit", OFF, tamper=inner_sgd),
+        case("post_local_sgd", tamper=inner_sgd),
+        case("slowmo", tamper=inner_sgd),
+    ],
+)
+claim(  # with a last round that is shorter, and accumulation
+    BITWISE,
+    "a_edit with equal clocks is edit",
+    ranks=4,
+    flags=dict(shards=2, max_steps=21, accum=2),
+    cases=[
+        case("edit", tau=4),
+        case("a_edit", tau_time_s=4.0, virtual_clock=True),
+    ],
+)
+claim(
+    BITWISE,
+    "one_bit_edit in 32 bits is edit",
+    ranks=4,
+    flags=ROUNDS | dict(shards=2),
+    cases=[
+        case("edit"),
+        case("one_bit_edit", quantize="none"),
+    ],
+)
+claim(
+    BITWISE,
+    "also with three replicas",
+    ranks=3,
+    flags=ROUNDS | MUON,
+    cases=[
+        case("edit"),
+        case("one_bit_edit", quantize="none"),
+    ],
+)
+claim(
+    BITWISE,
+    "one_bit_edit with one replica is edit",
+    ranks=2,
+    flags=ROUNDS | dict(shards=2),
+    cases=[
+        case("edit"),
+        case("one_bit_edit"),
+        case("one_bit_edit", quantize="two_bits"),
+    ],
+)
+claim(
+    BITWISE,
+    "streaming_edit without its penalty is streaming_diloco",
+    ranks=3,
+    flags=FRAGMENTS,
+    cases=[
+        case("streaming_diloco"),
+        case("streaming_edit", OFF),
+    ],
+)
+claim(
+    BITWISE,
+    "the warm-up is minibatch",
+    ranks=4,
+    flags=FRAGMENTS | dict(max_steps=4, sync_warmup_steps=4, shards=2),
+    cases=map(case, METHODS),
+)
+
+
+
+
+def val_losses(run):
+    """By step. (The losses of a local step are replica 0's.)"""
+    return {row["step"]: row["val_loss"] for row in run.rows("eval")}
+
+
+def runs_of(ranks, common, cases, corpus_folder, transport="auto"):
+    each = []
+    for method, flags, tamper in cases:
+        each.append((tamper, None, common | flags | dict(method=method)))
+    return train_all(ranks, corpus_folder, *each, transport=transport)
+
+
+@pytest.mark.parametrize("text", CLOSE)
+def test_methods_equal_each_other(text, corpus_folder):
+    first, *others = runs_of(*CLOSE[text], corpus_folder)
+    assert len(val_losses(first)) >= 4
     for other in others:
-        found = {row["step"]: row["val_loss"] for row in other.rows("eval")}
-        assert len(found) >= 4 and found == pytest.approx(judged, rel=rtol, abs=0)
+        assert val_losses(other) == pytest.approx(val_losses(first), rel=RTOL, abs=0)
         for name, value in first.model.items():
-            torch.testing.assert_close(other.model[name], value, **model)
-    if "a_edit" in claim:  # the votes travel with the step's metrics
+            torch.testing.assert_close(other.model[name], value, **FP32)
+
+
+@pytest.mark.parametrize("text", BITWISE)
+def test_methods_equal_each_other_bit_for_bit(text, corpus_folder):
+    # methods without a barrier need gloo
+    first, *others = runs_of(*BITWISE[text], corpus_folder, transport="gloo")
+    assert len(val_losses(first)) >= 4
+    for other in others:
+        assert val_losses(other) == val_losses(first)
+        for name, value in first.model.items():
+            assert torch.equal(other.model[name], value)
+    if text.startswith("a_edit"):  # the votes travel with the step's metrics
         for ours, theirs in zip(other.ranks, first.ranks):
-            assert ours["calls"] == theirs["calls"] and ours["sent"] == theirs["sent"]
+            assert ours["calls"] == theirs["calls"]
+            assert ours["sent"] == theirs["sent"]
 
 
 def test_transports_differ_by_a_few_ulp(corpus_folder):
     options = LOCAL | dict(method="diloco", eval_interval=1)
-    shm, gloo = (
-        run_training(4, corpus_folder, transport=name, **options) for name in ("shm", "gloo")
-    )
-    judged, found = ([row["val_loss"] for row in run.rows("eval")] for run in (shm, gloo))
-    assert found == pytest.approx(judged, rel=few_ulp(torch.float64), abs=0)
-    assert gloo.losses == pytest.approx(shm.losses, rel=few_ulp(torch.float64), abs=0)
+    shm = run_training(4, corpus_folder, transport="shm", **options)
+    gloo = run_training(4, corpus_folder, transport="gloo", **options)
+    rtol = few_ulp(torch.float64)
+    assert val_losses(gloo) == pytest.approx(val_losses(shm), rel=rtol, abs=0)
+    assert gloo.losses == pytest.approx(shm.losses, rel=rtol, abs=0)

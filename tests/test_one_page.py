@@ -15,10 +15,9 @@ from ranks import train_all
 
 # The last round, the 13th, is shorter.
 PAGE = dict(steps=46, sync_warmup=8, tau=3)
-DISTRIBUTED = dict(
-    dtype="fp32", sync_warmup_steps=8, tau=3, max_steps=46, n_layer=2, n_head=2, n_embd=16,
-    batch_size=8, lr=0.05, lr_warmup_steps=0, min_lr_ratio=1.0, log_interval=1,
-)  # fmt: skip
+DISTRIBUTED = dict(sync_warmup_steps=8, tau=3, max_steps=46, log_interval=1)
+DISTRIBUTED |= dict(n_layer=2, n_head=2, n_embd=16, batch_size=8, dtype="fp32")
+DISTRIBUTED |= dict(lr=0.05, lr_warmup_steps=0, min_lr_ratio=1.0)
 
 
 @pytest.fixture
@@ -34,11 +33,21 @@ def numbers(text):
     return [float(number) for number in text.split()]
 
 
-def printed_rounds(capsys):
-    """The lines of all rounds: (norms, weights, flagged layers, loss) each."""
-    pattern = r"round +\d+ \| norms (.*) \| weights (.*) \| flagged layers (.*) \| loss (.*)\n"
-    found = re.findall(pattern, capsys.readouterr().out)
-    return [[numbers(column) for column in line] for line in found]
+LINE = r"round +\d+ \| norms (.*) \| weights (.*) \| flagged layers (.*) \| loss (.*)\n"
+
+
+def assert_prints_the_rounds_of(run, capsys):
+    printed = re.findall(LINE, capsys.readouterr().out)
+    losses = {row["step"]: row["loss"] for row in run.rows("step")}
+    syncs = run.rows("sync")
+    assert len(printed) == len(syncs) == 13
+    for (norms, weights, flagged, loss), sync in zip(printed, syncs):
+        # The last printed decimal may be rounded up or down.
+        assert numbers(loss) == pytest.approx([losses[sync["step"]]], abs=1e-4)
+        # The replica that diverges multiplies differences of rounding: 1% of its norm.
+        assert numbers(norms) == pytest.approx(sync["pseudo_grad_norm"], rel=0.01, abs=0.06)
+        assert numbers(weights) == pytest.approx(sync["weight"], abs=0.0051)
+        assert numbers(flagged) == sync["dropped"]
 
 
 def test_page_prints_the_rounds_of_the_distributed_run(small_page, corpus_folder, capsys):
@@ -49,28 +58,16 @@ def test_page_prints_the_rounds_of_the_distributed_run(small_page, corpus_folder
     cases = (None, None, edit_flags), (None, None, diloco_flags)
     edit_run, diloco_run = train_all(4, corpus_folder, *cases)
 
-    comparisons = [
-        (edit_run, dict(disturbed_round=12)),
-        (diloco_run, dict(disturbed_round=0, penalty=False)),
-    ]
-    for run, options in comparisons:
-        one_page.train(**PAGE, **options)
-        rounds = printed_rounds(capsys)
-        losses = {row["step"]: row["loss"] for row in run.rows("step")}
-        syncs = run.rows("sync")
-        assert len(rounds) == len(syncs) == 13
-        for (norms, weights, flagged, loss), sync in zip(rounds, syncs):
-            # The last printed decimal may be rounded up or down.
-            assert loss == pytest.approx([losses[sync["step"]]], abs=1e-4)
-            # The replica that diverges multiplies differences of rounding: 1% of its norm.
-            assert norms == pytest.approx(sync["pseudo_grad_norm"], rel=0.01, abs=0.06)
-            assert weights == pytest.approx(sync["weight"], abs=0.0051)
-            assert flagged == sync["dropped"]
-    weights = [weight for row in edit_run.rows("sync") for weight in row["weight"]]
-    assert 0.253 < max(weights)
-    assert min(row["clip"] for row in edit_run.rows("sync")) < 0.9
-    dropped = [row["dropped"] for row in edit_run.rows("sync")]
-    assert dropped[11] == [0, 0, 0, 4]
+    one_page.train(**PAGE, disturbed_round=12)
+    assert_prints_the_rounds_of(edit_run, capsys)
+    one_page.train(**PAGE, disturbed_round=0, penalty=False)
+    assert_prints_the_rounds_of(diloco_run, capsys)
+
+    # The penalty has acted, all of it.
+    syncs = edit_run.rows("sync")
+    assert max(max(row["weight"]) for row in syncs) > 0.253
+    assert min(row["clip"] for row in syncs) < 0.9
+    assert syncs[11]["dropped"] == [0, 0, 0, 4]
 
 
 def test_page_has_the_rates_and_defaults_of_the_command_in_its_docstring():
@@ -79,14 +76,12 @@ def test_page_has_the_rates_and_defaults_of_the_command_in_its_docstring():
     for step in (0, 30, 49, 50, 100, 139):
         theirs = train.learning_rate(step, config)
         assert one_page.learning_rate(step, config.max_steps) == pytest.approx(theirs, rel=1e-12)
-    ours = {
-        name: parameter.default
-        for name, parameter in inspect.signature(one_page.train).parameters.items()
-    }
-    assert ours["steps"] == config.max_steps
-    assert ours["sync_warmup"] == config.sync_warmup_steps
-    assert ours["tau"] == config.tau
-    first = config.sync_warmup_steps + (ours["disturbed_round"] - 1) * config.tau + 1
+    ours = inspect.signature(one_page.train).parameters
+    assert ours["steps"].default == config.max_steps
+    assert ours["sync_warmup"].default == config.sync_warmup_steps
+    assert ours["tau"].default == config.tau
+    rounds_before = ours["disturbed_round"].default - 1
+    first = config.sync_warmup_steps + rounds_before * config.tau + 1
     assert config.scale_lr == f"3:{first}:{first + config.tau - 1}:100"
     assert one_page.SEED == config.seed
     assert one_page.SHAPE == ModelConfig()

@@ -93,13 +93,13 @@ class EDiT(Method):
         self.verdicts = [verdict for verdict in self.verdicts if verdict.clip is None]
         if not done:
             return {}
-        norms = np.array([verdict.norms for verdict in done])  # (L, M)
-        flagged = np.array([verdict.flagged for verdict in done])
-        weights = np.array([verdict.w for verdict in done])
+        norms = np.array([verdict.norms for verdict in done]).T  # (M, L)
+        flagged = np.array([verdict.flagged for verdict in done]).T
+        weights = np.array([verdict.w for verdict in done]).T
         return {
-            "pseudo_grad_norm": np.sqrt((norms**2).sum(axis=0)),
-            "dropped": flagged.sum(axis=0),
-            "weight": weights.mean(axis=0),
+            "pseudo_grad_norm": np.sqrt((norms**2).sum(axis=1)),
+            "dropped": flagged.sum(axis=1),
+            "weight": weights.mean(axis=1),
             "clip": mean([verdict.clip for verdict in done]),
         }
 

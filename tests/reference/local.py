@@ -184,7 +184,8 @@ class Eager(Method):
 
 
 class Robust(Method):
-    """DiLoCo with another aggregate than the mean. Elements that are not finite count as 0."""
+    """DiLoCo with another aggregate than the mean. Elements that are not finite count as 0. (The
+    product also cuts what is beyond +-1e12: nothing here is.)"""
 
     def sync(self, lr):
         d = self.d()

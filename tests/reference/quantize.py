@@ -59,10 +59,10 @@ def sign(block):
 
 def two_bits(block):
     # s = the rms of the elements that are not 0;  v -> +-1.51 s if |v| > 0.9816 s, else +-0.4528 s
-    s = block.norm() / math.sqrt(max(1, block.count_nonzero()))
+    s = fp32(block.norm() / math.sqrt(max(1, block.count_nonzero())))
     is_large = (block.abs() > 0.9816 * s).double()
     size = 1.510 * is_large + 0.4528 * (1 - is_large)
-    return signs(block) * size * fp32(s)
+    return signs(block) * size * s
 
 
 FORMATS = {"int8": int8, "e3m0": e3m0, "log8": log8, "sign": sign, "two_bits": two_bits}

@@ -8,6 +8,8 @@ Beside the product: relatives/streaming_diloco.py and relatives/streaming_edit.p
 
 from dataclasses import dataclass
 
+import torch
+
 from reference.core import Method
 from reference.edit import EDiT
 from reference.quantize import quantized_mean
@@ -54,20 +56,22 @@ class StreamingDiLoCo(Method):
     def land(self, k):
         alpha = self.f.alpha
         for l, arrived in self.flight.means.items():
-            sick = self.outer_step(l, arrived)
+            flagged = self.outer_step(l, arrived)
             layer = self.layers[l]
             a = self.a[layer]
             for i, replica in enumerate(self.replicas):
-                # x_i <- alpha x_i + (1 - alpha) a, or a if replica i is sick
-                if sick[i]:
+                x = replica.x[layer]
+                # x_i <- alpha x_i + (1 - alpha) a;  a where x_i is not finite
+                mixed = alpha * x + (1 - alpha) * a
+                replica.x[layer] = torch.where(x.isfinite(), mixed, a)
+                # x_i <- a if replica i was flagged when the fragment was sent
+                if flagged[i]:
                     replica.x[layer] = a
-                else:
-                    replica.x[layer] = alpha * replica.x[layer] + (1 - alpha) * a
         self.landed_at[self.flight.p] = k
         self.flight = None
 
     def outer_step(self, l, dbar):
-        """Returns for each replica whether it is sick."""
+        """Returns for each replica whether it was flagged."""
         self.nesterov(self.layers[l], dbar)
         return [False] * self.M
 
@@ -96,12 +100,7 @@ class StreamingEDiT(StreamingDiLoCo, EDiT):
     def outer_step(self, l, arrived):
         dbar, verdict = arrived
         self.penalized_step(l, dbar, verdict)
-        # sick: flagged when the fragment was sent, or no longer finite when it lands
-        sick = []
-        for replica, flagged in zip(self.replicas, verdict.flagged):
-            finite = replica.x[self.layers[l]].isfinite().all()
-            sick.append(flagged or not finite)
-        return sick
+        return verdict.flagged
 
     def sync(self, lr):
         return self.row()
