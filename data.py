@@ -260,7 +260,7 @@ class Batches:
         for 0 rows."""
         total = eval_batches * VALIDATION_ROWS
         last = len(self.corpus.tokens) - self.block_size - 1
-        starts = np.linspace(self.corpus.train_tokens, last, total).astype(np.int64)
+        starts = np.linspace(self.corpus.train_tokens, last, total, dtype=int)
         share = -(-total // self.world_size)
         own = starts[self.rank * share : (self.rank + 1) * share]
         for first in range(0, share, self.batch_size):
@@ -310,8 +310,7 @@ def read_documents(file, name: str):
             return json_documents(file)
         case "bin" | "json" | "tar":
             raise ValueError("neither text nor .jsonl (one object per line) nor .parquet")
-        case _:
-            return text_document(file)
+    return text_document(file)
 
 
 def text_document(file):
@@ -335,9 +334,8 @@ def json_documents(file):
 
 
 def parquet_documents(file):
-    import pyarrow.parquet
-    rows = pyarrow.parquet.ParquetFile(file, buffer_size=2**20)
-    for batch in rows.iter_batches(64, columns=["text"]):
+    from pyarrow.parquet import ParquetFile
+    for batch in ParquetFile(file, buffer_size=2**20).iter_batches(64, columns=["text"]):
         for text in filter(None, batch["text"].to_pylist()):
             text.encode()  # fails if it is no string
             yield text, True

@@ -316,12 +316,14 @@ def test_damaged_zst_and_parquet_files_are_refused_in_one_line(tmp_path, monkeyp
     contents["changed.txt.zst"] = whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]
     contents["plain.txt.zst"] = b"some words"
     contents["tail.txt.zst"] = whole + b"some words"
-    path = write_parquet(tmp_path / "a.parquet", ["word " * 1000] * 99, compression="zstd")
+    texts = [text[i : i + 3000].decode() for i in range(0, len(text), 3000)]
+    path = write_parquet(tmp_path / "a.parquet", texts, compression="zstd")
     whole = path.read_bytes()
     contents["empty.parquet"] = b""
     contents["cut.parquet"] = whole[: len(whole) // 2]
     contents["no-beginning.parquet"] = whole[len(whole) // 2 :]
-    contents["changed.parquet"] = whole[:60] + bytes(20) + whole[80:]
+    half = len(whole) // 2
+    contents["changed.parquet"] = whole[:half] + bytes(1000) + whole[half + 1000 :]
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
         check_refused(tmp_path / name, f"{name}: damaged or not UTF-8 (", monkeypatch)
