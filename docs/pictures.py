@@ -261,7 +261,7 @@ def trace(L):
 
 
 def buffers():
-    picture = Picture(300, "What the two buffers hold in the forward and in the backward")
+    picture = Picture(306, "What the two buffers hold in the forward and in the backward")
     L = 4
     order, gathers, held = trace(L)
     left, slot_width = 122, 58
@@ -291,8 +291,9 @@ def buffers():
             width = slot_width * (last - first + 1)
             picture.box(x[first + 1], rows[name], width, 28, PALE, f"holds {l}", INK)
     count = len(gathers)
-    picture.text(14, 276, f"{L} layers, {count} all-gathers: the backward finds layers {L - 1} and "
-                 f"{L - 2} still there; layer 0's needs no parameters.")
+    found = f"The backward finds layers {L - 1} and {L - 2} still there;"
+    picture.text(14, 274, f"{L} layers, {count} all-gathers. {found}")
+    picture.text(14, 292, "that of layer 0 needs no parameters.")
     return picture
 
 
@@ -342,8 +343,9 @@ def draw_contours(picture):
     angle = -math.degrees(math.atan2(vectors[1, 0], vectors[0, 0]))  # y points down
     for size in range(1, 13):
         rx, ry = (72 * math.sqrt(2 * 0.2 / value) * size for value in values.tolist())
-        turned = dict(cx=cx, cy=cy, rx=rx, ry=ry, transform=f"rotate({angle:.2f} {cx:.1f} {cy:.1f})")
-        picture.add("ellipse", **turned, fill="none", stroke=OTHERS, stroke_width=1.2)
+        turn = f"rotate({angle:.2f} {cx:.1f} {cy:.1f})"
+        look = dict(fill="none", stroke=OTHERS, stroke_width=1.2)
+        picture.add("ellipse", cx=cx, cy=cy, rx=rx, ry=ry, transform=turn, **look)
     picture.line([(cx - 5, cy - 5), (cx + 5, cy + 5)])
     picture.line([(cx - 5, cy + 5), (cx + 5, cy - 5)])
     picture.text(cx - 6, cy + 22, "smallest mean loss", size=12)
@@ -429,7 +431,7 @@ def exchange():
         total = sum(end - begin for begin, end in exposed)
         formula = "L c" if name == "DiLoCo" else "max(c, L c - (L-1) f)"
         picture.text(x(L * c) + 12, y + 61, f"exposed: {formula} = {total:.1f}")
-        picture.measure(x(0), x(c), y + 88, "")
+        picture.arrow((x(0), y + 88), (x(c), y + 88), width=1.0, both=True)
         picture.text(x(c / 2), y + 104, f"c = {c}", anchor="middle")
         picture.measure(x(forwards[0]), x(forwards[0] + f), y - 2, f"f = {f:.0f}")
     return picture
