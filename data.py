@@ -70,7 +70,7 @@ VALIDATION_ROWS = 16  # windows per validation batch, for every training batch s
 GPT2 = 50257  # tokens in its vocabulary
 HINT = "name token files (.bin), or one corpus folder, made with data.py --input FILE --out DIR"
 HEADERS = {20240520: np.uint16, 20240801: np.uint32}  # first number of llm.c's token files -> ids
-CHECKED_TOKENS = 2**20  # at the beginning of each file, when a corpus is opened
+CHECKED_TOKENS = 1_000_000  # at the beginning of each file, when a corpus is opened
 
 
 # ---- corpora ----
@@ -107,7 +107,7 @@ class Corpus:
 
 def standard_library() -> Corpus:
     """The built-in corpus: the .py files of Python's standard library, byte tokens."""
-    root = sysconfig.get_paths()["stdlib"]
+    root = sysconfig.get_path("stdlib")
     left_out = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
     paths = []
     for folder, subfolders, names in os.walk(root):
@@ -212,7 +212,7 @@ def open_token_file(path: Path, vocab_size: int) -> np.memmap:
     header = np.fromfile(path, np.int32, 256)
     if header[0] not in HEADERS:
         return np.memmap(path, smallest_dtype(vocab_size), "r")
-    array = np.memmap(path, HEADERS[header[0]], "r", offset=1024)
+    array = np.memmap(path, HEADERS[header[0]], "r", 1024)
     if len(array) != header[2]:
         raise ValueError(f"{path.name} has {len(array):,} tokens, its header says {header[2]:,}")
     return array
@@ -335,7 +335,8 @@ def json_documents(file):
 
 def parquet_documents(file):
     from pyarrow.parquet import ParquetFile
-    for batch in ParquetFile(file, buffer_size=2**20).iter_batches(64, columns=["text"]):
+    rows = ParquetFile(file, buffer_size=1_000_000, pre_buffer=False)  # not a whole row group
+    for batch in rows.iter_batches(64, columns=["text"]):
         for text in filter(None, batch["text"].to_pylist()):
             text.encode()  # fails if it is no string
             yield text, True

@@ -82,7 +82,7 @@ def test_builtin_corpus_has_the_files_of_the_library_in_order_without_tests(tmp_
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "broken.py").symlink_to("nowhere")
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": tmp_path})
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: tmp_path)
     assert ids(data.load(None)) == [*b"a/c.py\n", 256, *b"b.py\n", 256]
 
 
