@@ -33,15 +33,22 @@ So a checkpoint needs no state of the data, and the global batch does not depend
     torchrun ... train.py --data my_corpus
     torchrun ... train.py --data train.bin --vocab_size 65       # or --data shards/*.bin
 
-The input is UTF-8. A .jsonl or .ndjson file has one document per line, in its field `text`; any
-other file is one document. Each document ends with the tokenizer's end-of-text token. --tokenizer
-is byte, gpt2, or a folder with a tokenizer.json. (The paper's corpus is HuggingFaceFW/fineweb-edu;
-the package `datasets` can write it as .jsonl.)
+What --input reads, all of it piece by piece:
+
+    .jsonl, .ndjson     one document per line, in its field `text`
+    .parquet            one document per row, in its column `text`
+    any other           text, one document
+    .gz, .zst           packed .jsonl or text, for example more.jsonl.zst or book.txt.gz
+
+Text is UTF-8. Each document ends with the tokenizer's end-of-text token. --tokenizer is byte, gpt2,
+or a folder with a tokenizer.json. .parquet and .zst need the package pyarrow. (The paper's corpus,
+HuggingFaceFW/fineweb-edu, is a folder of .parquet files.)
 """
 
+import gzip
 import hashlib
+import io
 import json
-import mmap
 import os
 import re
 import shutil
@@ -63,7 +70,7 @@ VALIDATION_ROWS = 16  # windows per validation batch, for every training batch s
 GPT2 = 50257  # tokens in its vocabulary
 HINT = "name token files (.bin), or one corpus folder, made with data.py --input FILE --out DIR"
 HEADERS = {20240520: np.uint16, 20240801: np.uint32}  # first number of llm.c's token files -> ids
-CHECKED_TOKENS = 2**20  # at the beginning of each file, when a corpus is opened
+CHECKED_TOKENS = 1_000_000  # at the beginning of each file, when a corpus is opened
 
 
 # ---- corpora ----
@@ -100,8 +107,8 @@ class Corpus:
 
 def standard_library() -> Corpus:
     """The built-in corpus: the .py files of Python's standard library, byte tokens."""
-    root = sysconfig.get_paths()["stdlib"]
-    left_out = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
+    root = sysconfig.get_path("stdlib")
+    left_out = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
     paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - left_out
@@ -151,7 +158,7 @@ def load(data: str | None, vocab_size: int = 0) -> Corpus:
 
 def load_folder(folder: str) -> Corpus:
     meta = json.loads(Path(folder, "meta.json").read_text())
-    array = memory_map(Path(folder, "tokens.bin"), meta.pop("dtype"))
+    array = np.memmap(Path(folder, "tokens.bin"), meta.pop("dtype"), "r")
     if len(array) != meta.pop("tokens"):
         raise ValueError(f"tokens.bin has {len(array):,} tokens")
     if meta["tokenizer"] == "tokenizer.json":
@@ -204,17 +211,10 @@ def open_token_file(path: Path, vocab_size: int) -> np.memmap:
     """llm.c's begin with 256 int32: magic, version, number of tokens. Others have no header."""
     header = np.fromfile(path, np.int32, 256)
     if header[0] not in HEADERS:
-        return memory_map(path, smallest_dtype(vocab_size))
-    array = memory_map(path, HEADERS[header[0]], offset=1024)
+        return np.memmap(path, smallest_dtype(vocab_size), "r")
+    array = np.memmap(path, HEADERS[header[0]], "r", 1024)
     if len(array) != header[2]:
         raise ValueError(f"{path.name} has {len(array):,} tokens, its header says {header[2]:,}")
-    return array
-
-
-def memory_map(path: Path, dtype, offset: int = 0) -> np.memmap:
-    array = np.memmap(path, dtype, mode="r", offset=offset)
-    # Batches read at random positions. Reading ahead costs milliseconds per batch.
-    array.base.madvise(mmap.MADV_RANDOM)
     return array
 
 
@@ -260,7 +260,7 @@ class Batches:
         for 0 rows."""
         total = eval_batches * VALIDATION_ROWS
         last = len(self.corpus.tokens) - self.block_size - 1
-        starts = np.linspace(self.corpus.train_tokens, last, total).astype(np.int64)
+        starts = np.linspace(self.corpus.train_tokens, last, total, dtype=int)
         share = -(-total // self.world_size)
         own = starts[self.rank * share : (self.rank + 1) * share]
         for first in range(0, share, self.batch_size):
@@ -284,20 +284,40 @@ class Batches:
 def text_documents(paths):
     """Yield (piece of text, does its document end there?). Raises OSError if a file is missing,
     UserError for other wrong input."""
-    for path in map(Path, paths):
-        suffix = path.suffix.lower()
-        if suffix in (".bin", ".json", ".parquet"):
-            raise UserError(f"--input {path}: neither text nor .jsonl (one object per line)")
-        try:
-            with open(path, encoding="utf-8-sig", newline="") as file:  # without a byte order mark
-                if suffix in (".jsonl", ".ndjson"):
-                    yield from json_documents(file)
-                else:
-                    while lines := file.readlines(2**24):  # pieces bound the memory
-                        yield "".join(lines), False
-                    yield "", True
-        except UnicodeDecodeError:
-            raise UserError(f"--input {path}: not UTF-8 text; use iconv -t utf-8") from None
+    for path in paths:
+        with open(path, "rb") as file:
+            try:
+                yield from read_documents(file, str(path).lower())
+            except ModuleNotFoundError:
+                raise
+            except Exception as error:  # damaged files raise many kinds
+                raise UserError(f"--input {path}: damaged or not UTF-8 ({error})") from None
+
+
+def read_documents(file, name: str):
+    """text_documents() of one file. Its name says how to read it."""
+    stem, _, suffix = name.rpartition(".")
+    match suffix:
+        case "gz":
+            return read_documents(gzip.open(file), stem)
+        case "zst":
+            import pyarrow
+            unpacked = pyarrow.CompressedInputStream(file, "zstd")
+            return read_documents(io.BufferedReader(unpacked), stem)
+        case "parquet":
+            return parquet_documents(file)
+        case "jsonl" | "ndjson":
+            return json_documents(file)
+        case "bin" | "json" | "tar":
+            raise ValueError("neither text nor .jsonl (one object per line) nor .parquet")
+    return text_document(file)
+
+
+def text_document(file):
+    text = io.TextIOWrapper(file, "utf-8-sig", newline="")  # without a byte order mark
+    while piece := text.read(2**20):  # pieces bound the memory
+        yield piece, False
+    yield "", True
 
 
 def json_documents(file):
@@ -307,10 +327,18 @@ def json_documents(file):
         try:
             text = json.loads(line)["text"]
             text.encode()  # fails for half of a surrogate pair
-        except (ValueError, KeyError, TypeError, AttributeError):
-            wrong = f'line {number} is not a JSON object with a string "text"'
-            raise UserError(f"--input {file.name}: {wrong}") from None
+        except Exception:
+            raise ValueError(f'line {number} is not a JSON object with a string "text"') from None
         if text:
+            yield text, True
+
+
+def parquet_documents(file):
+    from pyarrow.parquet import ParquetFile
+    rows = ParquetFile(file, buffer_size=1_000_000, pre_buffer=False)  # not a whole row group
+    for batch in rows.iter_batches(64, columns=["text"]):
+        for text in filter(None, batch["text"].to_pylist()):
+            text.encode()  # fails if it is no string
             yield text, True
 
 
@@ -334,36 +362,37 @@ def new_folder(out: str):
 
 def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = np.inf) -> dict:
     """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json. Its
-    vocabulary is the model's, unless the documents have a token that only the tokenizer has. Its
-    bytes_per_token count the last piece whole."""
+    vocabulary is the model's, unless the documents have a token that only the tokenizer has. It
+    stops after the piece of text that reaches max_tokens."""
     name, vocab_size = read_tokenizer(tokenizer_name)
     tokenizer = make_tokenizer(name)
     dtype = smallest_dtype(tokenizer.n_vocab)
+    digest = hashlib.sha256()
     text_bytes = 0
     count = 0
-    with new_folder(out) as folder:
-        with open(folder / "tokens.bin", "wb") as file:
-            for text, ends in documents:
-                tokens = tokenizer.encode(text).astype(dtype)
-                if ends:
-                    tokens = np.append(tokens, dtype.type(tokenizer.eot_token))
-                file.write(tokens.tobytes())
-                text_bytes += len(text.encode())
-                count += len(tokens)
-                if count >= max_tokens:
-                    break
-            file.truncate(dtype.itemsize * int(min(count, max_tokens)))
+    largest = 0
+    with new_folder(out) as folder, open(folder / "tokens.bin", "wb") as file:
+        for text, ends in documents:
+            tokens = tokenizer.encode(text).astype(dtype)
+            if ends:
+                tokens = np.append(tokens, dtype.type(tokenizer.eot_token))
+            text_bytes += len(text.encode())
+            file.write(tokens)
+            digest.update(tokens)
+            count += len(tokens)
+            largest = max(largest, int(tokens.max(initial=0)))
+            if count >= max_tokens:
+                break
         if text_bytes == 0:
             raise UserError("the input has no text: nothing was written")
-        written = np.memmap(file.name, dtype)
         meta = {
             "tokenizer": tokenizer.name,
-            "vocab_size": max(vocab_size, 1 + int(written.max())),
+            "vocab_size": max(vocab_size, 1 + largest),
             "dtype": dtype.name,
-            "tokens": len(written),
-            "train_tokens": int(len(written) * (1 - VALIDATION_FRACTION)),
+            "tokens": count,
+            "train_tokens": int(count * (1 - VALIDATION_FRACTION)),
             "bytes_per_token": text_bytes / count,
-            "hash": hashlib.sha256(written).hexdigest()[:16],
+            "hash": digest.hexdigest()[:16],
         }
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         if tokenizer.name == "tokenizer.json":
@@ -374,10 +403,9 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = n
 def main():
     parser = Parser(description="Turn text into a corpus folder for train.py --data.")
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl (field text) or text")
-    help = "byte, gpt2, or a folder with a tokenizer.json (default: byte)"
-    add("--tokenizer", default="byte", metavar="NAME", help=help)
-    add("--out", required=True, metavar="DIR", help="new folder")
+    add("--input", nargs="+", required=True, help="text, .jsonl, .parquet, packed: .gz, .zst")
+    add("--tokenizer", default="byte", help="byte, gpt2, or a folder with tokenizer.json")
+    add("--out", required=True, help="new folder")
     add("--max_tokens", type=float, default=1e18, help="stop after so many tokens (default: none)")
     args = parser.parse_args()
     check_limits("--max_tokens", args.max_tokens, {"low": 1})

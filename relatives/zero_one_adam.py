@@ -79,6 +79,7 @@ class ZeroOneAdam(Method):
     lr_sum = 0.0  # of the round
 
     def begin(self):
+        self.lr_sum = 0.0
         self.anchor.copy_(self.model.master)
         self.variance.copy_(self.model.exp_avg_sq.div_(1 - self.config.beta2**self.steps))
 
@@ -98,7 +99,10 @@ class ZeroOneAdam(Method):
         size = torch.sqrt(V, out=g).add_(EPS)
         step = torch.div(m, size, out=g).clamp_(-bound, bound).masked_fill_(V == 0, 0)
         self.model.master.sub_(step, alpha=optimizer.lr)
-        self.lr_sum += optimizer.lr
+
+    def after_step(self, lr, metrics):
+        self.lr_sum += lr  # the schedule's, equal in all replicas
+        return super().after_step(lr, metrics)
 
     def sync(self):
         V = self.model.exp_avg_sq

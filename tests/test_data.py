@@ -1,6 +1,8 @@
 """Corpora and batches: pure functions of their arguments; a folder is whole or does not exist.
 Wrong input of the command line is in test_cli.py."""
 
+import gzip
+import hashlib
 import json
 import mmap
 import os
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 import data
-from config import UserError
+from config import UserError, explain
 from plumbing import tokenizer
 from ranks import ROOT
 
@@ -46,7 +48,8 @@ def test_training_never_reads_validation_tokens_and_reads_all_others():
 
 
 def validation_windows(corpus, world, size):
-    counted, batches = [], []
+    counted = []
+    batches = []
     for rank in range(world):
         own = data.Batches(corpus, 8, size, rank=rank, world_size=world)
         parts = list(own.validation(2))
@@ -78,7 +81,7 @@ def test_builtin_corpus_has_the_files_of_the_library_in_order_without_tests(tmp_
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "broken.py").symlink_to("nowhere")
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": tmp_path})
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: tmp_path)
     assert ids(data.load(None)) == [*b"a/c.py\n", 256, *b"b.py\n", 256]
 
 
@@ -86,37 +89,131 @@ def ids(corpus) -> list:
     return corpus.tokens[np.arange(len(corpus.tokens))].tolist()
 
 
-def test_written_corpus_holds_every_document_up_to_max_tokens(tmp_path, monkeypatch, capsys):
+def test_written_corpus_holds_every_document(tmp_path, monkeypatch, capsys):
     text = "naïve\r\n\tπ 🙂 <|endoftext|>" + "x" * 1000
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.jsonl").write_text('{"text": "first"}\n\n{"text": "second"}\n{"text": ""}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", "data.py --input a.txt b.jsonl --out out".split())
     data.main()
-    expected = [token for part in (text, "first", "second") for token in [*part.encode(), 256]]
-    count, corpus = len(expected), data.load("out")
-    assert ids(corpus) == expected and corpus.train_tokens == int(count * 0.95)
-    assert f"out: {count:,} tokens (byte)" in capsys.readouterr().out
+    expected = [*text.encode(), 256, *b"first", 256, *b"second", 256]
+    count = len(expected)
+    corpus = data.load("out")
+    assert ids(corpus) == expected
+    assert corpus.train_tokens == int(count * 0.95)
     assert corpus.bytes_per_token == pytest.approx((count - 3) / count)
-    for word in "x", "y":
-        data.write_corpus([(word, True)], "byte", word)
-    assert data.load("x").hash != data.load("y").hash  # of the same length
+    assert f"out: {count:,} tokens (byte)" in capsys.readouterr().out
+
+
+def test_hash_of_a_written_corpus_is_that_of_its_tokens(tmp_path):
+    hashes = set()
+    for word in "xx", "yx", "xy":  # of the same length
+        data.write_corpus([(word, True)], "byte", tmp_path / word)
+        written = (tmp_path / word / "tokens.bin").read_bytes()
+        found = data.load(str(tmp_path / word)).hash
+        assert found == hashlib.sha256(written).hexdigest()[:16]
+        hashes.add(found)
+    assert len(hashes) == 3
+
+
+def test_writing_stops_after_the_piece_that_reaches_max_tokens(tmp_path):
+    out = str(tmp_path / "new" / "cut")
     documents = (("x" * 3, i % 3 == 2) for i in range(3000))  # three pieces each
-    meta = data.write_corpus(documents, "byte", "new/cut/", max_tokens=25)  # in a document
-    assert (meta["tokens"], meta["bytes_per_token"]) == (25, 24 / 26)  # of what was read
-    assert ids(data.load("new/cut")) == ([120] * 9 + [256]) * 2 + [120] * 5
+    meta = data.write_corpus(documents, "byte", out, max_tokens=25)
+    assert (meta["tokens"], meta["bytes_per_token"]) == (26, 24 / 26)
+    assert ids(data.load(out)) == ([120] * 9 + [256]) * 2 + [120] * 6
 
 
 def test_documents_do_not_depend_on_the_spelling_of_the_suffix_and_on_a_bom(tmp_path):
-    mark, line = b"\xef\xbb\xbf", b'{"text": "a\xef\xbb\xbfb"}\n'  # the second one is text
+    mark = b"\xef\xbb\xbf"
+    line = b'{"text": "a\xef\xbb\xbfb"}\n'  # in the text it counts
     for name in "a.jsonl", "a.JSONL", "a.ndjson", "a.NDJson":
         (tmp_path / name).write_bytes(mark + line + line)
         documents = list(data.text_documents([tmp_path / name]))
         assert documents == [("a\ufeffb", True)] * 2
-    whole = b"x" * 2**23 + b"\n"
-    (tmp_path / "a.TXT").write_bytes(mark + whole * 3 + mark)  # two pieces
-    pieces = [text.encode() for text, _ in data.text_documents([tmp_path / "a.TXT"])]
-    assert len(pieces) == 3 and b"".join(pieces) == whole * 3 + mark
+    whole = b"x" * 2**20 + b"\r\n"
+    (tmp_path / "a.TXT").write_bytes(mark + whole * 2 + mark)  # three pieces
+    *pieces, (last, ends) = data.text_documents([tmp_path / "a.TXT"])
+    assert [ends for _, ends in pieces] == [False] * 3
+    assert (last, ends) == ("", True)
+    assert "".join(text for text, _ in pieces).encode() == whole * 2 + mark
+
+
+def test_packed_files_have_the_documents_of_the_files_in_them(tmp_path):
+    contents = {"a.txt": "naïve\r\n" * 300_000, "a.jsonl": '{"text": "first"}\n\n{"text": "π"}\n'}
+    for name, content in contents.items():
+        plain = tmp_path / name
+        plain.write_bytes(content.encode())
+        expected = list(data.text_documents([plain]))
+        half = len(content) // 2
+        for suffix in ".gz", ".GZ":
+            packed = tmp_path / (name + suffix)
+            # in two parts, as `cat a.gz b.gz` makes it
+            packed.write_bytes(b"".join(
+                gzip.compress(part.encode()) for part in (content[:half], content[half:])
+            ))
+            assert list(data.text_documents([packed])) == expected
+
+
+def damaged_files(folder) -> dict:
+    """Path -> what its line says."""
+    whole = gzip.compress(b'{"text": "word"}\n' * 1000)
+    changed = bytearray(whole)
+    changed[-8] ^= 1  # its checksum
+    contents = {
+        "cut.jsonl.gz": (whole[:-9], "ended before the end-of-stream marker"),
+        "cut.txt.gz": (whole[: len(whole) // 2], "ended before the end-of-stream marker"),
+        "changed.txt.gz": (bytes(changed), "CRC check failed"),
+        "plain.txt.gz": (b"word", "Not a gzipped file"),
+        "latin.txt.gz": (gzip.compress("é".encode("latin1")), "not UTF-8"),
+        "array.json.gz": (gzip.compress(b"[]"), "neither text nor .jsonl"),
+        "archive.tar.gz": (gzip.compress(bytes(1024)), "neither text nor .jsonl"),
+        "number.jsonl.gz": (gzip.compress(b'{"text": "a"}\n{"text": 5}\n'), "line 2 is not a JSON"),
+    }
+    found = {}
+    for name, (content, message) in contents.items():
+        (folder / name).write_bytes(content)
+        found[folder / name] = message
+    return found
+
+
+def check_refused(path, message, monkeypatch):
+    """data.py has one line for it that names it, exit code 2, and leaves no folder."""
+    out = path.parent / "new" / "corpus"
+    monkeypatch.setattr(sys, "argv", ["data.py", "--input", str(path), "--out", str(out)])
+    with pytest.raises(Exception) as error:
+        data.main()
+    code, line = explain(error.value)
+    assert code == 2
+    assert message in line
+    assert len(line.splitlines()) == 1
+    assert not out.parent.exists() or not list(out.parent.iterdir())
+
+
+def test_damaged_packed_files_are_refused_in_one_line_and_leave_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "STOPS", set())  # signal handlers stay as they are
+    for path, message in damaged_files(tmp_path).items():
+        check_refused(path, message, monkeypatch)
+        check_refused(path, str(path), monkeypatch)
+
+
+def test_missing_package_is_named(tmp_path, monkeypatch):
+    """On a machine without pyarrow."""
+
+    class Hidden:
+        def find_spec(name, path, target=None):
+            if name.split(".")[0] == "pyarrow":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in list(sys.modules):
+        if name.split(".")[0] == "pyarrow":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Hidden, *sys.meta_path])
+    monkeypatch.setattr(data, "STOPS", set())
+    for name in "a.parquet", "a.txt.zst", "a.jsonl.zst":
+        (tmp_path / name).touch()
+        message = "this needs a package: pip install pyarrow"
+        check_refused(tmp_path / name, message, monkeypatch)
 
 
 def write_words(monkeypatch, out, tokens, n_vocab, model):
@@ -228,13 +325,16 @@ def test_token_files_of_other_programs_are_read_in_place(tmp_path):
     shards.mkdir()
     for name, part in ("val_0", ramp[900:]), ("train_2", ramp[7:900]), ("train_1", ramp[:7]):
         write_shard(shards / f"x_{name}.bin", part)
-    for names in str(shards), ":".join(str(shards / f"x_train_{i}.bin") for i in (1, 2)):
+    folder = str(shards)
+    files = f"{shards / 'x_train_1.bin'}:{shards / 'x_train_2.bin'}"
+    found = {}
+    for names in folder, files:
         corpus = data.load(names, vocab_size=1000)
-        assert (len(corpus.tokens), corpus.train_tokens) == (1000 if names == str(shards) else 900,
-                                                             900 if names == str(shards) else 855)
+        found[names] = (len(corpus.tokens), corpus.train_tokens)
         seen = torch.cat(batch(corpus, size=12800))
         assert seen.min() == 0 and (seen.diff() == 1).all()  # windows cross the files' ends
-    assert data.load(names).hash != data.load(str(shards)).hash
+    assert found == {folder: (1000, 900), files: (900, 855)}
+    assert data.load(files).hash != data.load(folder).hash
     hashes = set()
     for change in 0, 499, 999:  # the ends and the middle of a file of the same length
         changed = write_shard(tmp_path / "changed.bin", ramp + (ramp == change))

@@ -1,8 +1,12 @@
-"""Models out and in, and records, with the real clients: transformers, TensorBoard, pandas.
-`.ci/run` installs them, see requirements-ecosystem.txt."""
+"""Models out and in with transformers, records in TensorBoard and pandas, text from files that
+pyarrow and zstandard have written. `.ci/run` installs them, see requirements-ecosystem.txt."""
 
+import gzip
 import json
+import random
 import re
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -19,6 +23,7 @@ from model import Llama, ModelConfig
 from plumbing import launch, load_model, tokenizer
 from ranks import ROOT, Launch, run_training
 from sample import continue_text, load
+from test_data import check_refused
 
 pytestmark = pytest.mark.ecosystem
 SHAPE = dict(n_layer=2, n_head=4, n_embd=32, block_size=64, dtype="fp32")
@@ -302,3 +307,137 @@ def test_record_is_readable_in_tensorboard_and_pandas(tmp_path, corpus_folder, m
         names = events.Tags()["scalars"]
         assert {"step/sync_bytes", "eval/val_loss", "eval/bits_per_byte"} <= set(names)
         assert "step/step" not in names
+
+
+# ---- text in ----
+
+DOCUMENTS = ["naïve\r\n\tπ 🙂 <|endoftext|>", "", "a\u2028b", "word " * 30_000, "\ufefflast"]
+ROWS = [{"id": i, "text": text} for i, text in enumerate(DOCUMENTS)]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+NON_EMPTY = [(text, True) for text in DOCUMENTS if text]
+
+
+def zst(content: bytes, frames=1, **options) -> bytes:
+    """As the program zstd writes it."""
+    zstandard = pytest.importorskip("zstandard")
+    size = -(-len(content) // frames)
+    parts = [content[first : first + size] for first in range(0, len(content), size)]
+    return b"".join(zstandard.ZstdCompressor(**options).compress(part) for part in parts)
+
+
+def write_parquet(path, texts, **options):
+    """texts: as a list, or a pyarrow array."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.table({"id": range(len(texts)), "text": texts})
+    parquet.write_table(table, path, **options)
+    return path
+
+
+def test_zst_files_have_the_documents_of_the_files_in_them(tmp_path):
+    path = tmp_path / "a.jsonl.zst"
+    skippable = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"  # as pzstd writes it
+    for content in (
+        zst(LINES.encode()),
+        zst(LINES.encode(), level=19, write_checksum=True),
+        skippable + zst(LINES.encode(), frames=5) + skippable,
+    ):
+        path.write_bytes(content)
+        assert list(data.text_documents([path])) == NON_EMPTY
+    text = "naïve\r\n" * 300_000  # several pieces
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / "a.txt.ZST").write_bytes(zst(text.encode(), frames=3))
+    packed = list(data.text_documents([tmp_path / "a.txt.ZST"]))
+    assert packed == list(data.text_documents([tmp_path / "a.txt"]))
+
+
+def test_rows_of_a_parquet_file_are_documents(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    texts = [*DOCUMENTS, None]
+    columns = [
+        texts,
+        pyarrow.array(texts, pyarrow.large_string()),
+        pyarrow.array(texts).dictionary_encode(),
+    ]
+    for texts in columns:
+        for options in dict(), dict(row_group_size=2, compression="zstd"), dict(compression="gzip"):
+            path = write_parquet(tmp_path / "a.parquet", texts, **options)
+            assert list(data.text_documents([path])) == NON_EMPTY
+    path = write_parquet(tmp_path / "A.Parquet", [str(i) for i in range(1000)])
+    assert list(data.text_documents([path])) == [(str(i), True) for i in range(1000)]
+
+
+def test_damaged_zst_and_parquet_files_are_refused_in_one_line(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    monkeypatch.setattr(data, "STOPS", set())
+    draw = random.Random(1)
+    text = "".join(draw.choices("abcdefgh \n", k=300_000)).encode()
+    whole = zst(text, frames=3, write_checksum=True)
+    contents = {f"cut-{cut}.txt.zst": whole[:cut] for cut in (3, 100, len(whole) // 2, -1)}
+    contents["changed.txt.zst"] = whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]
+    contents["plain.txt.zst"] = b"some words"
+    contents["tail.txt.zst"] = whole + b"some words"
+    texts = [text[i : i + 3000].decode() for i in range(0, len(text), 3000)]
+    path = write_parquet(tmp_path / "a.parquet", texts, compression="zstd")
+    whole = path.read_bytes()
+    contents["empty.parquet"] = b""
+    contents["cut.parquet"] = whole[: len(whole) // 2]
+    contents["no-beginning.parquet"] = whole[len(whole) // 2 :]
+    half = len(whole) // 2
+    contents["changed.parquet"] = whole[:half] + bytes(1000) + whole[half + 1000 :]
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        check_refused(tmp_path / name, f"{name}: damaged or not UTF-8 (", monkeypatch)
+
+    numbers = write_parquet(tmp_path / "numbers.parquet", [1, 2])
+    check_refused(numbers, "damaged", monkeypatch)
+    latin = pyarrow.array([b"\xe9"], pyarrow.binary())
+    check_refused(write_parquet(tmp_path / "bytes.parquet", latin), "damaged", monkeypatch)
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["a"]}), tmp_path / "other.parquet")
+    check_refused(tmp_path / "other.parquet", 'text', monkeypatch)
+
+
+PEAK = """
+import sys
+import data
+
+sys.argv[1:] = ["--input", sys.argv[1], "--out", sys.argv[2]]
+data.main()
+(line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+print("peak", int(line.split()[1]) // 1024)
+"""
+
+
+def peak_mb(path) -> int:
+    """Of data.py on this file."""
+    command = [sys.executable, "-c", PEAK, path, path.with_suffix(".corpus")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return int(done.stdout.split("peak ")[1])
+
+
+def write_packed(folder, suffix, mb):
+    """A file of one format with so many megabytes of text."""
+    draw = random.Random(1)
+    letters = "".join(draw.choices("abcdefgh ", k=2**20))
+    documents = []
+    for _ in range(256 * mb):
+        first = draw.randrange(2**20 - 2**12)
+        documents.append(letters[first : first + 2**12])
+    path = folder / f"{mb}{suffix}"
+    if suffix == ".parquet":  # one row group
+        return write_parquet(path, documents, use_dictionary=False)
+    if suffix == ".jsonl.gz":
+        lines = (json.dumps({"text": document}) + "\n" for document in documents)
+    else:
+        lines = documents  # all of it is one line
+    content = "".join(lines).encode()
+    packed = zst(content) if suffix.endswith(".zst") else gzip.compress(content, 1)
+    path.write_bytes(packed)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".txt.gz", ".jsonl.gz", ".txt.zst", ".parquet"])
+def test_memory_does_not_grow_with_the_input(tmp_path, suffix):
+    small, large = [peak_mb(write_packed(tmp_path, suffix, mb)) for mb in (16, 144)]
+    assert large < small + 60  # of 128 MB more, packed 60 to 100
