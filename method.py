@@ -152,7 +152,7 @@ class Method:
         replicas. A method may replace it."""
 
     def inner_step(self, optimizer):
-        """The step of the inner optimizer: shard.AdamW, with the step's learning rate in .lr."""
+        """The step of the inner optimizer: optimizer.AdamW, with the step's learning rate in .lr."""
         optimizer.step()
 
     def vote(self) -> float:

@@ -5,7 +5,8 @@ computes:
 
     forward   for each layer l:           all-gather l -> compute -> free
     backward  for each layer l, reversed: all-gather l -> compute -> reduce-scatter gradient -> free
-    then      clip by global norm, AdamW on the shard (elementwise, so it needs no communication)
+    then      clip by global norm, AdamW on the shard (elementwise, so it needs no communication;
+              optimizer.py)
 
 Both passes are loops over a list of layers, without autograd hooks. The forward keeps each layer's
 input and output (the "tape"). The backward walks the tape from its end and asks autograd for one
@@ -45,7 +46,6 @@ from collections import deque
 
 import torch
 from torch import nn
-from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
 from mesh import Handle
@@ -338,51 +338,3 @@ class ShardedModel:
             return
         self.grad.mul_(factor)
         self.grad.nan_to_num_(0.0, 0.0, 0.0)  # 0 * NaN is NaN
-
-
-class AdamW:
-    """torch's fused AdamW on the flat vectors of a ShardedModel: matrices decay, norm gains do not.
-    (torch.optim's class does the same, but imports the compiler: 0.8 s of each start.)"""
-
-    def __init__(self, model, weight_decay: float, betas: tuple, others=()):
-        """others: layers whose matrices another optimizer steps. They have no exp_avg_sq."""
-        self.lr = 0.0
-        self.betas = betas
-        self.weight_decay = weight_decay
-        self.steps = 0  # that the moments have seen, for their bias correction
-        self.device = model.mesh.device
-        index = model.mesh.shard_index
-        for l in others:
-            model.squares_from[l] = model.layouts[l].decayed
-        sizes = model.sizes_from(model.squares_from, model.mesh.shards, index)
-        model.exp_avg = model.new_vector()
-        model.exp_avg_sq = model.master.new_zeros(sum(sizes))
-
-        self.matrices = []  # of each layer: parameters, gradient, moments
-        self.gains = []
-        momenta = model.views(model.exp_avg)
-        squares = model.exp_avg_sq.split(sizes)
-        for layout, x, g, m, v in zip(model.layouts, model.masters, model.grads, momenta, squares):
-            first = layout.shard_size - len(v)
-            vectors = x[first:], g[first:], m[first:], v
-            border = layout.border(layout.decayed, index) - first
-            if border > 0:
-                self.matrices.append([vector[:border] for vector in vectors])
-            if border < len(v):
-                self.gains.append([vector[border:] for vector in vectors])
-
-    def step(self):
-        self._step(self.matrices, self.weight_decay)
-        self._step(self.gains, 0.0)
-        self.steps += 1
-
-    def _step(self, rows: list, weight_decay: float):
-        if not rows:
-            return
-        x, g, m, v = map(list, zip(*rows))
-        steps = list(torch.full((len(rows),), float(self.steps), device=self.device))
-        beta1, beta2 = self.betas
-        adamw(
-            x, g, m, v, [], steps, fused=True, amsgrad=False, maximize=False,
-            lr=self.lr, beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=weight_decay,
-        )  # fmt: skip

@@ -23,13 +23,13 @@ from diloco import DiLoCo
 from edit import EDiT
 from export import save_model
 from minibatch import MiniBatch
-from muon import Muon
+from optimizer import AdamW, Muon
 from plumbing import checkpoint, launch
 from plumbing.log import Clock, Log, RoundRecord
 from plumbing.simulate import Cluster
 from relatives import RELATIVES
 from sample import print_sample
-from shard import AdamW, ShardedModel
+from shard import ShardedModel
 
 HINT = "lower --lr, or raise --lr_warmup_steps"
 METHODS = {"minibatch": MiniBatch, "diloco": DiLoCo, "edit": EDiT, "a_edit": AEDiT} | RELATIVES

@@ -28,9 +28,10 @@ import train
 from config import parse, run_command
 from mesh import Mesh
 from model import ModelConfig
+from optimizer import AdamW
 from plumbing import launch, simulate
 from plumbing.log import Clock, RoundRecord
-from shard import AdamW, ShardedModel
+from shard import ShardedModel
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")

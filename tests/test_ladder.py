@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_methods import FP32, RTOL
 
-import shard
+import optimizer
 from ranks import few_ulp, run_training, train_all
 from train import METHODS
 
@@ -40,7 +40,7 @@ def inner_sgd(method, model, mesh):
     def step(optimizer):
         model.master.sub_(model.grad, alpha=optimizer.lr)
 
-    shard.AdamW.step = step  # in this rank's process only
+    optimizer.AdamW.step = step  # in this rank's process only
 
 
 def case(method, flags={}, tamper=None, **more):

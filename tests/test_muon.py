@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import muon
+import optimizer
 from mesh import Mesh
 from model import ModelConfig
 from ranks import CPU, run_training
@@ -21,14 +21,14 @@ def take_steps(count):
     """(model, [gradient of each step], the master before): on one rank."""
     torch.manual_seed(0)
     model = ShardedModel(SHAPE, Mesh(1, CPU))
-    optimizer = muon.Muon(model, DECAY, BETAS, MUON_LR / LR)
-    optimizer.lr = LR
+    muon = optimizer.Muon(model, DECAY, BETAS, MUON_LR / LR)
+    muon.lr = LR
     before = model.master.clone()
     gradients = []
     for _ in range(count):
         model.grad.normal_()
         gradients.append(model.grad.clone())
-        optimizer.step()
+        muon.step()
     return model, gradients, before
 
 
@@ -51,7 +51,7 @@ def test_orthogonalized_matrix_has_the_singular_vectors_and_singular_values_near
     torch.manual_seed(0)
     U, _, V = torch.linalg.svd(torch.randn(shape).double(), full_matrices=False)
     values = torch.logspace(0, -2, 8).double()
-    found = muon.orthogonalize(1e-6 * (U * values) @ V)
+    found = optimizer.orthogonalize(1e-6 * (U * values) @ V)
     along = (U.T @ found @ V.T).diagonal()
     torch.testing.assert_close((U * along) @ V, found)
     assert along.min() > 0.85
@@ -59,12 +59,12 @@ def test_orthogonalized_matrix_has_the_singular_vectors_and_singular_values_near
 
 
 def test_orthogonalized_zeros_are_zeros():
-    assert (muon.orthogonalize(torch.zeros(4, 6)) == 0).all()
+    assert (optimizer.orthogonalize(torch.zeros(4, 6)) == 0).all()
 
 
 def test_step_equals_torchs_muon_within_the_rounding_of_bf16(monkeypatch):
     """torch's computes in bf16, 8 bits, and has one learning rate for all shapes."""
-    monkeypatch.setattr(muon, "COEFFICIENTS", [TORCHS] * 5)
+    monkeypatch.setattr(optimizer, "COEFFICIENTS", [TORCHS] * 5)
     model, gradients, before = take_steps(3)
     gradients = [parameters(model, gradient) for gradient in gradients]
     start = parameters(model, before)

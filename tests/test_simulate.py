@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import data
-import shard
+import optimizer
 from config import UserError
 from plumbing import simulate
 from plumbing.simulate import FRAMING, Cluster, SimulatedLink, read_disturbance
@@ -183,11 +183,11 @@ def watch_steps(method, model, mesh):
 
     model.forward = look
 
-    step = shard.AdamW.step
-    shard.AdamW.step = lambda self: seen[-1].insert(0, self.lr) or step(self)
+    step = optimizer.AdamW.step
+    optimizer.AdamW.step = lambda self: seen[-1].insert(0, self.lr) or step(self)
 
     def end():
-        shard.AdamW.step = step
+        optimizer.AdamW.step = step
         return seen
 
     return end

@@ -1,6 +1,9 @@
-"""Muon on ZeRO-3 shards: matrices get an orthogonalized momentum as their step.
+"""The inner optimizers on ZeRO-3 shards: AdamW and Muon.
 
-The problem. AdamW scales each element by itself. Muon looks at a whole matrix: it keeps the
+AdamW works element by element, so each rank steps its own shard of the flat vectors. This is
+torch's fused kernel on them: matrices decay, norms' gains do not.
+
+Muon. The problem: AdamW scales each element by itself. Muon looks at a whole matrix: it keeps the
 directions of the momentum and makes all their singular values about 1, so that rare directions
 move as far as frequent ones. But with ZeRO-3 a rank has 1/N of a flat vector and no whole matrix.
 
@@ -10,7 +13,7 @@ move as far as frequent ones. But with ZeRO-3 a rank has 1/N of a flat vector an
         5 times: A = X X^T;  X <- a X + (b A + c A A) X            # Newton-Schulz
         W <- (1 - lr wd) W - muon_lr(t) sqrt(out / in) X           # X transposed back
 
-The embedding, the head and the gains of norms take AdamW's step (shard.py). muon_lr(t) has the
+The embedding, the head and the gains of norms take AdamW's step. muon_lr(t) has the
 schedule of lr. The iteration brings singular values above 0.003 to 0.98 .. 1.03 (in bf16 less
 exactly) without computing them. N blocks at a time, so that a rank orthogonalizes whole blocks:
 
@@ -44,8 +47,58 @@ Plain version: tests/reference/muon.py.
 """
 
 import torch
+from torch.optim.adamw import adamw
 
-from shard import AdamW
+
+class AdamW:
+    """torch's fused AdamW on the flat vectors of a ShardedModel: matrices decay, norm gains do not.
+    (torch.optim's class does the same, but imports the compiler: 0.8 s of each start.)"""
+
+    def __init__(self, model, weight_decay: float, betas: tuple, others=()):
+        """others: layers whose matrices another optimizer steps. They have no exp_avg_sq."""
+        self.lr = 0.0
+        self.betas = betas
+        self.weight_decay = weight_decay
+        self.steps = 0  # that the moments have seen, for their bias correction
+        self.device = model.mesh.device
+        index = model.mesh.shard_index
+        for l in others:
+            model.squares_from[l] = model.layouts[l].decayed
+        sizes = model.sizes_from(model.squares_from, model.mesh.shards, index)
+        model.exp_avg = model.new_vector()
+        model.exp_avg_sq = model.master.new_zeros(sum(sizes))
+
+        self.matrices = []  # of each layer: parameters, gradient, moments
+        self.gains = []
+        momenta = model.views(model.exp_avg)
+        squares = model.exp_avg_sq.split(sizes)
+        for layout, x, g, m, v in zip(model.layouts, model.masters, model.grads, momenta, squares):
+            first = layout.shard_size - len(v)
+            vectors = x[first:], g[first:], m[first:], v
+            border = layout.border(layout.decayed, index) - first
+            if border > 0:
+                self.matrices.append([vector[:border] for vector in vectors])
+            if border < len(v):
+                self.gains.append([vector[border:] for vector in vectors])
+
+    def step(self):
+        self._step(self.matrices, self.weight_decay)
+        self._step(self.gains, 0.0)
+        self.steps += 1
+
+    def _step(self, rows: list, weight_decay: float):
+        if not rows:
+            return
+        x, g, m, v = map(list, zip(*rows))
+        steps = list(torch.full((len(rows),), float(self.steps), device=self.device))
+        beta1, beta2 = self.betas
+        adamw(
+            x, g, m, v, [], steps, fused=True, amsgrad=False, maximize=False,
+            lr=self.lr, beta1=beta1, beta2=beta2, eps=1e-8, weight_decay=weight_decay,
+        )  # fmt: skip
+
+
+# ---- Muon ----
 
 COEFFICIENTS = (  # a, b, c of each iteration
     (4.0848, -6.8946, 2.9270),
