@@ -10,21 +10,23 @@ as it can, and then takes part in EDiT's sync. It waits at most for one step of 
             vote = (now - round_began >= tau_time_s)         # by shard 0's clock alone;
                                                              # it travels with the step's metrics
             if there was a vote: sync as in edit.py          # steps_i come with the norms
-        at the end of the sync: round_began = now;  progress <- progress + 1/M sum_i steps_i
+            progress <- progress + 1/M sum_i steps_i;  at the end of the sync: round_began = now
 
-`progress` (tokens / tokens of a global step) replaces the step number wherever replicas must agree:
-the learning rate, when to evaluate, and the end, which is the first sync with progress >=
-max_steps. Between syncs a replica extrapolates: progress + (its own steps) * rate, rate =
-mean_j(steps_j) / steps_i in the last round. When that reaches max_steps, it votes for an early
-sync, so that the training does not overshoot by a round. tau_time_s is the paper's tau_time.
+`progress` (tokens of all replicas / tokens of a step with averaged gradients) replaces the step
+number wherever replicas must agree: the learning rate, when to evaluate, and the end, which is the
+first sync with progress >= max_steps. Between syncs a replica extrapolates: progress + (its own
+steps) * rate, rate = mean_j(steps_j) / steps_i in the last round. When that reaches max_steps, it
+votes for an early sync, so that the training does not overshoot by a round. tau_time_s is the
+paper's tau_time.
 
-Deviations from the authors' code: (1) A monotonic clock; an fp32 tensor of wall-clock seconds has a
-resolution of 128 s. (2) The clock restarts at the end of the sync, so that waiting does not shorten
-a round. (3) Learning rate and end follow the tokens of all replicas. (4) With the paper's weights
-(--step_weighting none) a replica that takes more steps has a larger norm, and so a smaller weight.
-norm_per_step, the default, replaces G_i by G_i mean_j(steps_j) / steps_i in the weights and in the
-detection of anomalies, but not in the record; times_steps multiplies w_i by steps_i and normalizes
-again. (5) On CUDA the vote is read one step late, and the host waits for the device twice per sync.
+Deviations from the authors' code: (1) A monotonic clock; theirs is wall-clock seconds in an fp32
+tensor, whose resolution is 128 s. (2) The clock restarts at the end of the sync, so that waiting
+does not shorten a round. (3) Learning rate and end follow the tokens of all replicas. (4) With the
+paper's weights (--step_weighting none) a replica that takes more steps has a larger norm, and so a
+smaller weight. norm_per_step, the default, replaces G_i by G_i mean_j(steps_j) / steps_i in the
+weights and in the detection of anomalies, but not in the record; times_steps multiplies w_i by
+steps_i and normalizes again. (5) On CUDA the vote is read one step late, and the host waits for the
+device twice per sync.
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.
@@ -81,11 +83,11 @@ class AEDiT(EDiT):
 
     def before_step(self):
         super().before_step()
-        if self.round_began is None and not self.averages_gradients:  # a start's first round
+        if self.round_began is None and not self.averages_gradients:  # the first round
             self.round_began = self.clock.train_s()
 
     def vote(self) -> float:
-        if self.averages_gradients or self.mesh.shard_index != 0:
+        if self.mesh.shard_index != 0:
             return 0.0
         time_is_up = self.clock.train_s() - self.round_began >= self.config.tau_time_s
         after_this_step = self.progress_at_sync + (self.local_steps + 1) * self.rate
@@ -105,7 +107,7 @@ class AEDiT(EDiT):
 
     def sync(self):
         super().sync()
-        steps = self.exchanged.steps.tolist()  # host read, once per sync; the all-reduces started
+        steps = self.exchanged.steps.tolist()  # host read, once per sync
         mean = sum(steps) / len(steps)
         self.progress_at_sync += mean
         self.rate = mean / steps[self.mesh.replica]

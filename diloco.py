@@ -19,7 +19,7 @@ up for it: in directions that stay the same from round to round, the steps add u
 
     symbol     variable        shape        where
     x_i        model.master    (sum P/N,)   every rank its shard
-    a          anchor          (sum P/N,)   equal on all ranks of a sync group
+    anchor, a  anchor          (sum P/N,)   equal on all ranks of a sync group
     d_i, d     model.master    (sum P/N,)   in the storage of x_i, which is about to be overwritten
     b          momentum        (sum P/N,)   torch.optim.SGD's momentum buffer
 
@@ -75,12 +75,12 @@ class DiLoCo(Method):
         # d = 1/M sum_i d_i
         self.combine(x)
 
-        # x_i <- a
+        # a <- Nesterov(a, d);  x_i <- a
         for a, b, d in zip(anchors, momenta, self.model.masters):
-            with self.on_device(a, b) as (a, b):
-                nesterov(a, b, d, self.config.outer_lr, self.config.outer_momentum)
-                d.copy_(a)
+            with self.on_device(a, b) as (a_here, b_here):
+                nesterov(a_here, b_here, d, self.config.outer_lr, self.config.outer_momentum)
+                d.copy_(a_here)
 
     def combine(self, d):
-        """d <- the mean of all replicas' d. (relatives/robust.py takes another one.)"""
+        """d <- the mean of all replicas' d. (relatives/robust.py takes another mean.)"""
         self.average(d)

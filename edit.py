@@ -12,7 +12,7 @@ clip, or, if all replicas are flagged, keep the anchor (roll back).
         G_i   = ||d_i||                                         # [shard] one all-reduce, all layers
         limit_i = mean_i + delta sigma_i                        # running statistics of replica i
         exchange G and limits of all replicas                   # [sync] one all-gather, all layers
-        flag i if G_i > limit_i                                 # that is, z_i > delta
+        flag i if G_i > limit_i                                 # (G_i - mean_i) / sigma_i > delta
         w_i   = exp(-G_i) / sum_j exp(-G_j) over the unflagged  # on the device, no host read
         start dbar = sum_i w_i d_i for l = 0, 1, ...            # [sync] all-reduce per layer, async
     complete(l), in the next forward, when it gets to layer l:
@@ -24,13 +24,16 @@ clip, or, if all replicas are flagged, keep the anchor (roll back).
         x_i    <- anchor
 
     M replicas, L layers (with embedding and head), P elements of a layer, N shards
-    paper          variable              shape        where
-    theta_i, d_i   model.masters[l]      (P/N,)       every rank its shard
-    theta (anchor) anchor                (sum P/N,)   equal in a sync group
-    m (momentum)   momentum              (sum P/N,)   equal in a sync group
-    G_i            exchanged.norms       (M, L)       all ranks
-    w_i            weights               (M, L)       all ranks
-    mean_i, sigma_i  statistics          (3, L)       replica i: count, mean, variance
+    paper     here             variable            shape        where
+    theta_i   x_i, d_i, dbar   model.masters[l]    (P/N,)       every rank its shard; after sync()
+                                                                it holds d_i, then dbar
+    theta     anchor           anchor              (sum P/N,)   equal in a sync group
+    m         b                momentum            (sum P/N,)   equal in a sync group
+    G_i       G_i              exchanged.norms     (M, L)       all ranks
+    w_i       w_i              weights             (M, L)       all ranks
+              mean_i, sigma_i  statistics          (3, L)       replica i: count, mean, variance
+    delta, phi                 anomaly_threshold, pseudo_grad_clip
+              lr, mu           outer_lr, outer_momentum
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 8 (M-1) (L + 1) for the exchange.
 
@@ -51,7 +54,7 @@ import torch
 from config import option
 from method import LocalConfig, Method
 
-SIGMA_FLOOR = 0.05  # of the mean: no norm below (1 + threshold * 5%) mean is an anomaly
+SIGMA_FLOOR = 0.05  # sigma is at least so much of the mean
 
 
 @dataclass
@@ -96,7 +99,7 @@ def update_statistics(statistics, G, accepted, config):
     """The statistics (3, L) with those norms of G (L,) that are accepted. For one layer:
 
     n <- n + 1
-    if n <= anomaly_warmup_rounds:    # the plain mean and sample variance (Welford's update)
+    if n <= max(anomaly_warmup_rounds, 2):    # plain mean and sample variance (Welford's update)
         variance <- (n-2)/(n-1) variance + (G - mean)^2 / n           # n = 1: it stays 0
         mean     <- mean + (G - mean) / n
     else:                             # moving averages
@@ -118,7 +121,7 @@ def update_statistics(statistics, G, accepted, config):
 
 def is_anomaly(G, limits):
     # flag if z = (G - mean) / sigma > delta; one-sided: a small norm is never flagged
-    return (G > limits) | ~G.isfinite()  # NaN compares False
+    return (G > limits) | ~G.isfinite()  # NaN > limit is False
 
 
 def replica_weights(norms, flagged, weighted=True):
@@ -126,7 +129,7 @@ def replica_weights(norms, flagged, weighted=True):
     # w_i = exp(-G_i) / sum_j exp(-G_j), j unflagged; equal weights are the case G = 0
     G = norms if weighted else torch.zeros_like(norms)
     exponents = (-G).masked_fill(flagged, -torch.inf)
-    weights = torch.softmax(exponents, dim=0)  # subtracts the smallest G
+    weights = torch.softmax(exponents, dim=0)  # NaN where all are flagged, there 0 below
     return weights.masked_fill(flagged, 0.0)
 
 
@@ -159,7 +162,7 @@ class EDiT(Method):
 
     def begin(self):
         self.anchor.copy_(self.model.master, non_blocking=True)  # --offload: on the host
-        self.statistics = self.model.master.new_zeros(3, len(self.anchors))
+        self.statistics = self.model.master.new_zeros(3, len(self.model.layers))
 
     def sync(self):
         """The end of the round: norms, weights, and the start of every layer's all-reduce. The next
@@ -180,10 +183,11 @@ class EDiT(Method):
         """Flags and weights (M, L), from the squared norms of this rank's shards (L,)."""
         # [shard] all-reduce, L scalars, once per round
         self.mesh.all_reduce(squares, self.mesh.shard).wait()
+        # sets self.exchanged
         self.exchange(norms=squares.sqrt(), limits=anomaly_limits(self.statistics, self.config))
         G = self.comparable_norms()  # (M, L)
         self.flagged = is_anomaly(G, self.exchanged.limits)
-        self.accepted = (~self.flagged).any(dim=0).to(G.dtype)  # (L,): 0 if all are flagged
+        self.any_accepted = (~self.flagged).any(dim=0).to(G.dtype)  # (L,): 0 if all are flagged
         i = self.mesh.replica
         self.statistics = update_statistics(self.statistics, G[i], ~self.flagged[i], self.config)
         self.weights = self.compute_weights(G)
@@ -208,12 +212,12 @@ class EDiT(Method):
         x = self.model.masters[l]  # it has received dbar
         with self.record.stall():
             self.handles[l].wait()
-            clip = torch.ones_like(self.accepted[l])
+            clip = x.new_ones(())
             if self.config.pseudo_grad_clipping:
                 clip = clip_factor(self.model.norm(x), self.config.pseudo_grad_clip)
             dhat = x.mul_(clip)
             with self.on_device(self.anchors[l], self.momenta[l]) as (a, b):
-                nesterov_unless_flagged(a, b, dhat, lr, mu, self.accepted[l])
+                nesterov_unless_flagged(a, b, dhat, lr, mu, self.any_accepted[l])
                 x.copy_(a)
         self.clips.append(clip)
         if l == len(self.model.layers) - 1:

@@ -20,7 +20,8 @@ Collectives are asynchronous and return a handle; gather_rows and all_gather_obj
 blocks the stream on NCCL and the host on gloo and shm (plumbing/shm.py). On a GPU, issue a
 collective and wait for it on the stream on which its tensors were allocated. In a group of one rank
 an operation does nothing and is not counted. If a rank has died, or is silent for timeout_s, the
-others raise RankLostError (with NCCL, its watchdog ends the process).
+others raise RankLostError (in a shard group after a sixth of it; with NCCL, its watchdog ends the
+process).
 """
 
 import time
@@ -36,8 +37,8 @@ from torch.profiler import record_function
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# At most so many of a GPU's SMs wait in a collective between replicas. Not measured yet: it may
-# cost mini-batch on fast links some speed.
+# A collective between replicas occupies at most so many SMs of a GPU. Not measured yet: it may cost
+# mini-batch on fast links some speed.
 SYNC_CTAS = 4
 
 
@@ -49,7 +50,7 @@ class RankLostError(Exception):
 
 @contextmanager
 def translate_comm_errors():
-    """torch reports lost neighbours as RuntimeError."""
+    """Raise RankLostError where torch raises RuntimeError: it reports lost neighbours so."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):  # a fault of this rank's GPU
@@ -148,7 +149,7 @@ class Mesh:
         return group
 
     def _sync_options(self):
-        """NCCL's kernels occupy their SMs until the slow link has delivered."""
+        """Few SMs: NCCL's kernels occupy them until the slow link has delivered."""
         options = dist.ProcessGroupNCCL.Options()
         options.config.max_ctas = SYNC_CTAS
         options._timeout = self.timeout  # new_group() warns if it differs
@@ -172,7 +173,8 @@ class Mesh:
         self.waited_s.update(waited_s)
 
     def _issue(self, group, operation, function, *tensors, passes=1) -> Handle:
-        """Start function(*tensors). passes: an all-reduce is a reduce-scatter and an all-gather."""
+        """Start function(*tensors). passes: 2 for an all-reduce, a reduce-scatter and an
+        all-gather; else 1."""
         if group.size == 1:
             return Handle()
         start = lambda: [function(*tensors, group=group.process_group, async_op=True)]

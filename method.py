@@ -8,7 +8,7 @@
 
 A method is a subclass in a file of its own. It names the vectors and scalars that it keeps between
 syncs, and writes begin() and sync(). A run is evaluated, saved and stopped at round ends only; in
-the warm-up every step is a round end. In most methods all replicas are equal there.
+the warm-up every step is a round end. In most methods all replicas are equal there, after drain().
 
 Who calls what, in train.py, for each step:
 
@@ -59,7 +59,8 @@ class RoundConfig:
         return MOMENTS[self.average_moments]
 
     def steps_of_round(self, lr: float, k: int) -> float:
-        """lr: inner learning rate of the last step; k: steps from the warm-up to this round."""
+        """lr: inner learning rate of the last step; k: steps after the warm-up, before this
+        round."""
         return math.inf  # votes end it
 
 
@@ -70,7 +71,7 @@ class LocalConfig(RoundConfig):
     tau: int = option(16, "inner steps per round", low=1)
     tau_rule: str = option("fixed", "qsr: max(tau, (qsr_c / lr)^2) steps", choices=["fixed", "qsr"])
     qsr_c: float = option(0.0175, "c of the quadratic synchronization rule, arXiv 2310.14423")
-    tau_schedule: str = option("", "TAU:STEPS,..., for STEPS steps rounds of TAU, ..., then --tau")
+    tau_schedule: str = option("", "TAU:STEPS,...: for STEPS steps rounds of TAU; then --tau")
 
     def check(self, replicas: int):
         super().check(replicas)
@@ -142,9 +143,9 @@ class Method:
 
     def sync(self):
         """Make model.master the parameters that the next round starts from, now or (EDiT) layer by
-        layer in the next forward. They must be equal in all replicas, or equal_replicas is False
-        and evaluation_model() returns others. The storage of model.grad is free from here to the
-        next step."""
+        layer in the next forward. They must be equal in all replicas; else set equal_replicas =
+        False, and let evaluation_model() return some that are. The storage of model.grad is free
+        from here to the next step."""
         raise NotImplementedError
 
     def after_backward(self):
@@ -152,7 +153,7 @@ class Method:
         replicas. A method may replace it."""
 
     def inner_step(self, optimizer):
-        """The step of the inner optimizer: optimizer.AdamW, with the step's learning rate in .lr."""
+        """The step of the inner optimizer (optimizer.py), with the learning rate in .lr."""
         optimizer.step()
 
     def vote(self) -> float:
@@ -161,7 +162,7 @@ class Method:
         return 0.0
 
     def drain(self):
-        """Wait for all traffic in flight. This does not change the run."""
+        """Complete all that is in flight. The run's result is the same."""
 
     def finish(self):
         """The training is over: complete what is in flight, and make model.master the model to
@@ -213,7 +214,7 @@ class Method:
 
     @property
     def progress(self) -> float:
-        """Steps of the whole run: rules the learning rate, intervals and the end."""
+        """Steps of the whole run: decides the learning rate, intervals and the end."""
         return self.steps
 
     def before_step(self):
@@ -241,7 +242,7 @@ class Method:
         self.rounds += 1
         self.exchanged = None
         with self.record.stall():
-            for name in self.config.averaged_moments():  # of a diverged replica: finite, too
+            for name in self.config.averaged_moments():  # finite: clip_gradient()
                 self.average(getattr(self.model, name))
             self.sync()
             if self.exchanged is None:

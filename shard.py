@@ -27,7 +27,8 @@ means that the next such layer overwrites it. For an embedding 0, blocks 1 and 2
                forward                  backward
     computes   0   1   2   3            3   2   1   0
     buffer     A   B   A   B            B   A   B   (layer 0's backward needs no parameters)
-    gathers    1   2   3                    1       (meanwhile; 3 and 2 are still there)
+    gathers    1   2   3                    1       (meanwhile; 0 before the forward; 3 and 2 are
+                                                    still there)
 
 A layer's parameters are views of its buffer. Autograd saves these views. The backward gathers the
 layer into the same buffer first, so they hold the right values again. The two layers that the
@@ -69,7 +70,7 @@ class Layout:
         self.padded = self.shard_size * shards  # P
 
     def border(self, element: int, shard: int) -> int:
-        """Where an element of the layer is in a shard: 0 .. P/N, 0 if it is before the shard."""
+        """Where an element of the layer is in a shard: 0 if it is before it, P/N if after it."""
         return min(max(element - shard * self.shard_size, 0), self.shard_size)
 
     def size_of_shard(self, shards: int) -> int:
@@ -132,7 +133,7 @@ class ShardedModel:
         self.sum_layer = lambda l: mesh.all_reduce(self.grads[l], mesh.sync)
         self.metrics_lag = 1 if mesh.device.type == "cuda" else 0  # steps, see known_metrics()
         self.metrics = deque(maxlen=1 + self.metrics_lag)
-        self.squares_from = [0] * len(self.layers)  # first element of a layer in exp_avg_sq
+        self.squares_from = [0] * len(self.layers)  # the first element of a layer in exp_avg_sq
 
     def _initialize(self, seed: int):
         """One layer at a time, in the same memory: no rank ever holds the whole model."""
@@ -186,7 +187,7 @@ class ShardedModel:
         return torch.zeros(self.master.shape, dtype=self.master.dtype, pin_memory=True)
 
     def sizes_from(self, firsts: list, shards: int, shard: int) -> list:
-        """How many elements of each layer, from number firsts[l] on, are in a shard of `shards`."""
+        """Of each layer's elements from firsts[l] on: how many are in shard number `shard`."""
         ends = [layout.size_of_shard(shards) for layout in self.layouts]
         return [min(n, max(0, (shard + 1) * n - first)) for n, first in zip(ends, firsts)]
 
@@ -307,9 +308,10 @@ class ShardedModel:
 
     def step_metrics(self, loss: torch.Tensor, vote: float, averaged: bool) -> Metrics:
         """Sum over all ranks if gradients were averaged, else over the shard group.
-        loss: this rank's mean; vote: 1.0 to end the round now."""
+        loss: this rank's mean; vote: above 0 to end the round now; in the warm-up the number
+        of a signal."""
         ranks = self.mesh.world_size if averaged else self.mesh.shards
-        square = self.grad.norm() ** 2 * self.mesh.shards / ranks  # once per replica
+        square = self.grad.norm() ** 2 * self.mesh.shards / ranks  # all replicas add up to M / M
         scalars = torch.stack([square, loss / ranks, torch.full_like(loss, vote)])
         scalars = scalars.to(self.grad.dtype)
         if averaged:

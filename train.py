@@ -58,7 +58,7 @@ def train(setup, mesh, stop):
         lr = optimizer.lr = learning_rate(method.progress, config)
         average = method.averages_gradients
         loss = 0.0
-        # The gradient is a mean over micro-steps and ranks: of this replica, in the warm-up of all.
+        # The gradient is a mean over micro-steps and ranks: this replica's, in the warm-up all.
         scale = 1 / (plan.micro_steps * (mesh.world_size if average else mesh.shards))
         with cluster.step(optimizer, method):
             for micro_step in range(plan.micro_steps):
@@ -69,7 +69,8 @@ def train(setup, mesh, stop):
             method.after_backward()
         # Norm, loss and votes share one small exchange. A vote ends the round or, in the warm-up,
         # says that this rank has a signal to stop.
-        metrics = model.step_metrics(loss, stop.signal if average else method.vote(), average)
+        vote = stop.signal if average else method.vote()
+        metrics = model.step_metrics(loss, vote, average)
         model.clip_gradient(config.grad_clip)
         method.inner_step(optimizer)
         model.invalidate_gathered()
@@ -153,7 +154,8 @@ def at_round_end(setup, batches, model, method, log, stop, last: float):
             except UserError as error:
                 if not over:
                     raise
-                return print(f"saved   none: {error}")  # a full disk may have room for model.pt
+                print(f"saved   none: {error}")  # a full disk may have room for model.pt
+                return
         log.saved(path, time.perf_counter() - began)
         if stopping:
             raise launch.Stopped(stopping, method.steps, path)
@@ -162,7 +164,7 @@ def at_round_end(setup, batches, model, method, log, stop, last: float):
 def finish(setup, batches, model, method, log):
     """The last evaluation, model.pt, a sample."""
     method.finish()
-    val_loss = evaluate(setup, batches, model, method, parameters=model.master)
+    val_loss = evaluate(setup, batches, model, method, parameters=model.master)  # those to keep
     write_syncs(method, log)
     log.eval(method, val_loss)
     if not math.isfinite(val_loss):
