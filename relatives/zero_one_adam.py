@@ -61,7 +61,7 @@ class Config(QuantizedConfig):  # paper: tau grows from 1 to 16
     error_feedback: bool = option(True, "add what was not sent to the next round")
     refresh: bool = option(True, "take a new shape of V after rounds 1, 2, 4, 8, ...")
     step_bound: float = option(1.0, "largest step of an element, in learning rates; 0: none")
-    buffer_vectors = 2.5  # a mean, the root of V, and codes: own, received, sent again
+    buffer_vectors = 1.5  # a mean or the root of V, and codes: sent, received
 
     def check(self, replicas):
         super().check(replicas)
