@@ -404,9 +404,9 @@ def main():
     parser = Parser(description="Turn text into a corpus folder for train.py --data.")
     add = parser.add_argument
     add("--input", nargs="+", required=True, help="text, .jsonl, .parquet, packed: .gz, .zst")
-    add("--tokenizer", default="byte", help="byte, gpt2, or a folder with tokenizer.json")
+    add("--tokenizer", default="byte", help="byte (default), gpt2, or a folder with tokenizer.json")
     add("--out", required=True, help="new folder")
-    add("--max_tokens", type=float, default=1e18, help="stop after so many tokens (default: none)")
+    add("--max_tokens", type=float, default=1e18, help="stop at so many tokens (default: none)")
     args = parser.parse_args()
     check_limits("--max_tokens", args.max_tokens, {"low": 1})
     meta = write_corpus(text_documents(args.input), args.tokenizer, args.out, args.max_tokens)

@@ -310,53 +310,79 @@ def test_token_files_of_a_large_vocabulary_are_read_in_four_bytes(tmp_path):
         data.load(write_shard(tmp_path / "cut.bin", large, count=9, **kind), 128_256)
 
 
-def test_token_files_of_other_programs_are_read_in_place(tmp_path):
-    ramp = np.arange(1000, dtype=np.uint16)
-    ramp[:900].tofile(tmp_path / "train.bin")  # as nanoGPT
-    ramp[900:].tofile(tmp_path / "val.bin")
-    corpus = data.load(str(tmp_path / "train.bin"), vocab_size=1000)
-    assert (ids(corpus), corpus.train_tokens, corpus.vocab_size) == (ramp.tolist(), 900, 1000)
-    assert all(isinstance(array.base, mmap.mmap) for array in corpus.tokens.arrays)
+RAMP = np.arange(1000, dtype=np.uint16)
+
+
+def check_windows_are_runs(corpus):
+    """All training tokens are seen, and windows cross the borders of files."""
     seen = torch.cat(batch(corpus, size=12800))
-    assert seen.min() == 0 and seen.max() == 899 and (seen.diff() == 1).all()
+    assert seen.min() == 0
+    assert seen.max() == corpus.train_tokens - 1
+    assert (seen.diff() == 1).all()
+
+
+def test_token_files_of_nanogpt_are_read_in_place(tmp_path):
+    train = str(tmp_path / "train.bin")
+    RAMP[:900].tofile(train)
+    RAMP[900:].tofile(tmp_path / "val.bin")
+    corpus = data.load(train, vocab_size=1000)
+    assert ids(corpus) == RAMP.tolist()
+    assert (corpus.train_tokens, corpus.vocab_size) == (900, 1000)
+    assert all(isinstance(array.base, mmap.mmap) for array in corpus.tokens.arrays)
+    check_windows_are_runs(corpus)
     (tmp_path / "val.bin").unlink()
-    assert data.load(str(tmp_path / "train.bin")).train_tokens == 855  # the usual share
-    shards = tmp_path / "shards"
-    shards.mkdir()
-    for name, part in ("val_0", ramp[900:]), ("train_2", ramp[7:900]), ("train_1", ramp[:7]):
-        write_shard(shards / f"x_{name}.bin", part)
-    folder = str(shards)
-    files = f"{shards / 'x_train_1.bin'}:{shards / 'x_train_2.bin'}"
+    assert data.load(train).train_tokens == 855  # the usual share
+
+
+def test_shards_of_llm_c_are_one_corpus(tmp_path):
+    shards = {"val_0": RAMP[900:], "train_2": RAMP[7:900], "train_1": RAMP[:7]}
+    for name, part in shards.items():
+        write_shard(tmp_path / f"x_{name}.bin", part)
+    folder = str(tmp_path)
+    files = f"{tmp_path / 'x_train_1.bin'}:{tmp_path / 'x_train_2.bin'}"
     found = {}
     for names in folder, files:
         corpus = data.load(names, vocab_size=1000)
         found[names] = (len(corpus.tokens), corpus.train_tokens)
-        seen = torch.cat(batch(corpus, size=12800))
-        assert seen.min() == 0 and (seen.diff() == 1).all()  # windows cross the files' ends
+        check_windows_are_runs(corpus)
     assert found == {folder: (1000, 900), files: (900, 855)}
     assert data.load(files).hash != data.load(folder).hash
+
+
+def test_hash_of_token_files_changes_with_their_ends_and_middle(tmp_path):
     hashes = set()
-    for change in 0, 499, 999:  # the ends and the middle of a file of the same length
-        changed = write_shard(tmp_path / "changed.bin", ramp + (ramp == change))
+    for change in 0, 499, 999:
+        changed = write_shard(tmp_path / "changed.bin", RAMP + (RAMP == change))
         hashes.add(data.load(changed).hash)
     assert len(hashes) == 3
-    large = write_shard(tmp_path / "large.bin", [0, 60_000])
-    with pytest.raises(UserError, match="its vocabulary has 50257 tokens: .* larger --vocab_size"):
-        data.load(large)
-    # the word "val", not the letters; a file named twice counts once
+
+
+def test_validation_files_have_the_word_val_in_their_name_not_its_letters(tmp_path):
     for name in "evaluation.bin", "interval_1.bin":
-        ramp.tofile(tmp_path / name)
-    twice = ":".join([str(tmp_path / "interval_1.bin"), str(shards / ".." / "interval_1.bin")])
+        RAMP.tofile(tmp_path / name)
+    again = tmp_path / ".." / tmp_path.name / "interval_1.bin"
+    twice = f"{tmp_path / 'interval_1.bin'}:{again}"  # it counts once
     for names in str(tmp_path / "evaluation.bin"), twice:
         corpus = data.load(names, 1000)
         assert (len(corpus.tokens), corpus.train_tokens) == (1000, 950)
+
+
+def test_damaged_and_foreign_token_files_are_refused(tmp_path):
+    large = write_shard(tmp_path / "large.bin", [0, 60_000])
+    with pytest.raises(UserError, match="its vocabulary has 50257 tokens: .* larger --vocab_size"):
+        data.load(large)
+    cut = write_shard(tmp_path / "cut.bin", RAMP, count=9)
     (tmp_path / "odd.bin").write_bytes(b"abc")
-    wrong = {write_shard(tmp_path / "cut.bin", ramp, count=9): "1,000 tokens, its header says 9"}
-    wrong |= {str(tmp_path / "odd.bin"): "damaged", str(tmp_path): "odd.bin|cut.bin"}
     (tmp_path / "empty.bin").touch()
-    wrong |= {str(tmp_path / "empty.bin"): "damaged", __file__: "no token files; name"}
+    wrong = {
+        cut: "1,000 tokens, its header says 9",
+        str(tmp_path / "odd.bin"): "damaged",
+        str(tmp_path / "empty.bin"): "damaged",
+        str(tmp_path): "damaged",
+        __file__: "no token files; name",
+    }
     for path, message in wrong.items():
-        with pytest.raises(UserError, match=f"^--data .*({message})"):
+        with pytest.raises(UserError, match=f"^--data .*{message}"):
             data.load(path)
 
 
