@@ -25,6 +25,7 @@ PICTURE = "out/tour.svg"
 import copy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path[:0] = [".", ".."]  # the project's folder, from itself or from docs/
 
@@ -47,6 +48,11 @@ print(f"{size:,} parameters, {len(corpus.tokens):,} bytes of text")
 # The inner step: a gradient from its own batch, clipped, then AdamW. Nothing here knows of other
 # replicas. losses[method] collects the validation loss: all curves of the plot at the end.
 losses = {}
+
+
+def replicas():
+    """As one_page.py knows them: a model, and each layer's norms that were not flagged."""
+    return [SimpleNamespace(model=m, accepted=[[] for _ in m.layers]) for m in models]
 
 
 def compute_gradient(i, step):
@@ -73,7 +79,7 @@ def validate(method, steps):
 for step in range(STEPS):
     for i in range(M):
         compute_gradient(i, step)
-    one_page.average_gradients(models)  # the exchange
+    one_page.average_gradients(replicas())  # the exchange
     for i in range(M):
         inner_step(i, step)
     if step + 1 == WARMUP:
@@ -139,13 +145,13 @@ def train_rounds(method, penalty, sick_round=0):
     models, optimizers = copy.deepcopy(warm)
     anchors = [one_page.as_vector(layer) for layer in models[0].layers]
     outer = torch.optim.SGD(anchors, lr=0.7, momentum=OUTER_MOMENTUM, nesterov=True)
-    accepted = [[[] for _ in anchors] for _ in models]  # norms of a replica and layer
+    synchronized = replicas()
     for number, first in enumerate(rounds, start=1):
         train_alone(first, sick=number == sick_round)
-        judged = one_page.synchronize(models, anchors, outer, accepted, penalty)
+        judged = one_page.synchronize(synchronized, anchors, outer, penalty)
         validate(method, first + TAU)
         if number in (1, SICK_ROUND, len(rounds)):
-            one_page.show(number, losses[method][-1][1], *judged)
+            one_page.show(number, *judged, losses[method][-1][1])
 
 
 train_rounds("EDiT", penalty=True)
