@@ -49,6 +49,7 @@ import gzip
 import hashlib
 import io
 import json
+import mmap
 import os
 import re
 import shutil
@@ -158,7 +159,7 @@ def load(data: str | None, vocab_size: int = 0) -> Corpus:
 
 def load_folder(folder: str) -> Corpus:
     meta = json.loads(Path(folder, "meta.json").read_text())
-    array = np.memmap(Path(folder, "tokens.bin"), meta.pop("dtype"), "r")
+    array = memory_map(Path(folder, "tokens.bin"), meta.pop("dtype"))
     if len(array) != meta.pop("tokens"):
         raise ValueError(f"tokens.bin has {len(array):,} tokens")
     if meta["tokenizer"] == "tokenizer.json":
@@ -211,10 +212,17 @@ def open_token_file(path: Path, vocab_size: int) -> np.memmap:
     """llm.c's begin with 256 int32: magic, version, number of tokens. Others have no header."""
     header = np.fromfile(path, np.int32, 256)
     if header[0] not in HEADERS:
-        return np.memmap(path, smallest_dtype(vocab_size), "r")
-    array = np.memmap(path, HEADERS[header[0]], "r", 1024)
+        return memory_map(path, smallest_dtype(vocab_size))
+    array = memory_map(path, HEADERS[header[0]], 1024)
     if len(array) != header[2]:
         raise ValueError(f"{path.name} has {len(array):,} tokens, its header says {header[2]:,}")
+    return array
+
+
+def memory_map(path, dtype, offset: int = 0) -> np.memmap:
+    array = np.memmap(path, dtype, "r", offset)
+    # Batches read at random positions. Reading ahead costs milliseconds per batch.
+    array.base.madvise(mmap.MADV_RANDOM)
     return array
 
 
@@ -362,8 +370,8 @@ def new_folder(out: str):
 
 def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = np.inf) -> dict:
     """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json. Its
-    vocabulary is the model's, unless the documents have a token that only the tokenizer has. It
-    stops after the piece of text that reaches max_tokens."""
+    vocabulary is the model's, unless the documents have a token that only the tokenizer has. Its
+    bytes_per_token count the last piece of text whole."""
     name, vocab_size = read_tokenizer(tokenizer_name)
     tokenizer = make_tokenizer(name)
     dtype = smallest_dtype(tokenizer.n_vocab)
@@ -376,6 +384,7 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = n
             tokens = tokenizer.encode(text).astype(dtype)
             if ends:
                 tokens = np.append(tokens, dtype.type(tokenizer.eot_token))
+            tokens = tokens[: int(min(len(tokens), max_tokens - count))]
             text_bytes += len(text.encode())
             file.write(tokens)
             digest.update(tokens)

@@ -103,7 +103,6 @@ data --input IN/empty.txt --out new     | no text
 data --input IN/bad.jsonl --out new     | line 2 is not a JSON object
 data --input IN/half-pair.jsonl --out new | line 2 is not a JSON object
 data --input IN/tokens.bin --out new    | neither text nor .jsonl
-data --input IN/a.parquet --out new     | neither text nor .jsonl
 data --input IN/a.Json --out new        | neither text nor .jsonl (one object per line)
 data --input IN/text.txt --out new --tokenizer gpt3 | gpt3/tokenizer.json: No such file
 data --input IN/text.txt --out IN       | exists already
@@ -141,7 +140,7 @@ def inputs(tmp_path_factory):
     torch.save({"model": folder}, folder / "path.pt")
     half = (folder / "foreign.pt").read_bytes()[:500]
     files = {"text.txt": b"some text " * 100, "empty.txt": b"", "latin.txt": b"\xe9"}
-    files |= {"tokens.bin": bytes(range(100)), "a.parquet": b"PAR1", "a.Json": b'[{"text": ""}]'}
+    files |= {"tokens.bin": bytes(range(100)), "a.Json": b'[{"text": ""}]'}
     files |= {"half.pt": half, "pickle.pt": pickle.dumps(os.system, 2)}
     lines = {"bad": b"{", "half-pair": b'{"text": "\\ud800"}'}
     files |= {f"{name}.jsonl": b'{"text": "good"}\n' + line for name, line in lines.items()}

@@ -116,12 +116,12 @@ def test_hash_of_a_written_corpus_is_that_of_its_tokens(tmp_path):
     assert len(hashes) == 3
 
 
-def test_writing_stops_after_the_piece_that_reaches_max_tokens(tmp_path):
+def test_writing_stops_at_max_tokens(tmp_path):
     out = str(tmp_path / "new" / "cut")
     documents = (("x" * 3, i % 3 == 2) for i in range(3000))  # three pieces each
     meta = data.write_corpus(documents, "byte", out, max_tokens=25)
-    assert (meta["tokens"], meta["bytes_per_token"]) == (26, 24 / 26)
-    assert ids(data.load(out)) == ([120] * 9 + [256]) * 2 + [120] * 6
+    assert (meta["tokens"], meta["bytes_per_token"]) == (25, 24 / 25)
+    assert ids(data.load(out)) == ([120] * 9 + [256]) * 2 + [120] * 5
 
 
 def test_documents_do_not_depend_on_the_spelling_of_the_suffix_and_on_a_bom(tmp_path):
