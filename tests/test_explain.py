@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from itertools import product
@@ -310,3 +311,22 @@ def test_page_is_one_small_file_that_needs_no_network():
     assert not re.search(r'https?://|\bsrc=|<link|@import|\bfetch\(|\bimport\b', text)
     linked = re.findall(r'href="([^"#]+)"', text)
     assert linked and all(os.path.exists(ROOT / target) for target in linked)
+
+
+@pytest.mark.parametrize(
+    "width, fragment",
+    [
+        (400, ""),
+        (1600, "method=diloco&model=124m&replicas=4&slowness=2&gbit_per_s=1"),
+        (1600, "method=one_bit_edit&model=10b&tau=100&G2=40"),
+    ],
+)
+def test_page_can_be_looked_at(width, fragment, tmp_path):
+    """Keep the folder to see the three screenshots: --basetemp FOLDER."""
+    picture = tmp_path / "page.png"
+    size = f"--window-size={width},2400"
+    chromium("--hide-scrollbars", size, f"--screenshot={picture}", f"{PAGE.as_uri()}#{fragment}")
+    content = picture.read_bytes()
+    header = struct.unpack(">8sII2I", content[:24])
+    assert header[0] == b"\x89PNG\r\n\x1a\n" and header[3:] == (width, 2400)
+    assert len(content) > 50_000  # a blank page takes less
