@@ -245,6 +245,8 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
         with contextlib.redirect_stdout(io.StringIO()) as printed, _made(tamper) as made:
             train.train(setup, mesh, launch.StopRequest(False))
         method = made["method"]
+        if callable(made["watched"]):
+            made["watched"] = made["watched"]()  # before the copies below
         result = {
             "rows": None,
             "model": None,
@@ -261,8 +263,6 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
         }
         for name in method.shared + method.private:
             result["vectors"][name] = getattr(method, name).clone()
-        if callable(made["watched"]):
-            result["watched"] = made["watched"]()
         if mesh.rank == 0:
             result["rows"] = [json.loads(line) for line in open(out / "metrics.jsonl")]
             result["model"] = torch.load(out / "model.pt", weights_only=True)["model"]

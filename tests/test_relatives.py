@@ -382,6 +382,7 @@ def test_nothing_moves_where_the_variance_is_zero():
     assert (moved[1::3] == 0.5).all()  # at most lr: the bound
 
     method.rounds = 3
+    method.lr_sum = 0.5
     method.sync()
     assert torch.equal(model.master[::3], anchor[::3])
     assert (model.exp_avg[::3] == 0).all()
