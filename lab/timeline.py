@@ -138,7 +138,8 @@ def draw_overlap(rows, path):
     names = {}
     y = 0.0
     for row in shown:
-        layers = row["spans"]["link"][LAYERS : 2 * LAYERS]
+        sent = [(begin, end) for begin, end in row["spans"]["link"] if end > begin]  # not norms
+        layers = sent[LAYERS : 2 * LAYERS]
         origin = layers[0][0]
         draw_replica(axes, row, y, origin)
         begins, widths = zip(*bars_of(layers, origin))
