@@ -299,7 +299,7 @@ def text_documents(paths):
             except ModuleNotFoundError:
                 raise
             except Exception as error:  # damaged files raise many kinds
-                raise UserError(f"--input {path}: damaged or not UTF-8 ({error})") from None
+                raise UserError(f"--input {path}: cannot be read ({error})") from None
 
 
 def read_documents(file, name: str):
@@ -323,7 +323,8 @@ def read_documents(file, name: str):
 
 def text_document(file):
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")  # without a byte order mark
-    while piece := text.read(2**20):  # pieces bound the memory
+    # Pieces bound the memory. They end with a line, if it is not too long.
+    while piece := text.read(2**20) + text.readline(2**16):
         yield piece, False
     yield "", True
 
@@ -371,12 +372,13 @@ def new_folder(out: str):
 def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = np.inf) -> dict:
     """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json. Its
     vocabulary is the model's, unless the documents have a token that only the tokenizer has. Its
-    bytes_per_token count the last piece of text whole."""
+    bytes_per_token are those of whole pieces of text."""
     name, vocab_size = read_tokenizer(tokenizer_name)
     tokenizer = make_tokenizer(name)
     dtype = smallest_dtype(tokenizer.n_vocab)
     digest = hashlib.sha256()
     text_bytes = 0
+    encoded = 0  # tokens, also those beyond max_tokens
     count = 0
     largest = 0
     with new_folder(out) as folder, open(folder / "tokens.bin", "wb") as file:
@@ -384,8 +386,9 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = n
             tokens = tokenizer.encode(text).astype(dtype)
             if ends:
                 tokens = np.append(tokens, dtype.type(tokenizer.eot_token))
-            tokens = tokens[: int(min(len(tokens), max_tokens - count))]
+            encoded += len(tokens)
             text_bytes += len(text.encode())
+            tokens = tokens[: int(min(len(tokens), max_tokens - count))]
             file.write(tokens)
             digest.update(tokens)
             count += len(tokens)
@@ -400,7 +403,7 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = n
             "dtype": dtype.name,
             "tokens": count,
             "train_tokens": int(count * (1 - VALIDATION_FRACTION)),
-            "bytes_per_token": text_bytes / count,
+            "bytes_per_token": text_bytes / encoded,
             "hash": digest.hexdigest()[:16],
         }
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")

@@ -183,10 +183,6 @@ def costs(plan, model, gbit_per_s, replicas=2, slowness=1.0) -> dict:
     }
 
 
-def round_seconds(*arguments) -> float:
-    return costs(*arguments)["round_s"]
-
-
 def utilization(*arguments) -> float:
     return costs(*arguments)["utilization"]
 
@@ -229,6 +225,8 @@ def compare(folder):
     config = read_run(folder)["config"]
     if config["method"] not in SCHEDULES:
         raise UserError(f"{folder}: {config['method']} has no schedule in lab/planner.py")
+    if config.get("virtual_clock"):
+        raise UserError(f"{folder}: its times are virtual (--virtual_clock)")
     recorded = read_timeline(folder)
     step_s = min(row["step_s"] for row in recorded)
     tau = config.get("tau", 1)

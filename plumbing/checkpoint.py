@@ -290,8 +290,8 @@ def check_resume(setup):
     take = setup.plan.tokens_per_step
     if took != take and not {"batch_size", "accum", "tokens_per_step"} & setup.given.keys():
         refuse(
-            f"took {took:,} tokens per step, these ranks take {take:,}: give --tokens_per_step "
-            f"{took}, or confirm the change with --batch_size or --accum"
+            f"took {took:,} tokens per step, these ranks take {take:,}: give --accum 1 "
+            f"--tokens_per_step {took}, or confirm the change with --batch_size or --accum"
         )
 
 

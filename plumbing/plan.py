@@ -90,7 +90,9 @@ class Plan:
             kinds["Muon and AdamW"] = vector + squares
         else:
             kinds["AdamW"] = 2 * vector
-        place = HOST if config.offload else ""
+        place = ""
+        if config.offload and not self.on_cpu:
+            place = HOST
         for name in self.method.shared:
             kinds[name + place] = vector
         for name in self.method.private:
@@ -151,14 +153,16 @@ class Plan:
         """Raise UserError if the ranks of this machine, or the rank of a GPU, need more memory than
         it has. On a GPU activations do not count: how many there are depends on its kernels."""
         kinds = self.memory()
+        kinds.pop("shared memory", None)  # shared
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         found = f"{ranks} here have {size(there)} together"
+        kinds["model.pt"] = self.model_bytes() / ranks  # on rank 0
         if not self.on_cpu:
             ranks = 1
             there = torch.cuda.get_device_properties(0).total_memory  # all are alike
             found = f"its GPU has {size(there)}"
-            del kinds["activations"]
+            del kinds["activations"], kinds["model.pt"]
         needed = sum(count for kind, count in kinds.items() if not kind.endswith(HOST))
         if ranks * needed > there:
             raise UserError(
@@ -190,7 +194,11 @@ class Plan:
         )
         warmup = getattr(config, "sync_warmup_steps", 0)  # mini-batch has no such flag
         if warmup:
-            print(f"warm-up steps 1 to {warmup} average gradients, then {config.method} begins")
+            then = f"{config.method} begins"
+            if warmup >= config.max_steps:
+                then = "the run is over"
+            last = min(warmup, config.max_steps)
+            print(f"warm-up steps 1 to {last} average gradients, then {then}")
         if M > 1:
             sent = self.sync_bytes()
             print(

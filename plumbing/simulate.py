@@ -100,11 +100,12 @@ def read_disturbance(config, flag: str, replicas: int) -> dict:
     try:
         found = NOBODY | dict(zip(names, map(float, text.split(":")), strict=True))
         right = found["R"] in range(replicas) and found["FIRST"] <= found["LAST"]
-        right &= 1 <= found["F"] < 1e9  # NaN is not
+        right &= 1 <= found["F"] < 1e9 and 0 <= found["FACTOR"] < 1e9  # NaN is not
+        right &= 0 <= found["FIRST"]
     except ValueError:
         right = False
     if not right:
-        limits = f"R below {replicas}, F at least 1, FIRST at most LAST"
+        limits = f"R below {replicas}, F at least 1, FIRST at most LAST, none below 0"
         raise UserError(f"--{flag} {text}: must be {FORMS[flag]}, {limits}")
     return found
 

@@ -99,8 +99,8 @@ def read_tokenizer(name: str) -> tuple:
     config = Path(name, "config.json")
     if config.exists():
         try:
-            return text, json.loads(config.read_text())["vocab_size"]
-        except (ValueError, KeyError):
+            return text, int(json.loads(config.read_text())["vocab_size"])
+        except (ValueError, KeyError, TypeError):
             raise UserError(f"{config} has no vocab_size") from None
     return text, make_tokenizer(text).n_vocab
 

@@ -98,7 +98,7 @@ train --method noloco                   | --method noloco: it needs at least two
 data                                    | --out
 data --input IN/nowhere --out new       | No such file
 data --input IN --out new               | Is a directory
-data --input IN/latin.txt --out new     | not UTF-8
+data --input IN/latin.txt --out new     | 'utf-8' codec can't decode
 data --input IN/empty.txt --out new     | no text
 data --input IN/bad.jsonl --out new     | line 2 is not a JSON object
 data --input IN/half-pair.jsonl --out new | line 2 is not a JSON object

