@@ -27,7 +27,7 @@ UNEVEN = dict(link_mbps=20, link_latency_ms=2, slow_replica="0:1.5")
 TIGHT = dict(anomaly_warmup_rounds=2, anomaly_threshold=0.05, min_lr_ratio=1.0)  # drops
 CASES = [  # flags; ranks; round ends; where to resume; a simulation that changes nothing
     (dict(method="minibatch", max_steps=4), 2, [1, 2, 3, 4], [2], UNEVEN),
-    (LOCAL | dict(method="post_local_sgd"), 2, ENDS, [8], {}),
+    (LOCAL | dict(method="post_local_sgd", accum=2), 2, ENDS, [8], {}),
     (LOCAL | dict(method="diloco"), 2, ENDS, [2, 8], {}),
     (LOCAL | dict(method="slowmo"), 2, ENDS, [2, 8], {}),
     (LOCAL | TIGHT | dict(method="edit", shards=2), 4, ENDS, [1, 8, 12], UNEVEN),
