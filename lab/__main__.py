@@ -12,86 +12,91 @@ experiment, write a function that yields the runs of one seed, with @experiment 
 it.
 
 All runs train the tiny model on the built-in corpus, 2,048 tokens a step, on 4 replicas x 1 shard
-unless they say otherwise. They have the settings of BEST, which `tune` has found on a seed that no
-other experiment reports.
+unless they say otherwise. The outer step is the best one of `tune`, which has a seed of its own. So
+`tune` comes first: python -m lab tune, and python -m lab tune --steps 2000 for longer runs.
 """
 
-import re
+import json
+import math
 
 from config import run_command
 from lab import planner
-from lab.plot import Panel
-from lab.rows import beside_minibatch, distance, with_base
-from lab.runs import BASE, Run, experiment, main
+from lab.plot import Panel, draw_grid
+from lab.rows import beside_minibatch, distance, grid, with_base
+from lab.runs import BASE, RESULTS, Run, experiment, main
 from lab.timeline import draw, draw_overlap
 
 TUNING_SEED = 7
 
-# Flags of a method. From lab/results/tune.json: the lowest loss of three settings with tau 16, 448
-# steps. A-EDiT without slow replicas is EDiT.
-BEST = {
-    "minibatch": "lr 0.0045",
-    "post_local_sgd": "lr 0.0045",
-    "slowmo": "lr 0.0045 outer_lr 1.0 outer_momentum 0.5",
-    "co2": "lr 0.0045 outer_lr 0.7 outer_momentum 0.2",
-    "noloco": "lr 0.0045 outer_lr 0.9 outer_momentum 0.5",
-    "diloco": "lr 0.0045 outer_lr 0.7 outer_momentum 0.8",
-    "streaming_diloco": "lr 0.0045 outer_lr 0.9 outer_momentum 0.7",
-    "edit": "lr 0.0045 outer_lr 0.7 outer_momentum 0.8",
-    "streaming_edit": "lr 0.0045 outer_lr 0.9 outer_momentum 0.7",
-    "a_edit": "lr 0.0045 outer_lr 0.7 outer_momentum 0.8",
-    "zero_one_adam": "lr 0.003",
-    "sparse_loco": "lr 0.0045 outer_lr 1.0",
-    "top_k": "lr 0.0045",
-    "eager": "lr 0.003 outer_lr 0.7 outer_momentum 0.0",
-    "robust": "lr 0.003 outer_lr 0.7 outer_momentum 0.8",
+# Inner steps of all methods. From mini-batch: the best of six pairs in 2,000 steps.
+INNER = {
+    "AdamW": {"lr": 0.0045},
+    "Muon": {"optimizer": "muon", "lr": 0.0045, "muon_lr": 0.01},
 }
-LONG = 1000  # Runs with so many steps have lr 0.003: mini-batch ends lower than with 0.0045.
-# Nothing of these is tuned.
-MUON = {"optimizer": "muon", "lr": 0.0045, "muon_lr": 0.02}
-ONE_BIT = MUON | {"outer_lr": 1.0, "outer_momentum": 0.0, "warmup_format": "int8"}
+OUTER = ("1.0/0.0", "0.9/0.3", "0.7/0.5", "0.26/0.8", "0.5/0.8", "0.7/0.8")  # rate / momentum
+TUNED = ("diloco", "edit", "streaming_edit", "one_bit_edit")
+LIKE = {"a_edit": "edit", "streaming_diloco": "streaming_edit"}  # have the same outer step
+# The others: the best of three settings with tau 16 (lab/results/rates.md).
+OTHERS = {
+    "slowmo": {"outer_lr": 1.0, "outer_momentum": 0.5},
+    "co2": {"outer_lr": 0.7, "outer_momentum": 0.2},
+    "noloco": {"outer_lr": 0.9, "outer_momentum": 0.5},
+    "zero_one_adam": {"lr": 0.003},
+    "sparse_loco": {"outer_lr": 1.0},
+    "eager": {"lr": 0.003, "outer_lr": 0.7, "outer_momentum": 0.0},
+    "robust": {"lr": 0.003, "outer_lr": 0.7, "outer_momentum": 0.8},
+}
+LONG = 1000  # runs with so many steps have the outer steps of tune_2000.json
 
 LOCAL = ("diloco", "streaming_diloco", "edit", "streaming_edit")
-SHORT = {4: {"fragments": 2, "delay": 1}}  # with tau 4 the delay is at most tau / F - 1
+CURVE = {"eval_interval": 64}  # for a picture
 # Where time is measured: nothing but rounds.
 ROUNDS = {"sync_warmup_steps": 0, "eval_interval": 10**6, "checkpoint_interval": 0}
 
 
-def flags_of(setting: str) -> dict:
-    return dict(re.findall(r"(\w+) (\S+)", setting))
+def best_outer(method, tau, optimizer, variant="") -> str | None:
+    """The outer step that `tune` has found, for this or the nearest tau."""
+    path = RESULTS / ("tune.json" if BASE["max_steps"] < LONG else "tune_2000.json")
+    same = {"method": LIKE.get(method, method), "variant": variant, "optimizer": optimizer}
+    rows = [row for row in json.loads(path.read_text()) if same.items() <= row.items()]
+    if not rows:
+        return None
+    return min(rows, key=lambda row: (abs(math.log(row["tau"] / tau)), row["val_loss"]))["setting"]
 
 
 def training(
-    method, seed, tau=16, variant="", columns=None, ranks=4, timed_by=None, **flags
+    method,
+    seed,
+    tau=16,
+    variant="",
+    columns=None,
+    ranks=4,
+    optimizer="AdamW",
+    outer=None,
+    **flags,
 ) -> Run:
-    """A run with the best setting of the method. flags: other than BASE; columns: of its row."""
-    best = flags_of(BEST.get(method, ""))
-    if BASE["max_steps"] >= LONG:
-        best["lr"] = 0.003
+    """A run with the best settings. columns: of its row; outer: "0.7/0.8" in place of the best one;
+    flags: other than BASE."""
+    own = {"method": method, "variant": variant, "optimizer": optimizer, "tau": tau, "seed": seed}
+    best = INNER[optimizer] | OTHERS.get(method, {})
     if "model" in BASE:  # it has a learning rate of its own
         best.pop("lr", None)
 
-    own = {"method": method, "variant": variant, "tau": tau, "seed": seed}
     rounds = {"tau": tau}
     if method == "minibatch":
         own["tau"] = 1
         rounds = {}
     if method == "a_edit":  # by the virtual clock: as many steps as in the other methods
         rounds = {"tau_time_s": tau, "virtual_clock": True}
+    if method == "one_bit_edit":
+        rounds["warmup_format"] = "int8"
+    if method.startswith("streaming") and tau == 4:  # the delay is at most tau / fragments - 1
+        rounds |= {"fragments": 2, "delay": 1}
+    if outer := outer or best_outer(method, tau, optimizer):
+        best["outer_lr"], best["outer_momentum"] = outer.split("/")
 
     flags = BASE | {"method": method, "seed": seed} | rounds | best | flags
-    return Run(own | (columns or {}), flags, ranks, timed_by)
-
-
-def timing(method, tau=16, **flags) -> Run:
-    """A short run for the time of a step: three rounds without evaluations and checkpoints. A slow
-    link changes no loss, and a slow replica none if all replicas take the same steps. So the full
-    runs, which give the losses, have neither."""
-    steps = tau
-    if method == "minibatch":
-        steps = 4
-    flags |= ROUNDS | {"max_steps": 3 * steps, "log_interval": steps}
-    return training(method, TUNING_SEED, tau, columns={"seed": None}, **flags)
+    return Run(own | (columns or {}), flags, ranks)
 
 
 # ---- what EDiT buys ----
@@ -136,35 +141,24 @@ def timeline(seed):
 )
 def tau(seed):
     """How long may a round be?"""
-    for tau in (4, 16, 64, 128):
+    yield training("minibatch", seed, **CURVE)
+    for tau in (4, 16, 64):
         for method in LOCAL:
-            yield training(method, seed, tau, **SHORT.get(tau, {}))
+            yield training(method, seed, tau, **CURVE)
 
 
 # ---- a slow link, a slow replica, a sick replica ----
 
 
-def link_panel(mbps):
-    return Panel(
-        "seconds_curve",
-        "val_loss_curve",
-        "seconds after the warm-up",
-        title=f"{mbps} Mbit/s",
-        where={"link_mbps": mbps},
-        log=True,
-        first=1,
-    )
-
-
-@experiment("step_ms", "local_s", "val_loss", panels=[link_panel(100), link_panel(10)])
+@experiment("step_ms")
 def link(seed):
-    """How long does the training take over a slow link?"""
-    methods = ("minibatch", "post_local_sgd", "slowmo", "co2", "noloco", *LOCAL)
-    for method in methods:
+    """How long does a step take over a slow link?"""
+    for method in ("minibatch", "co2", *LOCAL):
+        steps = 4 if method == "minibatch" else 64
+        rounds = ROUNDS | {"max_steps": 3 * steps, "log_interval": steps}
         for mbps in (100, 10):
-            slow = {"link_mbps": mbps}
-            short = timing(method, 64, **slow)
-            yield training(method, seed, 64, columns=slow, timed_by=short)
+            columns = {"link_mbps": mbps, "seed": None}
+            yield training(method, TUNING_SEED, 64, "", columns, link_mbps=mbps, **rounds)
 
 
 VIRTUAL = {"clock": "virtual"}
@@ -186,22 +180,18 @@ VIRTUAL = {"clock": "virtual"}
 )
 def stragglers(seed):
     """What does one slow replica cost?"""
-    for slowness in (1.0, 1.5, 2.0, 4.0):
+    for slowness in (2.0, 4.0):
         columns = {"slowness": slowness} | VIRTUAL
         slow = {"slow_replica": f"3:{slowness}"}
-        for method in ("minibatch", "diloco", "edit"):
-            short = timing(method, **slow, virtual_clock=True)
-            yield training(method, seed, columns=columns, timed_by=short)
+        yield training("edit", seed, 16, "", columns, virtual_clock=True, **slow)
         for weighting in ("none", "times_steps", "norm_per_step"):
-            flags = slow | {"step_weighting": weighting}
-            if slowness == 1:  # all weights are equal
-                flags = {}
-            yield training("a_edit", seed, 16, f"weights {weighting}", columns, **flags)
+            slow["step_weighting"] = weighting
+            yield training("a_edit", seed, 16, f"weights {weighting}", columns, **slow)
 
     columns = {"slowness": 2.0, "clock": "real"}
     slow = {"slow_replica": "3:2.0"}
-    yield training("edit", seed, columns=columns, timed_by=timing("edit", **slow))
-    yield training("a_edit", seed, columns=columns, tau_time_s=1.0, virtual_clock=False, **slow)
+    yield training("edit", seed, 16, "", columns, **slow)
+    yield training("a_edit", seed, 16, "", columns, tau_time_s=1.0, virtual_clock=False, **slow)
 
 
 # Replica 3 is sick for one or three rounds, which end at step 256, one round before the end. Before
@@ -272,97 +262,112 @@ def penalty(seed):
 
 # ---- the frontier ----
 
-WHOLE = (  # methods that send the whole model at once
-    "post_local_sgd",
-    "slowmo",
-    "co2",
-    "noloco",
-    "diloco",
-    "edit",
-    "zero_one_adam",
-    "sparse_loco",
-    "eager",
-    "robust",
-)
+MUON = {"optimizer": "Muon"}
 
 
 @experiment(
     "val_loss",
     "over_minibatch",
+    "over_muon",
     "sync_bytes",
     "fewer_bytes",
-    "local_bytes",
     panels=[
         Panel("sync_bytes", "val_loss", "bytes over slow links, per rank", log=True, frontier=True),
-        Panel("local_bytes", "val_loss", "bytes after the warm-up", log=True, frontier=True),
     ],
     combine=beside_minibatch,
 )
 def frontier(seed):
     """Which method loses least for its bytes?"""
-    warmup = {"sync_warmup_steps": 32}
     yield training("minibatch", seed)
-    yield training("minibatch", seed, variant="Muon", **MUON)
-    yield training("top_k", seed, columns={"tau": 1}, **warmup)
-    for tau in (4, 8, 16, 64):
-        yield training("one_bit_edit", seed, tau, "Muon", **warmup, **ONE_BIT)
-        for method in WHOLE:
-            yield training(method, seed, tau, **warmup)
-        for method in ("streaming_diloco", "streaming_edit"):
-            yield training(method, seed, tau, **warmup, **SHORT.get(tau, {}))
+    yield training("minibatch", seed, **MUON)
+    yield training("one_bit_edit", seed, **MUON)
+    if seed > 4 or "model" in BASE:
+        return  # more seeds of what is compared most closely
+    for method in ("diloco", "edit", "streaming_edit"):
+        yield training(method, seed)
+        yield training(method, seed, **MUON)
+    for method in ("one_bit_edit", "zero_one_adam", "sparse_loco"):
+        yield training(method, seed)
+    if seed > 1:
+        return
+    for method in ("post_local_sgd", "slowmo", "co2", "noloco", "streaming_diloco", "eager"):
+        yield training(method, seed)
+    yield training("robust", seed)
+    yield training("top_k", seed, columns={"tau": 1})
+    for method in TUNED:
+        for optimizer in INNER:
+            yield training(method, seed, 64, optimizer=optimizer)
 
 
-RATES = ("lr 0.003", "lr 0.0045", "lr 0.006")
-NESTEROV = (
-    "lr 0.003 outer_lr 0.7 outer_momentum 0.8",
-    "lr 0.0045 outer_lr 0.7 outer_momentum 0.8",
-    "lr 0.0045 outer_lr 0.9 outer_momentum 0.7",
+BITS = {"": {}, "2 bits": {"quantize": "two_bits"}, "4 bits": {"quantize": "e3m0"}}
+
+
+def coded(bits, seed, tau=16, steps=32, format="int8"):
+    """One-bit EDiT with Muon and a warm-up of some steps in a format."""
+    return training(
+        "one_bit_edit",
+        seed,
+        tau,
+        bits,
+        {"warm-up": f"{steps} x {format}"},
+        optimizer="Muon",
+        outer=best_outer("one_bit_edit", 16, "Muon", bits),
+        sync_warmup_steps=steps,
+        warmup_format=format,
+        **BITS[bits],
+    )
+
+
+@experiment(
+    "val_loss",
+    "over_minibatch",
+    "over_muon",
+    "sync_bytes",
+    "fewer_bytes",
+    combine=beside_minibatch,
 )
-SETTINGS = {  # that `tune` tries, of each method the same number
-    "minibatch": RATES,
-    "post_local_sgd": RATES,
-    "slowmo": (
-        "lr 0.003 outer_lr 1.0 outer_momentum 0.5",
-        "lr 0.0045 outer_lr 1.0 outer_momentum 0.5",
-        "lr 0.0045 outer_lr 0.7 outer_momentum 0.7",
-    ),
-    "co2": (
-        "lr 0.003 outer_lr 0.7 outer_momentum 0.2",
-        "lr 0.0045 outer_lr 0.7 outer_momentum 0.2",
-        "lr 0.0045 outer_lr 0.5 outer_momentum 0.2",
-    ),
-    "noloco": (
-        "lr 0.003 outer_lr 0.9 outer_momentum 0.5",
-        "lr 0.0045 outer_lr 0.9 outer_momentum 0.5",
-        "lr 0.0045 outer_lr 0.9 outer_momentum 0.3",
-    ),
-    "diloco": NESTEROV,
-    "streaming_diloco": NESTEROV,
-    "edit": NESTEROV,
-    "streaming_edit": NESTEROV,
-    "zero_one_adam": RATES,
-    "top_k": RATES,
-    "robust": NESTEROV,
-    "eager": (
-        "lr 0.003 outer_lr 0.7 outer_momentum 0.0",
-        "lr 0.0045 outer_lr 0.7 outer_momentum 0.0",
-        "lr 0.0045 outer_lr 0.5 outer_momentum 0.0",
-    ),
-    "sparse_loco": (
-        "lr 0.003 outer_lr 1.0",
-        "lr 0.0045 outer_lr 1.0",
-        "lr 0.0045 outer_lr 0.7",
-    ),
-}
+def bits(seed):
+    """With Muon inside: how few bits, how long a round, how short a warm-up?"""
+    yield training("minibatch", TUNING_SEED)
+    yield training("minibatch", TUNING_SEED, **MUON)
+    for tau in (4, 16, 64):
+        outer = best_outer("edit", 16, "Muon")
+        yield training("edit", TUNING_SEED, tau, outer=outer, **MUON)
+        for bits in BITS:
+            yield coded(bits, TUNING_SEED, tau)
+    for steps, format in ((32, "none"), (8, "none"), (16, "int8"), (8, "int8"), (4, "int8")):
+        yield coded("2 bits", TUNING_SEED, 16, steps, format)
+    yield coded("4 bits", TUNING_SEED, 32, 16)
+    yield coded("2 bits", TUNING_SEED, 32, 3)
+    yield coded("4 bits", TUNING_SEED, 64, 3)
+    yield coded("", TUNING_SEED, 16, 2)
 
 
-@experiment("val_loss")
+# More outer steps, of EDiT with AdamW alone, for the picture
+CELLS = ("0.26/0.0", "0.26/0.5", "0.5/0.0", "0.5/0.5", "0.7/0.0", "1.0/0.5", "1.0/0.8")
+
+
+@experiment(*OUTER, summary=grid, picture=draw_grid)
 def tune(seed):
-    """Which setting is the best one of each method?"""
-    for method, settings in SETTINGS.items():
-        for setting in settings:
-            columns = {"setting": setting}
-            yield training(method, TUNING_SEED, columns=columns, **flags_of(setting))
+    """Which outer step is the best one, for each length of rounds?"""
+
+    def runs(method, tau, settings=OUTER, variant="", **flags):
+        for outer in settings:
+            columns = {"setting": outer}
+            yield training(method, TUNING_SEED, tau, variant, columns, outer=outer, **flags)
+
+    short = BASE["max_steps"] < LONG
+    for tau in (4, 16, 64):
+        if tau == 4 and not short:
+            continue
+        for method in TUNED:
+            for optimizer in INNER:
+                yield from runs(method, tau, optimizer=optimizer)
+        if short:
+            yield from runs("edit", tau, CELLS)
+    if not short:
+        for bits in ("2 bits", "4 bits"):
+            yield from runs("one_bit_edit", 16, variant=bits, **BITS[bits], **MUON)
 
 
 # ---- on paper ----

@@ -207,7 +207,8 @@ def needed(rows) -> list:
     for row in rows:
         for name, level in LEVELS.items():
             if row["utilization"] >= level:
-                found[row["model"], row["method"]].setdefault(name, row["gbit_per_s"])
+                rate = float(f"{row['gbit_per_s']:.3g}")
+                found[row["model"], row["method"]].setdefault(name, rate)
     different = {}
     for (model, method), rates in found.items():
         row = {"model": model, "method": method} | rates

@@ -13,7 +13,6 @@ readers; lines and markers differ, too. Pictures need matplotlib, event files te
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
@@ -26,16 +25,11 @@ from lab.svg import new_figure, save
 
 OWN = ("#7570b3", "X-")  # color, marker and line of the reader's own methods
 VARIANTS = "os^vDX"  # markers
-# The names in the picture of a frontier. All other points are gray.
-NAMED = (
-    "minibatch",
-    "post_local_sgd",
-    "diloco",
-    "edit",
-    "one_bit_edit",
-    "zero_one_adam",
-    "sparse_loco",
-)
+# The names in the picture of a frontier, with AdamW and with Muon. All other points are gray.
+NAMED = {
+    "": ("minibatch", "diloco", "edit", "streaming_edit", "zero_one_adam"),
+    "Muon": ("minibatch", "edit", "one_bit_edit"),
+}
 
 
 @dataclass
@@ -50,7 +44,12 @@ class Panel:
     where: dict = field(default_factory=dict)  # draw only the rows with these values
     log: bool = False  # is the x axis logarithmic?
     first: float = -math.inf  # draw only the points from this x on
-    frontier: bool = False  # names only of NAMED; a line of the lowest y so far
+    frontier: bool = False  # names only of NAMED; mini-batch is a line
+
+
+def muon(row) -> str:
+    """What tells the runs with Muon from those with AdamW in a picture."""
+    return "Muon" if row.get("optimizer") == "Muon" else ""
 
 
 def lines_of(rows, panel) -> dict:
@@ -59,7 +58,7 @@ def lines_of(rows, panel) -> dict:
     found = defaultdict(lambda: defaultdict(list))
     for row in in_order(rows):
         if panel.where.items() <= row.items():
-            case = row["method"], row.get("variant")
+            case = row["method"], row.get("variant") or muon(row)
             for x, y in np.column_stack([row[panel.x], row[panel.y]]).tolist():
                 if x >= panel.first:
                     found[case][x].append(y)
@@ -75,7 +74,7 @@ def lines_of(rows, panel) -> dict:
 def style_of(method, variant, number, frontier=False) -> tuple:
     """Marker and line, color, text in the legend. A variant has its method's color, a dotted line
     and another, open marker. frontier: all but NAMED are gray and have no name."""
-    if frontier and method not in NAMED:
+    if frontier and method not in NAMED.get(variant, ()):
         return ".", {"color": GRAY}
     name, color, form = METHODS.get(method, (method, *OWN))
     if variant:
@@ -89,25 +88,19 @@ def draw_panel(axes, panel, lines):
     for number, (case, points) in enumerate(lines.items()):
         form, look = style_of(*case, number, panel.frontier)
         x, y, lowest, highest = np.transpose(points)
+        if panel.frontier and case[0] == "minibatch":
+            axes.axhline(y[0], **look)
+            continue
         axes.plot(x, y, form, markevery=max(1, len(x) // 6), **look)
         if any(lowest < highest):
             axes.vlines(x, lowest, highest, color=look["color"], linewidth=0.8)
     axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
     axes.grid(axis="y", alpha=0.3, linewidth=0.5)
-    if panel.frontier:
-        axes.plot(*best_so_far(lines), color=GRAY, linewidth=5, alpha=0.25, zorder=0)
     if panel.log:
         axes.set_xscale("log")
         axes.minorticks_off()
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(EngFormatter())  # 100 M, not 10^8
-
-
-def best_so_far(lines) -> tuple:
-    """All x, rising, and the lowest y of the points up to each."""
-    points = sorted(chain(*lines.values()))
-    x, y, *_ = np.transpose(points)
-    return x, np.minimum.accumulate(y)
 
 
 def draw(rows, panels, path):
@@ -122,6 +115,27 @@ def draw(rows, panels, path):
         legend.update(zip(labels, handles))
     picture.legend(legend.values(), legend, loc="outside right upper", frameon=False)
     save(picture, [list(lines.values()) for lines in panels_lines], path)
+
+
+def draw_grid(rows, path):
+    """EDiT's loss over outer momentum and learning rate, a heat map for each tau. The figures and
+    colors: how far it is above the lowest one of the same tau."""
+    cells = defaultdict(list)
+    for row in rows:
+        if row["method"] == "edit" and row["optimizer"] == "AdamW":
+            rate, momentum = map(float, row["setting"].split("/"))
+            cells[row["tau"]].append((momentum, rate, row["val_loss"]))
+    picture = new_figure(1 + 3 * len(cells), 3.5)
+    for number, (tau, found) in enumerate(cells.items(), 1):
+        momenta, rates, losses = np.transpose(found)
+        above = losses / losses.min() - 1
+        axes = picture.add_subplot(1, len(cells), number)
+        axes.scatter(momenta, rates, 900, above, "s", cmap="YlOrRd", vmin=0, vmax=0.2)
+        for x, y, value in zip(momenta, rates, above):
+            axes.text(x, y, f"{value:+.1%}", ha="center", va="center")
+        axes.set(title=f"tau {tau}: lowest {losses.min():.4f}", xlabel="outer momentum")
+        axes.set(ylabel="outer learning rate", xlim=(-0.1, 0.9), ylim=(0.1, 1.1))
+    save(picture, cells, path)
 
 
 # ---- runs ----

@@ -4,6 +4,8 @@
     rows = json.loads(Path("lab/results/tau.json").read_text())
     print(table(rows, ("val_loss", "local_bytes")))                     # Markdown
 
+    print(compare(rows, {"method": "edit", "tau": 4}, {"method": "diloco", "tau": 4}))
+
 A row is a dict with the columns of a run (method, tau, seed ...), its results and its command
 lines. The rows of one case differ only in their seed: the table has a line for each case.
 """
@@ -12,6 +14,7 @@ import json
 import math
 import statistics
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 
 from config import UserError
@@ -39,7 +42,9 @@ CASE = (  # what distinguishes the cases
     "method",
     "replica",
     "variant",
+    "optimizer",
     "setting",
+    "warm-up",
     "tau",
     "steps",
     "slowness",
@@ -104,34 +109,60 @@ def distance(row, base) -> float:
     return row["val_loss"] / base["val_loss"] - 1
 
 
+def compare(rows, one, other) -> str:
+    """How much higher the loss of the case `one` is than that of `other`, over the seeds that both
+    have. A case is a dict of columns: {"method": "edit", "tau": 4}."""
+    found = []
+    for row in rows:
+        for base in rows:
+            if one.items() <= row.items() and other.items() <= base.items():
+                if row["seed"] == base["seed"]:
+                    found.append(distance(row, base))
+    text = f"{statistics.mean(found):+.2%} (n = {len(found)}"
+    if len(found) > 1:
+        text += f", standard error {standard_error(found):.2%}, p = {sign_flip_p(found):.3f}"
+    return text + ")"
+
+
+def sign_flip_p(differences) -> float:
+    """The chance of a mean so far from 0 if each sign was a coin's (exact, two-sided). With n
+    differences it is at least 2 / 2^n."""
+    sums = []
+    for signs in product((1, -1), repeat=len(differences)):
+        sums.append(abs(sum(sign * value for sign, value in zip(signs, differences))))
+    return statistics.mean(value >= sums[0] * (1 - 1e-9) for value in sums)
+
+
 def beside_minibatch(rows) -> list:
     """Adds how much higher the losses, and how many times lower the bytes are."""
-    for row, base in with_base(rows, ["seed"], method="minibatch", variant=""):
+    for row, base in with_base(rows, ["seed"], method="minibatch", optimizer="AdamW"):
         row["over_minibatch"] = distance(row, base)
         row["fewer_bytes"] = base["sync_bytes"] / row["sync_bytes"]
+    for row, base in with_base(rows, ["seed"], method="minibatch", optimizer="Muon"):
+        row["over_muon"] = distance(row, base)
     return rows
 
 
 # ---- tables ----
 
-DISTANCES = ("over_minibatch", "excess")
+DISTANCES = ("over_minibatch", "over_muon", "excess")
 FORMATS = {  # column -> heading, format, factor
     "val_loss": ("validation loss", "{:.4f}", 1),
     "local_bytes": ("MB sent after the warm-up", "{:,.1f}", 1e-6),
     "sync_bytes": ("MB sent in all", "{:,.1f}", 1e-6),
     "fewer_bytes": ("of mini-batch's bytes", "1/{:,.0f}", 1),
     "over_minibatch": ("over mini-batch", "{:+.1%}", 1),
+    "over_muon": ("over mini-batch, Muon", "{:+.1%}", 1),
     "excess": ("over undisturbed", "{:+.1%}", 1),
     "step_ms": ("ms a step", "{:,.0f}", 1),
-    "local_s": ("seconds after the warm-up", "{:,.0f}", 1),
     "tokens_per_s": ("tokens per second", "{:,.0f}", 1),
     "computing": ("computes", "{:.0%}", 1),
 }
 
 
 def table(rows, columns) -> str:
-    """Markdown: a line per case, the mean over its seeds and in brackets the lowest and highest. A
-    distance from a base has its standard error beside it."""
+    """Markdown: a line per case, the mean over its seeds and in brackets the lowest and highest or,
+    of a distance from a base, the standard error."""
     keys = [name for name in CASE if len({row.get(name) for row in rows}) > 1]
     seeded = any(row.get("seed") for row in rows)
     cases = defaultdict(list)
@@ -142,16 +173,26 @@ def table(rows, columns) -> str:
     for group in cases.values():
         cells = {name: case_cell(group[0], name) for name in keys}
         for name in columns:
-            heading, form, factor = FORMATS.get(name, (name, "{:.3g}", 1))
-            found = [factor * row[name] for row in group]
-            cells[heading] = mean_and_range(found, form)
+            heading, form, factor = FORMATS.get(name, (name, "{:.5g}", 1))
+            found = [factor * row[name] for row in group if name in row]
             if name in DISTANCES:
-                cells["standard error"] = standard_error(found)
+                cells[f"{heading} (standard error)"] = mean_and_error(found, form)
+            else:
+                cells[heading] = mean_and_range(found, form)
         if seeded:
             cells["seeds"] = str(len(group))
         lines.append(cells.values())
     lines = [cells, ["---"] * len(cells), *lines]  # the headings are the keys of all cells
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def grid(rows) -> list:
+    """Rows with the loss of each setting as a column of its name."""
+    lines = defaultdict(dict)
+    for row in rows:
+        case = {name: row.get(name) for name in CASE if name != "setting"}
+        lines[tuple(case.values())] |= case | {row["setting"]: round(row["val_loss"], 4)}
+    return list(lines.values())
 
 
 def case_cell(row, name) -> str:
@@ -164,6 +205,8 @@ def case_cell(row, name) -> str:
 
 
 def mean_and_range(found, form) -> str:
+    if not found:
+        return ""
     low = form.format(min(found))
     high = form.format(max(found))
     if low == high:
@@ -171,8 +214,13 @@ def mean_and_range(found, form) -> str:
     return f"{form.format(statistics.mean(found))} ({low} .. {high})"
 
 
-def standard_error(found) -> str:
-    """Of the mean."""
+def mean_and_error(found, form) -> str:
+    mean = form.format(statistics.mean(found))
     if len(found) == 1:
-        return ""
-    return f"{statistics.stdev(found) / math.sqrt(len(found)):.2%}"
+        return mean
+    return f"{mean} ({standard_error(found):.1%})"
+
+
+def standard_error(found) -> float:
+    """Of the mean."""
+    return statistics.stdev(found) / math.sqrt(len(found))

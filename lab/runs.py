@@ -34,10 +34,10 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]  # also where `torchr
 EXPERIMENTS = {}  # by name
 BASE = {  # flags of the runs, where an experiment does not say others
     "max_steps": 448,
-    "sync_warmup_steps": 128,
-    "eval_interval": 64,
+    "sync_warmup_steps": 32,
+    "eval_interval": 448,
     "log_interval": 64,
-    "checkpoint_interval": 128,
+    "checkpoint_interval": 500,
 }
 
 
@@ -48,11 +48,10 @@ class Run:
     columns: dict
     flags: dict
     ranks: int = 4
-    timed_by: object = None  # a short Run that gives the time of a step
 
     @property
     def folder(self) -> Path:
-        text = json.dumps([self.flags, [[self.ranks, None]]], sort_keys=True)
+        text = json.dumps([self.flags, self.ranks], sort_keys=True)
         return RUNS / f"{self.flags['method']}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
     def command(self) -> str:
@@ -67,12 +66,6 @@ class Run:
             else:
                 words.append(f"--{name} {value}")
         return " ".join(words)
-
-    def commands(self) -> str:
-        """The command lines of the run and of the one that times it."""
-        if self.timed_by:
-            return f"{self.command()}\n{self.timed_by.command()}"
-        return self.command()
 
     def finished(self) -> bool:
         return (self.folder / "model.pt").exists()
@@ -116,23 +109,14 @@ class Run:
             "step_curve": record["step"],
             "val_loss_curve": record["val_loss"],
         }
-        if self.timed_by:
-            step_s = self.timed_by.step_s()
-            found["step_ms"] = 1e3 * step_s
-            found["seconds_curve"] = [(step - warmup) * step_s for step in record["step"]]
-            found["local_s"] = found["seconds_curve"][-1]
-            found["tokens_per_s"] = steps[0]["tokens"] / step_s
+        if len(steps) > 2:  # the first ones are slower
+            found["step_ms"] = statistics.median(step["step_ms"] for step in steps[2:])
         return [found]
-
-    def step_s(self) -> float:
-        steps = read_run(self.folder)["steps"][2:]  # the first ones are slower
-        return statistics.median(step["step_ms"] for step in steps) / 1e3
 
 
 def execute_all(runs):
-    """Execute the runs that have not finished, and before them those that time them."""
-    timings = [run.timed_by for run in runs if run.timed_by]
-    todo = {run.folder: run for run in timings + runs if not run.finished()}
+    """Execute the runs that have not finished."""
+    todo = {run.folder: run for run in runs if not run.finished()}
     print(f"{len(runs)} rows, {len(todo)} runs to do", flush=True)
     for done, run in enumerate(todo.values(), 1):
         run.execute()
@@ -181,12 +165,12 @@ def run_experiment(experiment, seeds, path):
         known[row.get("command")][row.get("replica")] = row
 
     runs = experiment.runs(seeds)
-    execute_all([run for run in runs if run.commands() not in known])
+    execute_all([run for run in runs if run.command() not in known])
     made = {run.columns["seed"] for run in runs}
     rows = [row for row in earlier if row.get("seed") not in made]
     for run in runs:
-        own = run.columns | {"command": run.commands()}
-        rows += [row | own for row in known[run.commands()].values() or run.results()]
+        own = run.columns | {"command": run.command()}
+        rows += [row | own for row in known[run.command()].values() or run.results()]
     lines = ",\n".join(json.dumps(row) for row in experiment.combine(rows))
     path.write_text(f"[\n{lines}\n]\n")
     print(f"results {path}", flush=True)
@@ -246,7 +230,7 @@ def start(args):
     if args.steps:
         check_limits("--steps", args.steps, {"low": 64})
         name = f"{name}_{args.steps}"
-        BASE.update(max_steps=args.steps, sync_warmup_steps=32)
+        BASE.update(max_steps=args.steps, eval_interval=args.steps)
     if args.model:
         name = f"{name}_{args.model}"
         BASE.update(model=args.model, batch_size=2)

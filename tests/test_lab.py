@@ -19,8 +19,16 @@ from plumbing.checkpoint import list_checkpoints
 from ranks import ROOT, context, run_training
 
 RESULTS = sorted(ROOT.glob("lab/results/*.json"))
-GONE = {"elastic", "longer", "merge", "quality"}  # experiments whose tables stay
-EARLIER = {"frontier_128"}  # made by an experiment with other flags
+GONE = {  # experiments whose tables stay
+    "earlier_frontier",
+    "earlier_frontier_128",
+    "elastic",
+    "longer",
+    "merge",
+    "quality",
+    "rates",
+}
+EARLIER = {"link", "penalty", "stragglers", "tau", "timeline"}  # made with other flags
 
 
 def json_lines(found) -> str:
@@ -184,30 +192,22 @@ def test_rows_of_the_json_file_are_kept_and_not_run_again(tmp_path, executed):
 def test_rows_of_replicas_are_kept_too(tmp_path, executed):
     path = tmp_path / "timeline.json"
     experiment = runs.EXPERIMENTS["timeline"]
-    earlier = json.loads((ROOT / "lab/results/timeline.json").read_text())
-    path.write_text(json.dumps(earlier))
-    known = {row["command"] for row in earlier}
-    made = [run for run in experiment.runs([1]) if run.commands() in known]
-    runs.run_experiment(runs.Experiment(lambda seed: made, experiment.columns), [1], path)
+    made = experiment.runs([1])[:2]
+    earlier = []
+    for run in made:
+        for replica in (0, 1):
+            row = {"replica": replica, "computing": 0.5, "command": run.command()}
+            earlier.append(run.columns | row)
+    path.write_text(json.dumps([*earlier, earlier[0] | {"command": "gone"}]))
+    runs.run_experiment(runs.Experiment(lambda seed: made, ("computing",)), [1], path)
     assert executed == []
-    commands = {run.commands() for run in made}
-    kept = [row for row in earlier if row["command"] in commands]
-    assert len(kept) >= 12
-    assert json.loads(path.read_text()) == kept
+    assert json.loads(path.read_text()) == earlier
 
 
 def test_runs_that_do_not_depend_on_the_seed_are_made_once():
     tune = runs.EXPERIMENTS["tune"]
     assert tune.runs([1, 2, 3]) == tune.runs([1])
-    assert len(tune.runs([1])) == 42
-
-
-def test_runs_that_time_others_are_made_first_and_once(executed, capsys):
-    runs.execute_all(runs.EXPERIMENTS["link"].runs([1, 2]))
-    seeds = [seed for _, seed in executed]
-    assert seeds[:18] == [None] * 18  # a row needs the run that times it
-    assert sorted(seeds[18:]) == [1] * 9 + [2] * 9
-    assert capsys.readouterr().out.startswith("36 rows, 36 runs to do")
+    assert len(tune.runs([1])) == 3 * (4 * 2 * 6 + 7)
 
 
 def started_with(monkeypatch, words):
@@ -228,17 +228,11 @@ def test_steps_and_model_change_the_runs_and_the_name_of_the_result(monkeypatch)
     assert seeds == [1]
     assert path == runs.RESULTS / "frontier_2000_10m.json"
     assert runs.experiment_of(path) is experiment
-    first, muon, *others = experiment.runs([1])
+    first, muon, one_bit = experiment.runs([1])
     assert "lr" not in first.flags  # the preset has one
-    assert muon.flags["lr"] == 0.0045
-    assert {run.flags["max_steps"] for run in others} == {2000}
-    assert {run.flags["model"] for run in others} == {"10m"}
-
-
-def test_long_runs_have_a_learning_rate_of_their_own(monkeypatch):
-    experiment, *_ = started_with(monkeypatch, "frontier --steps 2000")
-    plain = [run for run in experiment.runs([1]) if run.columns["variant"] == ""]
-    assert {run.flags["lr"] for run in plain} == {0.003}
+    assert muon.flags["muon_lr"] == 0.01
+    assert {run.flags["max_steps"] for run in (first, muon, one_bit)} == {2000}
+    assert {run.flags["model"] for run in (first, muon, one_bit)} == {"10m"}
 
 
 def test_too_few_steps_are_refused(monkeypatch):
@@ -246,14 +240,38 @@ def test_too_few_steps_are_refused(monkeypatch):
         started_with(monkeypatch, "tau --steps 63")
 
 
-def test_best_settings_are_those_that_tune_has_found():
-    found = {}
-    for row in json.loads((ROOT / "lab/results/tune.json").read_text()):
-        found.setdefault(row["method"], []).append((row["val_loss"], row["setting"]))
-    best = {method: min(pairs)[1] for method, pairs in found.items()}
-    assert lab.BEST == best | {"a_edit": best["edit"]}
-    tried = {method: tuple(name for _, name in pairs) for method, pairs in found.items()}
-    assert lab.SETTINGS == tried
+def test_a_run_has_the_best_outer_step_of_its_tau_length_and_optimizer(monkeypatch, tmp_path):
+    def row(tau, setting, loss, method="edit", optimizer="AdamW", variant=""):
+        case = {"method": method, "variant": variant, "optimizer": optimizer, "tau": tau}
+        return case | {"setting": setting, "val_loss": loss}
+
+    short = [
+        row(4, "1.0/0.0", 1.5),
+        row(4, "0.7/0.8", 1.6),
+        row(16, "0.5/0.8", 1.6),
+        row(16, "0.9/0.3", 1.7),
+        row(16, "0.1/0.0", 1.0, variant="2 bits"),
+        row(16, "0.7/0.5", 1.1, optimizer="Muon"),
+    ]
+    (tmp_path / "tune.json").write_text(json.dumps(short))
+    (tmp_path / "tune_2000.json").write_text(json.dumps([row(16, "0.26/0.8", 1.2)]))
+    monkeypatch.setattr(lab, "RESULTS", tmp_path)
+    monkeypatch.setattr(runs, "BASE", dict(runs.BASE))
+    monkeypatch.setattr(lab, "BASE", runs.BASE)
+
+    def outer_step(*arguments, **more):
+        flags = lab.training(*arguments, **more).flags
+        return flags.get("outer_lr"), flags.get("outer_momentum")
+
+    assert outer_step("edit", 1, 4) == ("1.0", "0.0")
+    assert outer_step("edit", 1, 5) == ("1.0", "0.0")  # the nearest
+    assert outer_step("a_edit", 1, 64) == ("0.5", "0.8")
+    assert outer_step("edit", 1, 64, optimizer="Muon") == ("0.7", "0.5")
+    assert outer_step("edit", 1, 64, outer="0.3/0.4") == ("0.3", "0.4")
+    assert outer_step("slowmo", 1, 64) == (1.0, 0.5)
+    assert outer_step("minibatch", 1) == (None, None)
+    runs.BASE["max_steps"] = 2000
+    assert outer_step("edit", 1, 4) == ("0.26", "0.8")
 
 
 RECORD = {
@@ -283,32 +301,26 @@ def test_bytes_and_speed_are_those_after_the_warmup(monkeypatch):
         assert found["tokens_per_s"] == pytest.approx(speed)
         assert found["val_loss"] == 2.0
         assert found["sync_bytes"] == 9000
-
-
-def test_short_runs_give_the_times_and_full_runs_the_losses(monkeypatch):
-    monkeypatch.setattr(runs, "read_run", lambda folder: RECORD)
-    flags = {"method": "edit", "sync_warmup_steps": 100}
-    short = runs.Run({}, {"method": "edit"})
-    timed = runs.Run({}, flags, timed_by=short)
-    alone = runs.Run({}, flags)
-    assert timed.commands() == f"{alone.command()}\n{short.command()}"
-    (found,) = timed.results()
-    expected = {"step_ms": 200, "tokens_per_s": 10240, "seconds_curve": [0, 64], "local_s": 64}
-    assert found == alone.results()[0] | expected
+        assert found["step_ms"] == 200  # the median from the third row on
 
 
 # ---- rows and tables ----
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_figure_table_and_experiment_say_what_the_json_says(path):
+def test_figure_table_and_experiment_say_what_the_json_says(path, monkeypatch):
+    steps = re.search(r"_(\d+)$", path.stem)
+    monkeypatch.setattr(runs, "BASE", dict(runs.BASE))
+    monkeypatch.setattr(lab, "BASE", runs.BASE)
+    if steps:
+        runs.BASE.update(max_steps=int(steps[1]), eval_interval=int(steps[1]))
     found = json.loads(path.read_text())
     experiment = runs.experiment_of(path)
     assert (experiment is None) == (path.stem in GONE)
     if experiment is None:
         return
     if path.stem not in EARLIER:
-        made = {run.commands() for run in experiment.runs([1, 2, 3])}
+        made = {run.command() for run in experiment.runs([1, 2, 3])}
         assert {row["command"] for row in found if "command" in row} <= made
 
     assert runs.page(experiment, path, found) == path.with_suffix(".md").read_text()
@@ -371,14 +383,30 @@ def test_a_sick_run_is_compared_with_the_healthy_one_of_its_kind():
     assert excess == pytest.approx([0, 0.5, 0, 0.1, 0, 0.25])
 
 
-def result(method, seed, loss, sent=1, variant="") -> dict:
+def result(method, seed, loss, sent=1, optimizer="AdamW") -> dict:
     return {
         "method": method,
-        "variant": variant,
+        "optimizer": optimizer,
         "seed": seed,
         "val_loss": loss,
         "sync_bytes": sent,
     }
+
+
+def test_cases_are_compared_over_their_common_seeds():
+    found = [result("edit", 1, 2.2), result("edit", 2, 3.3), result("edit", 3, 9.0)]
+    found += [result("diloco", seed, loss) for seed, loss in {2: 3.0, 1: 2.0, 4: 5.0}.items()]
+    edit = {"method": "edit"}
+    diloco = {"method": "diloco"}
+    expected = "+10.00% (n = 2, standard error 0.00%, p = 0.500)"
+    assert rows.compare(found, edit, diloco) == expected
+    assert rows.compare(found, edit | {"seed": 1}, diloco) == "+10.00% (n = 1)"
+
+
+def test_p_is_the_share_of_signs_that_put_the_mean_as_far_from_0():
+    assert rows.sign_flip_p([1.0, 2.0, 3.0]) == 2 / 8
+    assert rows.sign_flip_p([1.0, 1.0, 1.0, -1.0]) == 10 / 16
+    assert rows.sign_flip_p([0.1] * 8) == 2 / 256
 
 
 def test_bytes_below_those_of_minibatch():
@@ -387,29 +415,35 @@ def test_bytes_below_those_of_minibatch():
         result("edit", 1, 2.0, 9),
         result("minibatch", 2, 2.0, 60),
         result("edit", 2, 2.0, 12),
-        result("minibatch", 1, 1.0, 45, "Muon"),  # is no base
+        result("minibatch", 1, 1.0, 45, "Muon"),
+        result("minibatch", 2, 1.0, 45, "Muon"),
     ]
     rows.beside_minibatch(found)
-    assert [row["fewer_bytes"] for row in found] == [1, 10, 1, 5, 2]
+    assert [row["fewer_bytes"] for row in found] == [1, 10, 1, 5, 2, 60 / 45]
     assert found[-1]["over_minibatch"] == -0.5
+    assert found[1]["over_muon"] == 1.0
 
 
 def test_standard_error_is_that_of_the_differences_seed_by_seed():
     found = [
         result("minibatch", 1, 2.0),
+        result("minibatch", 1, 1.0, optimizer="Muon"),
         result("edit", 1, 2.2),
         result("minibatch", 2, 1.0),
+        result("minibatch", 2, 1.2, optimizer="Muon"),
         result("edit", 2, 1.2),
     ]
     rows.beside_minibatch(found)
-    assert rows.table(found, ("over_minibatch",)).splitlines() == [
-        "| method | over mini-batch | standard error | seeds |",
-        "| --- | --- | --- | --- |",
-        "| mini-batch | +0.0% | 0.00% | 2 |",
-        "| EDiT | +15.0% (+10.0% .. +20.0%) | 5.00% | 2 |",
+    assert rows.table(found, ("over_minibatch", "over_muon")).splitlines() == [
+        "| method | optimizer | over mini-batch (standard error) "
+        "| over mini-batch, Muon (standard error) | seeds |",
+        "| --- | --- | --- | --- | --- |",
+        "| mini-batch | AdamW | +0.0% (0.0%) | +41.7% (58.3%) | 2 |",
+        "| mini-batch | Muon | -15.0% (35.0%) | +0.0% (0.0%) | 2 |",
+        "| EDiT | AdamW | +15.0% (5.0%) | +60.0% (60.0%) | 2 |",
     ]
-    *_, alone = rows.table(found[:2], ("over_minibatch",)).splitlines()
-    assert alone == "| EDiT | +10.0% |  | 1 |"
+    *_, alone = rows.table(found[:3], ("over_minibatch",)).splitlines()
+    assert alone == "| EDiT | AdamW | +10.0% | 1 |"
 
 
 # ---- pictures ----
@@ -460,27 +494,21 @@ def test_a_panel_shows_the_mean_and_the_range():
     assert ends == [[[4.0, 1.0], [4.0, 1.5]], [[16.0, 2.0], [16.0, 4.0]]]
 
 
-def test_line_of_the_frontier_is_the_lowest_loss_so_far():
-    lines = {
-        ("edit", ""): [(1, 4.0, 4.0, 4.0), (3, 2.0, 2.0, 2.0)],
-        ("co2", ""): [(2, 4.5, 4.5, 4.5), (4, 1.5, 1.5, 1.5), (5, 1.6, 1.6, 1.6)],
-    }
-    x, lowest = plot.best_so_far(lines)
-    assert x.tolist() == [1, 2, 3, 4, 5]
-    assert lowest.tolist() == [4.0, 4.0, 2.0, 1.5, 1.5]
+def test_picture_of_a_frontier_names_eight_cases_and_draws_minibatch_as_a_line():
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
 
-
-def test_picture_of_a_frontier_names_at_most_seven_methods():
-    named = set()
-    for method in rows.METHODS:
-        for variant in ("", "Muon"):
-            _, look = plot.style_of(method, variant, 0)
-            assert look["label"].startswith(rows.METHODS[method][0])
-            _, look = plot.style_of(method, variant, 0, frontier=True)
-            if "label" in look:
-                named.add(method)
-    assert named == set(plot.NAMED)
-    assert len(named) == 7
+    lines = {}
+    for variant in ("", "Muon"):
+        for number, method in enumerate(rows.METHODS):
+            lines[method, variant] = [(number + 1, 2.0, 2.0, 2.0)]
+    axes = Figure().add_subplot()
+    plot.draw_panel(axes, plot.Panel("x", "val_loss", "", frontier=True), lines)
+    labels = [line.get_label() for line in axes.get_lines()]
+    named = [label for label in labels if not label.startswith("_")]
+    assert len(named) == 8
+    flat = [line.get_label() for line in axes.get_lines() if len(line.get_xdata()) == 2]
+    assert flat == ["mini-batch", "mini-batch, Muon"]
 
 
 def test_variants_of_a_method_differ_in_their_markers():
