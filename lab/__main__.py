@@ -49,7 +49,6 @@ OTHERS = {
 LONG = 1000  # runs with so many steps have the outer steps of tune_2000.json
 
 LOCAL = ("diloco", "streaming_diloco", "edit", "streaming_edit")
-CURVE = {"eval_interval": 64}  # for a picture
 # Where time is measured: nothing but rounds.
 ROUNDS = {"sync_warmup_steps": 0, "eval_interval": 10**6, "checkpoint_interval": 0}
 
@@ -136,15 +135,17 @@ def timeline(seed):
 
 @experiment(
     "val_loss",
+    "over_minibatch",
     "local_bytes",
     panels=[Panel("tau", "val_loss", "tau, steps per round", log=True)],
+    combine=beside_minibatch,
 )
 def tau(seed):
     """How long may a round be?"""
-    yield training("minibatch", seed, **CURVE)
+    yield training("minibatch", seed)
     for tau in (4, 16, 64):
-        for method in LOCAL:
-            yield training(method, seed, tau, **CURVE)
+        for method in ("diloco", "edit"):
+            yield training(method, seed, tau)
 
 
 # ---- a slow link, a slow replica, a sick replica ----
@@ -204,7 +205,10 @@ SICK = {
 }
 SICK_RUN = {"sync_warmup_steps": 32, "max_steps": 272, "eval_interval": 16, "eval_batches": 8}
 # A replica with the wrong sign does its harm slowly: runs of BASE, sick in the last ten rounds.
-LYING = {"none": {}, "wrong sign": {"flip": "3:289:448"}}
+LYING = {
+    "none": {"eval_interval": 16},
+    "wrong sign": {"eval_interval": 16, "flip": "3:289:448"},
+}
 PARTS = {  # of EDiT's penalty
     "without elimination": {"anomaly_elimination": False},
     "only elimination": {"weighted_averaging": False, "pseudo_grad_clipping": False},

@@ -130,9 +130,9 @@ def draw_grid(rows, path):
         momenta, rates, losses = np.transpose(found)
         above = losses / losses.min() - 1
         axes = picture.add_subplot(1, len(cells), number)
-        axes.scatter(momenta, rates, 900, above, "s", cmap="YlOrRd", vmin=0, vmax=0.2)
+        axes.scatter(momenta, rates, 1200, above, "s", cmap="YlOrRd", vmin=0, vmax=0.3)
         for x, y, value in zip(momenta, rates, above):
-            axes.text(x, y, f"{value:+.1%}", ha="center", va="center")
+            axes.text(x, y, f"{value:.1%}", ha="center", va="center")
         axes.set(title=f"tau {tau}: lowest {losses.min():.4f}", xlabel="outer momentum")
         axes.set(ylabel="outer learning rate", xlim=(-0.1, 0.9), ylim=(0.1, 1.1))
     save(picture, cells, path)

@@ -99,9 +99,9 @@ def values(row, names) -> tuple:
 
 def with_base(rows, same, **baseline) -> list:
     """Pairs of each row and its base: the row with the columns `baseline` and the same values in
-    the columns `same`."""
+    the columns `same`. Leaves out rows without a base."""
     bases = {values(row, same): row for row in rows if baseline.items() <= row.items()}
-    return [(row, bases[values(row, same)]) for row in rows]
+    return [(row, bases[values(row, same)]) for row in rows if values(row, same) in bases]
 
 
 def distance(row, base) -> float:
@@ -215,6 +215,8 @@ def mean_and_range(found, form) -> str:
 
 
 def mean_and_error(found, form) -> str:
+    if not found:
+        return ""
     mean = form.format(statistics.mean(found))
     if len(found) == 1:
         return mean
