@@ -28,7 +28,7 @@ GONE = {  # experiments whose tables stay
     "quality",
     "rates",
 }
-EARLIER = {"link", "penalty", "stragglers", "tau", "timeline"}  # made with other flags
+EARLIER = {"link", "penalty", "stragglers", "timeline"}  # made with other flags
 
 
 def json_lines(found) -> str:
