@@ -210,11 +210,9 @@ LYING = {
     "wrong sign": {"eval_interval": 16, "flip": "3:289:448"},
 }
 PARTS = {  # of EDiT's penalty
-    "without elimination": {"anomaly_elimination": False},
     "only elimination": {"weighted_averaging": False, "pseudo_grad_clipping": False},
     "without weights": {"weighted_averaging": False},
     "only weights": {"anomaly_elimination": False, "pseudo_grad_clipping": False},
-    "without clip": {"pseudo_grad_clipping": False},
     "only clip": {"anomaly_elimination": False, "weighted_averaging": False},
 }
 
@@ -267,14 +265,11 @@ def penalty(seed):
 # ---- the frontier ----
 
 MUON = {"optimizer": "Muon"}
+BESIDE = ("val_loss", "over_minibatch", "over_muon", "sync_bytes", "fewer_bytes")
 
 
 @experiment(
-    "val_loss",
-    "over_minibatch",
-    "over_muon",
-    "sync_bytes",
-    "fewer_bytes",
+    *BESIDE,
     panels=[
         Panel("sync_bytes", "val_loss", "bytes over slow links, per rank", log=True, frontier=True),
     ],
@@ -322,14 +317,7 @@ def coded(bits, seed, tau=16, steps=32, format="int8"):
     )
 
 
-@experiment(
-    "val_loss",
-    "over_minibatch",
-    "over_muon",
-    "sync_bytes",
-    "fewer_bytes",
-    combine=beside_minibatch,
-)
+@experiment(*BESIDE, combine=beside_minibatch)
 def bits(seed):
     """With Muon inside: how few bits, how long a round, how short a warm-up?"""
     yield training("minibatch", TUNING_SEED)

@@ -127,6 +127,7 @@ add("streaming_diloco, moments", [GRID, FOUR], STREAMING_DILOCO, MOMENTS, delay=
 add("edit", ALL, EDIT)
 add("edit, muon", ALL, EDIT, ODD)
 add("edit, micro-steps", [GRID], EDIT, anomaly_elimination=False, accum=3)
+add("edit, norms per learning rate", [GRID, THREE], EDIT, norm_per_lr=True)
 add("edit, equal weights", [GRID], EDIT, weighted_averaging=False)
 # the embedding's 2570 elements need padding
 add("edit, no clipping", [(2, 3)], EDIT, pseudo_grad_clipping=False, n_embd=10)
@@ -135,6 +136,7 @@ add("edit, first moment averaged", [THREE], EDIT, average_moments="m")
 
 add("a_edit", ALL, CLOCKS)
 add("a_edit, moments", [GRID], CLOCKS, MOMENTS)
+add("a_edit, norms per learning rate", [GRID], CLOCKS, norm_per_lr=True)
 add("a_edit, weights as in the paper", [GRID, THREE], CLOCKS, step_weighting="none")
 add("a_edit, weights times steps", [GRID, THREE], CLOCKS, step_weighting="times_steps")
 

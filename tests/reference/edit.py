@@ -33,6 +33,11 @@ class EDiT(Method):
         # samples[l][i]: the norms of replica i's layer l so far, but those that were flagged
         self.samples = [[[] for _ in self.replicas] for _ in self.layers]
         self.verdicts = []
+        self.lr_sums = [0.0] * self.M  # of the round
+
+    def inner_step(self, i, g, lr):
+        super().inner_step(i, g, lr)
+        self.lr_sums[i] += lr
 
     def sync(self, lr):
         d = self.d()
@@ -44,7 +49,14 @@ class EDiT(Method):
             self.penalized_step(l, dbar, verdict)
         # x_i <- a
         self.set_all(self.a)
+        self.lr_sums = [0.0] * self.M
         return self.row()
+
+    def judged_norms(self, norms, G):
+        if not self.f.norm_per_lr:
+            return G
+        # G_i / sum of the round's learning rates of replica i
+        return [norm / lr_sum for norm, lr_sum in zip(norms, self.lr_sums)]
 
     def judge(self, l, d):
         """Flags and weights of layer l. d: the pseudo-gradients d_i of the layer."""
@@ -52,7 +64,7 @@ class EDiT(Method):
         norms = norms_of(d)
         G = self.comparable_norms(norms)
         flagged = []
-        for G_i, samples in zip(G, self.samples[l]):
+        for G_i, samples in zip(self.judged_norms(norms, G), self.samples[l]):
             flagged.append(is_anomaly(G_i, samples, self.f))
             if not flagged[-1]:
                 samples.append(G_i)
