@@ -25,6 +25,9 @@ there is no owner and no E: each sends C(z_i) to the other (all-gather), and dba
 One replica alone sends nothing, and is EDiT; so is --quantize none, which sends w_i d_i as edit.py
 does.
 
+The outer momentum carries the errors on, too: the fewer bits, the less momentum. In 2,000 steps
+with Muon 0.9 / 0.3 was the best of four outer steps in 1 bit, 0.5 / 0.8 the best of six in 2 bits.
+
 A flagged replica forgets its errors. The weights come before C: a replica with a large norm and a
 small weight would otherwise send its errors later, with a normal weight.
 
@@ -59,6 +62,8 @@ from relatives.quantize import FORMATS, MeanInFlight, QuantizedConfig, bytes_per
 
 @dataclass
 class Config(edit.Config, QuantizedConfig):
+    outer_lr: float = option(0.9, "outer learning rate")
+    outer_momentum: float = option(0.3, "outer Nesterov momentum", below=1)
     quantize: str = option("sign", "what is sent", choices=FORMATS)
     warmup_format: str = option(
         "none", "of mean gradients in the warm-up, errors fed back", choices=["none", "int8"]

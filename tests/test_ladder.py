@@ -174,7 +174,7 @@ claim(
     BITWISE,
     "one_bit_edit in 32 bits is edit",
     ranks=4,
-    flags=ROUNDS | dict(shards=2),
+    flags=ROUNDS | BALL | dict(shards=2),
     cases=[
         case("edit"),
         case("one_bit_edit", quantize="none"),
@@ -184,7 +184,7 @@ claim(
     BITWISE,
     "also with three replicas",
     ranks=3,
-    flags=ROUNDS | MUON,
+    flags=ROUNDS | BALL | MUON,
     cases=[
         case("edit"),
         case("one_bit_edit", quantize="none"),
@@ -194,7 +194,7 @@ claim(
     BITWISE,
     "one_bit_edit with one replica is edit",
     ranks=2,
-    flags=ROUNDS | dict(shards=2),
+    flags=ROUNDS | BALL | dict(shards=2),
     cases=[
         case("edit"),
         case("one_bit_edit"),
