@@ -266,39 +266,8 @@ def penalty(seed):
 
 MUON = {"optimizer": "Muon"}
 BESIDE = ("val_loss", "over_minibatch", "over_muon", "sync_bytes", "fewer_bytes")
-
-
-@experiment(
-    *BESIDE,
-    panels=[
-        Panel("sync_bytes", "val_loss", "bytes over slow links, per rank", log=True, frontier=True),
-    ],
-    combine=beside_minibatch,
-)
-def frontier(seed):
-    """Which method loses least for its bytes?"""
-    yield training("minibatch", seed)
-    yield training("minibatch", seed, **MUON)
-    yield training("one_bit_edit", seed, **MUON)
-    if seed > 4 or "model" in BASE:
-        return  # more seeds of what is compared most closely
-    for method in ("diloco", "edit", "streaming_edit"):
-        yield training(method, seed)
-        yield training(method, seed, **MUON)
-    for method in ("one_bit_edit", "zero_one_adam", "sparse_loco"):
-        yield training(method, seed)
-    if seed > 1:
-        return
-    for method in ("post_local_sgd", "slowmo", "co2", "noloco", "streaming_diloco", "eager"):
-        yield training(method, seed)
-    yield training("robust", seed)
-    yield training("top_k", seed, columns={"tau": 1})
-    for method in TUNED:
-        for optimizer in INNER:
-            yield training(method, seed, 64, optimizer=optimizer)
-
-
 BITS = {"": {}, "2 bits": {"quantize": "two_bits"}, "4 bits": {"quantize": "e3m0"}}
+POINTS = (("", 16, 2), ("2 bits", 16, 16))  # on the frontier: bits, tau, steps of the warm-up
 
 
 def coded(bits, seed, tau=16, steps=32, format="int8"):
@@ -317,6 +286,37 @@ def coded(bits, seed, tau=16, steps=32, format="int8"):
     )
 
 
+@experiment(
+    *BESIDE,
+    panels=[
+        Panel("sync_bytes", "val_loss", "bytes over slow links, per rank", log=True, frontier=True),
+    ],
+    combine=beside_minibatch,
+)
+def frontier(seed):
+    """Which method loses least for its bytes?"""
+    yield training("minibatch", seed)
+    yield training("minibatch", seed, **MUON)
+    for bits, tau, steps in POINTS:
+        yield coded(bits, seed, tau, steps)
+    if seed > 4 or "model" in BASE:
+        return  # more seeds of what is compared most closely
+    for method in ("diloco", "edit", "streaming_edit"):
+        yield training(method, seed)
+        yield training(method, seed, **MUON)
+    for method in ("one_bit_edit", "zero_one_adam", "sparse_loco"):
+        yield training(method, seed)
+    if seed > 1:
+        return
+    for method in ("post_local_sgd", "slowmo", "co2", "noloco", "streaming_diloco", "eager"):
+        yield training(method, seed)
+    yield training("robust", seed)
+    yield training("top_k", seed, columns={"tau": 1})
+    for method in TUNED:
+        for optimizer in INNER:
+            yield training(method, seed, 64, optimizer=optimizer)
+
+
 @experiment(*BESIDE, combine=beside_minibatch)
 def bits(seed):
     """With Muon inside: how few bits, how long a round, how short a warm-up?"""
@@ -327,12 +327,13 @@ def bits(seed):
         yield training("edit", TUNING_SEED, tau, outer=outer, **MUON)
         for bits in BITS:
             yield coded(bits, TUNING_SEED, tau)
-    for steps, format in ((32, "none"), (8, "none"), (16, "int8"), (8, "int8"), (4, "int8")):
-        yield coded("2 bits", TUNING_SEED, 16, steps, format)
-    yield coded("4 bits", TUNING_SEED, 32, 16)
-    yield coded("2 bits", TUNING_SEED, 32, 3)
-    yield coded("4 bits", TUNING_SEED, 64, 3)
-    yield coded("", TUNING_SEED, 16, 2)
+    for steps, format in ((32, "none"), (8, "none"), (8, "int8"), (2, "int8")):
+        yield coded("", TUNING_SEED, 16, steps, format)
+    # the same bytes: 1/150, 1/400 of mini-batch's
+    for bits, tau, steps in (("2 bits", 16, 16), ("2 bits", 11, 2), ("4 bits", 32, 16)):
+        yield coded(bits, TUNING_SEED, tau, steps)
+    for bits, tau in (("2 bits", 32), ("4 bits", 64)):
+        yield coded(bits, TUNING_SEED, tau, 3)
 
 
 # More outer steps, of EDiT with AdamW alone, for the picture

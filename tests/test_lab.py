@@ -228,11 +228,12 @@ def test_steps_and_model_change_the_runs_and_the_name_of_the_result(monkeypatch)
     assert seeds == [1]
     assert path == runs.RESULTS / "frontier_2000_10m.json"
     assert runs.experiment_of(path) is experiment
-    first, muon, one_bit = experiment.runs([1])
+    first, muon, *others = experiment.runs([1])
     assert "lr" not in first.flags  # the preset has one
     assert muon.flags["muon_lr"] == 0.01
-    assert {run.flags["max_steps"] for run in (first, muon, one_bit)} == {2000}
-    assert {run.flags["model"] for run in (first, muon, one_bit)} == {"10m"}
+    assert len(others) == len(lab.POINTS)
+    assert {run.flags["max_steps"] for run in (first, muon, *others)} == {2000}
+    assert {run.flags["model"] for run in (first, muon, *others)} == {"10m"}
 
 
 def test_too_few_steps_are_refused(monkeypatch):
