@@ -195,6 +195,7 @@ class EDiT(Method):
         limits = scale * anomaly_limits(self.statistics, self.config)
         self.exchange(norms=squares.sqrt(), limits=limits)  # sets self.exchanged
         G = self.comparable_norms()  # (M, L)
+        # Divided by all rates of a round, A-EDiT's norms need no correction for unequal steps.
         judged = self.exchanged.norms if self.config.norm_per_lr else G
         self.flagged = is_anomaly(judged, self.exchanged.limits)
         self.any_accepted = (~self.flagged).any(dim=0).to(G.dtype)  # (L,): 0 if all are flagged
