@@ -4,6 +4,7 @@
     python -m lab tau                # print the table; write tau.json, .md and .svg to lab/results/
     python -m lab tau --steps 96 --seeds 1             # tau_96.json: short runs, for a first look
     python -m lab frontier --steps 2000 --seeds 1 2    # frontier_2000.json
+    python -m lab frontier --model 10m --gpu           # frontier_10m.json, all ranks on GPUs
     python -m lab --tables           # rewrite all tables and pictures from the JSON files
 
 Runs are kept in out/lab/. A finished run is not repeated, also if another experiment has it or if
@@ -131,6 +132,15 @@ def timeline(seed):
     alike = {"link_mbps": 120, "batch_size": 64} | flags
     for method in ("diloco", "edit"):
         yield training(method, TUNING_SEED, 4, "overlap", max_steps=20, **alike)
+
+
+@experiment("val_loss", "over_minibatch", "sync_bytes", "local_bytes", combine=beside_minibatch)
+def first(seed):
+    """The run of `make train`: what do other methods reach in it?"""
+    columns = {"optimizer": "AdamW", "seed": seed}
+    flags = {"seed": seed, "shards": 2, "batch_size": 8, "sync_warmup_steps": 200}
+    for method in ("minibatch", "diloco", "edit", "streaming_edit"):
+        yield Run({"method": method} | columns, {"method": method} | flags)
 
 
 @experiment(
@@ -270,18 +280,17 @@ BITS = {"": {}, "2 bits": {"quantize": "two_bits"}, "4 bits": {"quantize": "e3m0
 POINTS = (("", 16, 2), ("2 bits", 16, 16))  # on the frontier: bits, tau, steps of the warm-up
 
 
-def coded(bits, seed, tau=16, steps=32, format="int8"):
-    """One-bit EDiT with Muon and a warm-up of some steps in a format."""
+def coded(bits, seed, tau, steps):
+    """One-bit EDiT with Muon and a warm-up of so many steps in 8 bits."""
     return training(
         "one_bit_edit",
         seed,
         tau,
         bits,
-        {"warm-up": f"{steps} x {format}"},
+        {"warm-up": f"{steps} x int8"},
         optimizer="Muon",
         outer=best_outer("one_bit_edit", 16, "Muon", bits),
         sync_warmup_steps=steps,
-        warmup_format=format,
         **BITS[bits],
     )
 
@@ -315,25 +324,6 @@ def frontier(seed):
     for method in TUNED:
         for optimizer in INNER:
             yield training(method, seed, 64, optimizer=optimizer)
-
-
-@experiment(*BESIDE, combine=beside_minibatch)
-def bits(seed):
-    """With Muon inside: how few bits, how long a round, how short a warm-up?"""
-    yield training("minibatch", TUNING_SEED)
-    yield training("minibatch", TUNING_SEED, **MUON)
-    for tau in (4, 16, 64):
-        outer = best_outer("edit", 16, "Muon")
-        yield training("edit", TUNING_SEED, tau, outer=outer, **MUON)
-        for bits in BITS:
-            yield coded(bits, TUNING_SEED, tau)
-    for steps, format in ((32, "none"), (8, "none"), (8, "int8"), (2, "int8")):
-        yield coded("", TUNING_SEED, 16, steps, format)
-    # the same bytes: 1/150, 1/400 of mini-batch's
-    for bits, tau, steps in (("2 bits", 16, 16), ("2 bits", 11, 2), ("4 bits", 32, 16)):
-        yield coded(bits, TUNING_SEED, tau, steps)
-    for bits, tau in (("2 bits", 32), ("4 bits", 64)):
-        yield coded(bits, TUNING_SEED, tau, 3)
 
 
 # More outer steps, of EDiT with AdamW alone, for the picture

@@ -76,7 +76,9 @@ def fsdp2_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
     if backend == "shm":  # which FSDP2 does not know
         backend = "gloo"
     if not dist.is_initialized():  # one rank
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        device = mesh.device if mesh.device.type == "cuda" else None  # else NCCL guesses, and warns
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device)
     grid = init_device_mesh(
         config.device,
         (mesh.replicas, mesh.shards),

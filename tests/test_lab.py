@@ -20,6 +20,7 @@ from ranks import ROOT, context, run_training
 
 RESULTS = sorted(ROOT.glob("lab/results/*.json"))
 GONE = {  # experiments whose tables stay
+    "bits_2000",
     "earlier_frontier",
     "earlier_frontier_128",
     "elastic",
@@ -222,8 +223,8 @@ def started_with(monkeypatch, words):
     return seen[0]
 
 
-def test_steps_and_model_change_the_runs_and_the_name_of_the_result(monkeypatch):
-    words = "frontier --steps 2000 --model 10m --seeds 1"
+def test_steps_model_and_gpu_change_the_runs_and_the_name_of_the_result(monkeypatch):
+    words = "frontier --steps 2000 --model 10m --gpu --seeds 1"
     experiment, seeds, path = started_with(monkeypatch, words)
     assert seeds == [1]
     assert path == runs.RESULTS / "frontier_2000_10m.json"
@@ -234,6 +235,7 @@ def test_steps_and_model_change_the_runs_and_the_name_of_the_result(monkeypatch)
     assert len(others) == len(lab.POINTS)
     assert {run.flags["max_steps"] for run in (first, muon, *others)} == {2000}
     assert {run.flags["model"] for run in (first, muon, *others)} == {"10m"}
+    assert {run.flags["device"] for run in (first, muon, *others)} == {"cuda"}
 
 
 def test_too_few_steps_are_refused(monkeypatch):
@@ -310,11 +312,12 @@ def test_bytes_and_speed_are_those_after_the_warmup(monkeypatch):
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_figure_table_and_experiment_say_what_the_json_says(path, monkeypatch):
-    steps = re.search(r"_(\d+)$", path.stem)
     monkeypatch.setattr(runs, "BASE", dict(runs.BASE))
     monkeypatch.setattr(lab, "BASE", runs.BASE)
-    if steps:
+    if steps := re.search(r"_(\d+)", path.stem):
         runs.BASE.update(max_steps=int(steps[1]), eval_interval=int(steps[1]))
+    if path.stem.endswith("_10m"):
+        runs.BASE.update(model="10m", batch_size=2, device="cuda", backend="shm")
     found = json.loads(path.read_text())
     experiment = runs.experiment_of(path)
     assert (experiment is None) == (path.stem in GONE)
