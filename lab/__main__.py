@@ -4,7 +4,7 @@
     python -m lab tau                # print the table; write tau.json, .md and .svg to lab/results/
     python -m lab tau --steps 96 --seeds 1             # tau_96.json: short runs, for a first look
     python -m lab frontier --steps 2000 --seeds 1 2    # frontier_2000.json
-    python -m lab frontier --model 10m --gpu           # frontier_10m.json, all ranks on GPUs
+    python -m lab frontier --model 10m --gpu           # frontier_10m_gpu.json
     python -m lab --tables           # rewrite all tables and pictures from the JSON files
 
 Runs are kept in out/lab/. A finished run is not repeated, also if another experiment has it or if
@@ -14,7 +14,8 @@ it.
 
 All runs train the tiny model on the built-in corpus, 2,048 tokens a step, on 4 replicas x 1 shard
 unless they say otherwise. The outer step is the best one of `tune`, which has a seed of its own. So
-`tune` comes first: python -m lab tune, and python -m lab tune --steps 2000 for longer runs.
+`tune` comes first: python -m lab tune, and python -m lab tune --steps 2000 for longer runs. What it
+has not tried yet, in this length and with this optimizer, has the default outer step.
 """
 
 import json
@@ -55,7 +56,7 @@ ROUNDS = {"sync_warmup_steps": 0, "eval_interval": 10**6, "checkpoint_interval":
 
 
 def best_outer(method, tau, optimizer, variant="") -> str | None:
-    """The outer step that `tune` has found, for this or the nearest tau."""
+    """The outer step that `tune` has found, for this or the nearest tau. None: the default."""
     path = RESULTS / ("tune.json" if BASE["max_steps"] < LONG else "tune_2000.json")
     same = {"method": LIKE.get(method, method), "variant": variant, "optimizer": optimizer}
     rows = [row for row in json.loads(path.read_text()) if same.items() <= row.items()]
@@ -137,10 +138,11 @@ def timeline(seed):
 @experiment("val_loss", "over_minibatch", "sync_bytes", "local_bytes", combine=beside_minibatch)
 def first(seed):
     """The run of `make train`: what do other methods reach in it?"""
-    columns = {"optimizer": "AdamW", "seed": seed}
+    # Its own flags, all defaults (tau 16), in place of BASE: --steps and --model change nothing.
     flags = {"seed": seed, "shards": 2, "batch_size": 8, "sync_warmup_steps": 200}
     for method in ("minibatch", "diloco", "edit", "streaming_edit"):
-        yield Run({"method": method} | columns, {"method": method} | flags)
+        columns = {"method": method, "optimizer": "AdamW", "seed": seed}
+        yield Run(columns, {"method": method} | flags)
 
 
 @experiment(
@@ -214,10 +216,11 @@ SICK = {
     "random tokens": {"random_tokens": "3:209:256"},
 }
 SICK_RUN = {"sync_warmup_steps": 32, "max_steps": 272, "eval_interval": 16, "eval_batches": 8}
-# A replica with the wrong sign does its harm slowly: runs of BASE, sick in the last ten rounds.
+# A replica with the wrong sign does its harm slowly: longer runs, sick in the last ten rounds.
+LYING_RUN = {"max_steps": 448, "eval_interval": 16}
 LYING = {
-    "none": {"eval_interval": 16},
-    "wrong sign": {"eval_interval": 16, "flip": "3:289:448"},
+    "none": LYING_RUN,
+    "wrong sign": LYING_RUN | {"flip": "3:289:448"},
 }
 PARTS = {  # of EDiT's penalty
     "only elimination": {"weighted_averaging": False, "pseudo_grad_clipping": False},
@@ -275,7 +278,6 @@ def penalty(seed):
 # ---- the frontier ----
 
 MUON = {"optimizer": "Muon"}
-BESIDE = ("val_loss", "over_minibatch", "over_muon", "sync_bytes", "fewer_bytes")
 BITS = {"": {}, "2 bits": {"quantize": "two_bits"}, "4 bits": {"quantize": "e3m0"}}
 POINTS = (("", 16, 2), ("2 bits", 16, 16))  # on the frontier: bits, tau, steps of the warm-up
 
@@ -296,7 +298,11 @@ def coded(bits, seed, tau, steps):
 
 
 @experiment(
-    *BESIDE,
+    "val_loss",
+    "over_minibatch",
+    "over_muon",
+    "sync_bytes",
+    "fewer_bytes",
     panels=[
         Panel("sync_bytes", "val_loss", "bytes over slow links, per rank", log=True, frontier=True),
     ],

@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 -m lab.bench --shards 2  # mesh 1x2
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 -m lab.bench --shards 2  # mesh 2x2
-    python -m lab.bench --device cuda --model 124m --vocab_size 50304 --compile         # one GPU
+    python -m lab.bench --device cuda --model 124m --vocab_size 50304 --batch_size 16 --compile
 
     ours    a mini-batch step, as in train.py
     fsdp2   torch's fully_shard with the same layers, batch, dtype, fused AdamW and clipping
-    bound   as many independent single processes at once as there are ranks
+    bound   as many independent single processes at once as there are ranks, if there are several
 
 The speed of a machine drifts, so the candidates take turns in one run, a few steps at a time. A
 ratio is the median of the ratios of the turns. The flags of train.py for the mesh, the device and
@@ -76,7 +76,9 @@ def fsdp2_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
     if backend == "shm":  # which FSDP2 does not know
         backend = "gloo"
     if not dist.is_initialized():  # one rank
-        device = mesh.device if mesh.device.type == "cuda" else None  # else NCCL guesses, and warns
+        device = None
+        if mesh.device.type == "cuda":
+            device = mesh.device  # without it NCCL guesses the GPU, and warns
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device)
     grid = init_device_mesh(

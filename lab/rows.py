@@ -173,7 +173,8 @@ def table(rows, columns) -> str:
     for group in cases.values():
         cells = {name: case_cell(group[0], name) for name in keys}
         for name in columns:
-            heading, form, factor = FORMATS.get(name, (name, "{:.5g}", 1))
+            unnamed = name, "{:.4f}" if "/" in name else "{:g}", 1  # losses of a setting, or Gbit/s
+            heading, form, factor = FORMATS.get(name, unnamed)
             found = [factor * row[name] for row in group if name in row]
             if name in DISTANCES:
                 cells[f"{heading} (standard error)"] = mean_and_error(found, form)
@@ -191,7 +192,7 @@ def grid(rows) -> list:
     lines = defaultdict(dict)
     for row in rows:
         case = {name: row.get(name) for name in CASE if name != "setting"}
-        lines[tuple(case.values())] |= case | {row["setting"]: round(row["val_loss"], 4)}
+        lines[tuple(case.values())] |= case | {row["setting"]: row["val_loss"]}
     return list(lines.values())
 
 

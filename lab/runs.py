@@ -212,7 +212,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="(default: 1 2 3)")
     parser.add_argument("--steps", type=int, default=0, help="of runs with no others of their own")
     parser.add_argument("--model", choices=list(PRESETS), help="(default: tiny)")
-    parser.add_argument("--gpu", action="store_true", help="not on CPUs; ranks may share a GPU")
+    parser.add_argument("--gpu", action="store_true", help="train on GPUs; ranks may share one")
     args = parser.parse_args()
     if args.tables:
         for path in sorted(RESULTS.glob("*.json")):
@@ -234,8 +234,9 @@ def start(args):
         BASE.update(max_steps=args.steps, eval_interval=args.steps)
     if args.model:
         name = f"{name}_{args.model}"
-        BASE.update(model=args.model, batch_size=2)
+        BASE.update(model=args.model, batch_size=2)  # 10m: windows of 256, so 2,048 tokens again
     if args.gpu:
+        name = f"{name}_gpu"
         BASE.update(device="cuda", backend="shm")
 
     for number in STOPS:  # end the run, too

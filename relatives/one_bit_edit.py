@@ -26,7 +26,7 @@ One replica alone sends nothing, and is EDiT; so is --quantize none, which sends
 does.
 
 The outer momentum carries the errors on, too: the fewer bits, the less momentum. In 2,000 steps
-with Muon 0.9 / 0.3 was the best of four outer steps in 1 bit, 0.5 / 0.8 the best of six in 2 bits.
+with Muon the best of six outer steps was 0.9 / 0.3 in 1 bit and 0.5 / 0.8 in 2 bits.
 
 A flagged replica forgets its errors. The weights come before C: a replica with a large norm and a
 small weight would otherwise send its errors later, with a normal weight.
@@ -42,8 +42,8 @@ Then the errors of gradients are fed back in the same way, and dropped at the wa
 A run that resumes on another mesh keeps e_i of the replicas that go on, and of E what lies both in
 the old and in the new piece of a replica.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N, and 8 (M-1) (L + 1) for the exchange. A
-step of the warm-up sends 2 (M-1)/M * 4 sum P/N, with int8 1.016 P/N.
+Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 sum P/N, and 8 (M-1) (L + 1) for the exchange.
+A step of the warm-up sends 2 (M-1)/M * 4 sum P/N, with int8 2 (M-1)/M * 1.016 sum P/N.
 Run: torchrun --nproc_per_node 4 train.py --method one_bit_edit --optimizer muon
 Source: 1-bit Adam, arXiv 2102.02888, for error feedback at both hops.
 Plain version: tests/reference/one_bit.py.

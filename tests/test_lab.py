@@ -227,7 +227,7 @@ def test_steps_model_and_gpu_change_the_runs_and_the_name_of_the_result(monkeypa
     words = "frontier --steps 2000 --model 10m --gpu --seeds 1"
     experiment, seeds, path = started_with(monkeypatch, words)
     assert seeds == [1]
-    assert path == runs.RESULTS / "frontier_2000_10m.json"
+    assert path == runs.RESULTS / "frontier_2000_10m_gpu.json"
     assert runs.experiment_of(path) is experiment
     first, muon, *others = experiment.runs([1])
     assert "lr" not in first.flags  # the preset has one
@@ -316,8 +316,10 @@ def test_figure_table_and_experiment_say_what_the_json_says(path, monkeypatch):
     monkeypatch.setattr(lab, "BASE", runs.BASE)
     if steps := re.search(r"_(\d+)", path.stem):
         runs.BASE.update(max_steps=int(steps[1]), eval_interval=int(steps[1]))
-    if path.stem.endswith("_10m"):
-        runs.BASE.update(model="10m", batch_size=2, device="cuda", backend="shm")
+    if "_10m" in path.stem:
+        runs.BASE.update(model="10m", batch_size=2)
+    if path.stem.endswith("_gpu"):
+        runs.BASE.update(device="cuda", backend="shm")
     found = json.loads(path.read_text())
     experiment = runs.experiment_of(path)
     assert (experiment is None) == (path.stem in GONE)
