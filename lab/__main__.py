@@ -139,10 +139,10 @@ def timeline(seed):
 def first(seed):
     """The run of `make train`: what do other methods reach in it?"""
     # Its own flags, all defaults (tau 16), in place of BASE: --steps and --model change nothing.
-    flags = {"seed": seed, "shards": 2, "batch_size": 8, "sync_warmup_steps": 200}
+    flags = {"shards": 2, "batch_size": 8, "sync_warmup_steps": 200}
     for method in ("minibatch", "diloco", "edit", "streaming_edit"):
-        columns = {"method": method, "optimizer": "AdamW", "seed": seed}
-        yield Run(columns, {"method": method} | flags)
+        own = {"method": method, "seed": seed}
+        yield Run(own | {"optimizer": "AdamW"}, own | flags)
 
 
 @experiment(
@@ -323,9 +323,16 @@ def frontier(seed):
         yield training(method, seed)
     if seed > 1:
         return
-    for method in ("post_local_sgd", "slowmo", "co2", "noloco", "streaming_diloco", "eager"):
+    for method in (
+        "post_local_sgd",
+        "slowmo",
+        "co2",
+        "noloco",
+        "streaming_diloco",
+        "eager",
+        "robust",
+    ):
         yield training(method, seed)
-    yield training("robust", seed)
     yield training("top_k", seed, columns={"tau": 1})
     for method in TUNED:
         for optimizer in INNER:

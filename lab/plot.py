@@ -25,10 +25,11 @@ from lab.svg import new_figure, save
 
 OWN = ("#7570b3", "X-")  # color, marker and line of the reader's own methods
 VARIANTS = "os^vDX"  # markers
-# The names in the picture of a frontier, with AdamW and with Muon. All other points are gray.
+# The names in the picture of a frontier, by variant. All other points are gray.
 NAMED = {
     "": ("minibatch", "diloco", "edit", "streaming_edit", "zero_one_adam"),
     "Muon": ("minibatch", "edit", "one_bit_edit"),
+    "2 bits": ("one_bit_edit",),
 }
 
 
@@ -47,18 +48,14 @@ class Panel:
     frontier: bool = False  # names only of NAMED; mini-batch is a line
 
 
-def muon(row) -> str:
-    """What tells the runs with Muon from those with AdamW in a picture."""
-    return "Muon" if row.get("optimizer") == "Muon" else ""
-
-
 def lines_of(rows, panel) -> dict:
     """(method, variant) -> points (x, mean y, lowest y, highest y), in the order of METHODS and of
     x. Points with the same x are seeds."""
     found = defaultdict(lambda: defaultdict(list))
     for row in in_order(rows):
         if panel.where.items() <= row.items():
-            case = row["method"], row.get("variant") or muon(row)
+            optimizer = "Muon" if row.get("optimizer") == "Muon" else ""  # AdamW is not named
+            case = row["method"], row.get("variant") or optimizer
             for x, y in np.column_stack([row[panel.x], row[panel.y]]).tolist():
                 if x >= panel.first:
                     found[case][x].append(y)
@@ -89,7 +86,7 @@ def draw_panel(axes, panel, lines):
         form, look = style_of(*case, number, panel.frontier)
         x, y, lowest, highest = np.transpose(points)
         if panel.frontier and case[0] == "minibatch":
-            axes.axhline(y[0], **look)
+            axes.axhline(y[0], linestyle=":" if case[1] else "-", **look)
             continue
         axes.plot(x, y, form, markevery=max(1, len(x) // 6), **look)
         if any(lowest < highest):
