@@ -173,8 +173,8 @@ def table(rows, columns) -> str:
     for group in cases.values():
         cells = {name: case_cell(group[0], name) for name in keys}
         for name in columns:
-            unnamed = name, "{:.4f}" if "/" in name else "{:g}", 1  # losses of a setting, or Gbit/s
-            heading, form, factor = FORMATS.get(name, unnamed)
+            other = "{:.4f}" if "/" in name else "{:g}"  # the loss with a setting, or Gbit/s
+            heading, form, factor = FORMATS.get(name, (name, other, 1))
             found = [factor * row[name] for row in group if name in row]
             if name in DISTANCES:
                 cells[f"{heading} (standard error)"] = mean_and_error(found, form)
