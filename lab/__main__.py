@@ -38,15 +38,11 @@ INNER = {
 OUTER = ("1.0/0.0", "0.9/0.3", "0.7/0.5", "0.26/0.8", "0.5/0.8", "0.7/0.8")  # rate / momentum
 TUNED = ("diloco", "edit", "streaming_edit", "one_bit_edit")
 LIKE = {"a_edit": "edit", "streaming_diloco": "streaming_edit"}  # have the same outer step
-# The others: the best of three settings with tau 16 (lab/results/rates.md).
+# The others: their default outer step is the best of three with tau 16 (lab/results/rates.md).
 OTHERS = {
-    "slowmo": {"outer_lr": 1.0, "outer_momentum": 0.5},
-    "co2": {"outer_lr": 0.7, "outer_momentum": 0.2},
-    "noloco": {"outer_lr": 0.9, "outer_momentum": 0.5},
     "zero_one_adam": {"lr": 0.003},
-    "sparse_loco": {"outer_lr": 1.0},
-    "eager": {"lr": 0.003, "outer_lr": 0.7, "outer_momentum": 0.0},
-    "robust": {"lr": 0.003, "outer_lr": 0.7, "outer_momentum": 0.8},
+    "eager": {"lr": 0.003},
+    "robust": {"lr": 0.003},
 }
 LONG = 1000  # runs with so many steps have the outer steps of tune_2000.json
 
@@ -82,6 +78,8 @@ def training(
     best = INNER[optimizer] | OTHERS.get(method, {})
     if "model" in BASE:  # it has a learning rate of its own
         best.pop("lr", None)
+    if BASE.get("model") == "10m" and optimizer == "AdamW":  # the best of four, on TUNING_SEED
+        best["lr"] = 0.0005
 
     rounds = {"tau": tau}
     if method == "minibatch":

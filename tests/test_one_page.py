@@ -5,10 +5,12 @@ import re
 import shlex
 
 import pytest
+import torch
 
 import one_page
 import train
 from config import parse
+from edit import Penalty, anomaly_limits, update_statistics
 from model import ModelConfig
 from plumbing import simulate
 from ranks import train_all
@@ -68,6 +70,18 @@ def test_page_prints_the_rounds_of_the_distributed_run(small_page, corpus_folder
     assert max(max(row["weight"]) for row in syncs) > 0.253
     assert min(row["clip"] for row in syncs) < 0.9
     assert syncs[11]["dropped"] == [0, 0, 0, 4]
+
+
+def test_limits_of_the_page_are_those_of_edit():
+    """The run above has too few rounds to show all of them."""
+    generator = torch.Generator().manual_seed(1)
+    norms = 1 + torch.rand(40, generator=generator, dtype=torch.float64)
+    statistics = torch.zeros(3, 1, dtype=torch.float64)
+    accepted = torch.tensor([True])
+    for seen, G in enumerate(norms):
+        limit = anomaly_limits(statistics, Penalty()).item()
+        assert one_page.largest_norm(norms[:seen].tolist()) == pytest.approx(limit, rel=1e-12)
+        statistics = update_statistics(statistics, G[None], accepted, Penalty())
 
 
 def test_page_has_the_rates_and_defaults_of_the_command_in_its_docstring():
