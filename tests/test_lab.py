@@ -230,7 +230,8 @@ def test_steps_model_and_gpu_change_the_runs_and_the_name_of_the_result(monkeypa
     assert path == runs.RESULTS / "frontier_2000_10m_gpu.json"
     assert runs.experiment_of(path) is experiment
     first, muon, *others = experiment.runs([1])
-    assert "lr" not in first.flags  # the preset has one
+    assert first.flags["lr"] == 0.0005
+    assert "lr" not in muon.flags  # the preset has one
     assert muon.flags["muon_lr"] == 0.01
     assert len(others) == len(lab.POINTS)
     assert {run.flags["max_steps"] for run in (first, muon, *others)} == {2000}
@@ -271,7 +272,7 @@ def test_a_run_has_the_best_outer_step_of_its_tau_length_and_optimizer(monkeypat
     assert outer_step("a_edit", 1, 64) == ("0.5", "0.8")
     assert outer_step("edit", 1, 64, optimizer="Muon") == ("0.7", "0.5")
     assert outer_step("edit", 1, 64, outer="0.3/0.4") == ("0.3", "0.4")
-    assert outer_step("slowmo", 1, 64) == (1.0, 0.5)
+    assert outer_step("slowmo", 1, 64) == (None, None)  # its default
     assert outer_step("minibatch", 1) == (None, None)
     runs.BASE["max_steps"] = 2000
     assert outer_step("edit", 1, 4) == ("0.26", "0.8")
