@@ -163,7 +163,8 @@ FORMATS = {  # column -> heading, format, factor
 def table(rows, columns) -> str:
     """Markdown: a line per case, the mean over its seeds and in brackets the lowest and highest or,
     of a distance from a base, the standard error."""
-    keys = [name for name in CASE if len({row.get(name) for row in rows}) > 1]
+    keys = ["method"]
+    keys += [name for name in CASE[1:] if len({row.get(name) for row in rows}) > 1]
     seeded = any(row.get("seed") for row in rows)
     cases = defaultdict(list)
     for row in in_order(rows):
