@@ -149,9 +149,9 @@ def torch_bytes():
     return 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])
 
 
-# Methods whose sync needs other buffers than EDiT's. Not all 16: each takes half a minute on a slow
+# Methods whose sync needs other buffers than EDiT's. Not all: each takes half a minute on a slow
 # machine.
-BUFFERS = ("co2", "noloco", "streaming_edit", "zero_one_adam", "sparse_loco", "eager", "robust")
+BUFFERS = ("noloco", "streaming_edit", "sparse_loco", "robust")
 LOCAL = [dict(method=name) for name in BUFFERS]
 LOCAL += [dict(method="one_bit_edit", optimizer="muon")]
 SHARDED = [dict(method=name) for name in ("minibatch", "edit")]
