@@ -266,10 +266,13 @@ class EDiT(Method):
 # (6) A non-finite inner gradient is set to 0 (shard.py).
 # (7) Training stops with an error after three rounds in a row that were rolled back in all layers
 #     (train.py).
+# (8) Only with --norm_per_lr: limits and statistics take norms that are divided by the round's sum
+#     of learning rates. Norms fall with the learning rate, and the statistics remember the past: in
+#     448 steps with tau 16 the paper's limit grows from 1.7 times a healthy norm (round 11) to 11
+#     times (round 26). So a sick replica is seen late or never. Divided it stays at 1.1 to 1.4
+#     times, and then a threshold of 3 flags healthy replicas in most runs, one of 5 in none of 32.
+#     With 5, in 272 steps, a replica on random tokens is flagged in 5 of 6 layers (late in 2,000
+#     steps in 2), one with 3 times the learning rate in all. The paper's limit flags neither. But
+#     the loss does not fall (three seeds): such replicas weigh less anyway. So it is off.
 # As in the paper, the weights take the norms as they are. So the penalty is stronger where norms
 # are larger: in long rounds, at large learning rates, in large layers.
-# The limits take them as they are, too, unless --norm_per_lr is given. Norms fall with the learning
-# rate, and the statistics remember the past: in 448 steps with tau 16 the limit grows from 1.7
-# times the median norm (round 11) to 11 times (round 26), so a sick replica is seen late or never.
-# Divided by the round's sum of learning rates it stays at 1.1 to 1.4 times. Then healthy replicas
-# are flagged, too, in most runs; with --anomaly_threshold 5 in none of 32.

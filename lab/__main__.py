@@ -46,7 +46,6 @@ OTHERS = {
 }
 LONG = 1000  # runs with so many steps have the outer steps of tune_2000.json
 
-LOCAL = ("diloco", "streaming_diloco", "edit", "streaming_edit")
 # Where time is measured: nothing but rounds.
 ROUNDS = {"sync_warmup_steps": 0, "eval_interval": 10**6, "checkpoint_interval": 0}
 
@@ -164,7 +163,7 @@ def tau(seed):
 @experiment("step_ms")
 def link(seed):
     """How long does a step take over a slow link?"""
-    for method in ("minibatch", "co2", *LOCAL):
+    for method in ("minibatch", "co2", "diloco", "streaming_diloco", "edit", "streaming_edit"):
         steps = 4 if method == "minibatch" else 64
         rounds = ROUNDS | {"max_steps": 3 * steps, "log_interval": steps}
         for mbps in (100, 10):
@@ -211,8 +210,10 @@ FAST = "learning rate x 100"
 SICK = {
     "none": {},
     FAST: {"scale_lr": "3:241:256:100"},
+    "learning rate x 3": {"scale_lr": "3:209:256:3"},
     "random tokens": {"random_tokens": "3:209:256"},
 }
+PER_LR = {"norm_per_lr": True, "anomaly_threshold": 5}  # finds more: edit.py, deviation (8)
 SICK_RUN = {"sync_warmup_steps": 32, "max_steps": 272, "eval_interval": 16, "eval_batches": 8}
 # A replica with the wrong sign does its harm slowly: longer runs, sick in the last ten rounds.
 LYING_RUN = {"max_steps": 448, "eval_interval": 16}
@@ -222,16 +223,14 @@ LYING = {
 }
 PARTS = {  # of EDiT's penalty
     "only elimination": {"weighted_averaging": False, "pseudo_grad_clipping": False},
-    "without weights": {"weighted_averaging": False},
     "only weights": {"anomaly_elimination": False, "pseudo_grad_clipping": False},
     "only clip": {"anomaly_elimination": False, "weighted_averaging": False},
 }
 
 
-def sick_panel(disturbance, more="", **where):
-    where["disturbance"] = disturbance
-    title = disturbance + more
-    return Panel("step_curve", "val_loss_curve", "steps", title=title, where=where, first=192)
+def sick_panel(name):
+    where = {"disturbance": name}
+    return Panel("step_curve", "val_loss_curve", "steps", title=name, where=where, first=192)
 
 
 def over_undisturbed(rows) -> list:
@@ -244,20 +243,17 @@ def over_undisturbed(rows) -> list:
 @experiment(
     "excess",
     "val_loss",
-    panels=[
-        sick_panel(FAST, variant=""),
-        sick_panel("random tokens"),
-        sick_panel(FAST, ": EDiT's parts", method="edit"),
-        sick_panel("wrong sign"),
-    ],
+    panels=[sick_panel(FAST), sick_panel("random tokens"), sick_panel("wrong sign")],
     combine=over_undisturbed,
 )
 def penalty(seed):
     """What does EDiT's penalty do when a replica is sick?"""
     for disturbance, sick in SICK.items():
         columns = {"disturbance": disturbance, "steps": 272}
-        for method in LOCAL:
+        for method in ("diloco", "edit"):
             yield training(method, seed, columns=columns, **SICK_RUN, **sick)
+        if sick:
+            yield training("edit", seed, 16, "limits per lr", columns, **SICK_RUN, **sick, **PER_LR)
 
     columns = {"disturbance": FAST, "steps": 272}
     for variant, parts in PARTS.items():
@@ -267,10 +263,9 @@ def penalty(seed):
         columns = {"disturbance": disturbance, "steps": 448}
         for method in ("diloco", "edit"):
             yield training(method, seed, columns=columns, **sick)
-        columns["aggregate"] = "flag"  # the default
-        yield training("robust", seed, 16, "flag", columns, **sick)
-        columns = columns | {"aggregate": "median"}
-        yield training("robust", seed, 16, "median", columns, aggregate="median", **sick)
+        for name in ("flag", "median"):
+            own = {"aggregate": name}
+            yield training("robust", seed, 16, name, columns | own, **sick, **own)
 
 
 # ---- the frontier ----
