@@ -234,7 +234,7 @@ def sick_panel(name):
 
 
 def over_undisturbed(rows) -> list:
-    same = ("method", "aggregate", "steps", "seed")
+    same = ("method", "steps", "seed")
     for row, base in with_base(rows, same, disturbance="none"):
         row["excess"] = distance(row, base)
     return rows
@@ -261,11 +261,8 @@ def penalty(seed):
 
     for disturbance, sick in LYING.items():
         columns = {"disturbance": disturbance, "steps": 448}
-        for method in ("diloco", "edit"):
+        for method in ("diloco", "edit", "robust"):
             yield training(method, seed, columns=columns, **sick)
-        for name in ("flag", "median"):
-            own = {"aggregate": name}
-            yield training("robust", seed, 16, name, columns | own, **sick, **own)
 
 
 # ---- the frontier ----
