@@ -151,7 +151,7 @@ def torch_bytes():
 
 # Methods whose sync needs other buffers than EDiT's. Not all: each takes half a minute on a slow
 # machine.
-BUFFERS = ("noloco", "streaming_edit", "sparse_loco", "robust")
+BUFFERS = ("noloco", "streaming_edit", "sparse_loco")
 LOCAL = [dict(method=name) for name in BUFFERS]
 LOCAL += [dict(method="one_bit_edit", optimizer="muon")]
 SHARDED = [dict(method=name) for name in ("minibatch", "edit")]
