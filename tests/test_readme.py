@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 
 import pytest
 import test_ladder
@@ -20,6 +21,7 @@ import ranks
 import sample
 from config import UserError, parse
 from lab import bench, plot, runs
+from lab.rows import mean_and_error
 from plumbing import simulate
 from ranks import ROOT, Launch, script
 from train import METHODS
@@ -124,7 +126,7 @@ def rows_of_relatives():
     return rows
 
 
-def test_table_of_relatives_has_every_method_its_file_and_its_optimizers():
+def test_table_of_relatives_has_every_method_and_its_file():
     rows = rows_of_relatives()
     assert [row[0].split("`")[1] for row in rows] == list(METHODS)
     for method, row in zip(METHODS, rows):
@@ -134,13 +136,34 @@ def test_table_of_relatives_has_every_method_its_file_and_its_optimizers():
         assert path.name == file
         assert path == (ROOT / module.__file__).resolve()
 
-        optimizers = row[4]
+
+def test_all_methods_but_zero_one_adam_take_muon():
+    assert "`zero_one_adam` takes AdamW only" in RELATIVES
+    for method in METHODS:
         config = read_flags(["--method", method, "--optimizer", "muon"])
-        if "Muon" in optimizers:
-            config.check(replicas=4)
-        else:
+        if method == "zero_one_adam":
             with pytest.raises(UserError, match="AdamW"):
                 config.check(replicas=4)
+        else:
+            config.check(replicas=4)
+
+
+def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
+    found = defaultdict(list)
+    for row in json.loads((ROOT / "lab/results/frontier_2000.json").read_text()):
+        optimizer = "Muon" if row["method"] == "one_bit_edit" else "AdamW"
+        own = row["optimizer"] == optimizer and not row["variant"]
+        if own and row["tau"] in (1, 16) and "over_minibatch" in row:
+            found[row["method"]].append(row)
+    for method, row in zip(METHODS, rows_of_relatives()):
+        loss, sent = row[4:6]
+        if method == "a_edit":
+            assert loss == "as `edit`"
+            continue
+        losses = [run["over_minibatch"] for run in found[method]]
+        assert len(losses) in (1, 4)
+        assert loss == mean_and_error(losses, "{:+.1%}")
+        assert sent == f"1/{found[method][0]['fewer_bytes']:.0f}"
 
 
 def test_equation_map_names_real_functions():
