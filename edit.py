@@ -51,7 +51,7 @@ from dataclasses import dataclass
 
 import torch
 
-from config import option
+from config import UserError, option
 from method import LocalConfig, Method
 
 SIGMA_FLOOR = 0.05  # sigma is at least so much of the mean
@@ -80,7 +80,11 @@ class PenaltyConfig(Penalty):
 
 @dataclass
 class Config(PenaltyConfig, LocalConfig):  # paper: tau 128, 1024 warm-up steps
-    pass
+    def check(self, replicas):
+        super().check(replicas)
+        if self.tau_schedule and self.anomaly_elimination and not self.norm_per_lr:
+            way = "longer rounds have larger norms: add --norm_per_lr --anomaly_threshold 5"
+            raise UserError(f"--tau_schedule {self.tau_schedule}: {way}")
 
 
 # ---- the equations: tensors in, tensors out ----
@@ -273,6 +277,7 @@ class EDiT(Method):
 #     times, and then a threshold of 3 flags healthy replicas in most runs, one of 5 in none of 32.
 #     With 5, in 272 steps, a replica on random tokens is flagged in 5 of 6 layers (late in 2,000
 #     steps in 2), one with 3 times the learning rate in all. The paper's limit flags neither. But
-#     the loss does not fall (three seeds): such replicas weigh less anyway. So it is off.
+#     the loss does not fall (three seeds): such replicas weigh less anyway. So it is off. Rounds
+#     that grow (--tau_schedule) need it: without it all replicas exceed limits of shorter rounds.
 # As in the paper, the weights take the norms as they are. So the penalty is stronger where norms
 # are larger: in long rounds, at large learning rates, in large layers.

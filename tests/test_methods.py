@@ -54,7 +54,7 @@ NONE = dict(delay=1, alpha=0.5, quantize="none", fragments=4)
 # After a shorter warm-up some variances are so small that the fp32 of a scale shows.
 ONE_BIT = dict(method="zero_one_adam", tau=3, sync_warmup_steps=8, max_steps=25)
 ONE_BIT_EDIT = EDIT | dict(method="one_bit_edit")
-GROWING = dict(warmup_format="int8", tau_schedule="1:3,2:5", max_steps=26)
+GROWING = dict(warmup_format="int8", tau_schedule="1:3,2:5", norm_per_lr=True, max_steps=26)
 
 # Limits that only a sick replica exceeds. EDiT's rounds end after 5, 8, 11, 14 steps. Fragment 1 of
 # Streaming EDiT is sent after 24 local steps, among others, and lands 3 steps later.

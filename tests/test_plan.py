@@ -244,7 +244,7 @@ def test_tokens_per_step_rule_the_micro_steps_and_keep_the_global_batch(corpus_f
 
 def test_dry_run_of_7b_on_64_gpus_is_right_and_takes_no_memory(corpus_folder, capsys):
     argv = "--model 7b --replicas 8 --shards 8 --device cuda --dry_run --tau_schedule 2:96".split()
-    argv += f"--method edit --offload --link_mbps 10000 --data {corpus_folder}".split()
+    argv += f"--method edit --norm_per_lr --offload --link_mbps 10000 --data {corpus_folder}".split()
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
     before = peak()
     setup = launch.Setup(argv, train.METHODS, 1)
