@@ -83,8 +83,7 @@ class Config(PenaltyConfig, LocalConfig):  # paper: tau 128, 1024 warm-up steps
     def check(self, replicas):
         super().check(replicas)
         if self.tau_schedule and self.anomaly_elimination and not self.norm_per_lr:
-            way = "longer rounds have larger norms: add --norm_per_lr --anomaly_threshold 5"
-            raise UserError(f"--tau_schedule {self.tau_schedule}: {way}")
+            raise UserError("--tau_schedule: norms grow; add --norm_per_lr --anomaly_threshold 5")
 
 
 # ---- the equations: tensors in, tensors out ----

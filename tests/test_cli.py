@@ -64,7 +64,7 @@ train --method top_k --density 0        | --density 0.0: must be above 0
 train --method streaming_diloco --tau_rule qsr | a streaming round has tau steps
 train --method streaming_diloco --tau_schedule 2:8 | a streaming round has tau steps
 train --tau_schedule 2:96,4             | --tau_schedule 2:96,4: write 2:96,4:384 for rounds of
-train --method edit --tau_schedule 2:96 | longer rounds have larger norms: add --norm_per_lr
+train --method edit --tau_schedule 2:96 | --tau_schedule: norms grow; add --norm_per_lr --anomaly_threshold 5
 train --tau_schedule 0:96               | --tau_schedule 0:96: write 2:96,4:384
 train --tau_schedule 2:96:5,4:384       | --tau_schedule 2:96:5,4:384: write 2:96,4:384
 train --tau_schedule ,                  | --tau_schedule ,: write 2:96,4:384
