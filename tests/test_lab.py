@@ -28,6 +28,7 @@ GONE = {  # experiments whose tables stay
     "merge",
     "quality",
     "rates",
+    "rates_2000",
 }
 EARLIER = {"link", "stragglers", "timeline"}  # made with other flags
 
