@@ -82,7 +82,7 @@ class PenaltyConfig(Penalty):
 class Config(PenaltyConfig, LocalConfig):  # paper: tau 128, 1024 warm-up steps
     def check(self, replicas):
         super().check(replicas)
-        if self.tau_schedule and self.anomaly_elimination and not self.norm_per_lr:
+        if self.tau_schedule and not self.norm_per_lr:
             raise UserError("--tau_schedule: norms grow; add --norm_per_lr --anomaly_threshold 5")
 
 

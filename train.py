@@ -124,8 +124,10 @@ def write_syncs(method, log):
     while row := method.record.take():
         log.sync(row)
         if method.record.lost_rounds == 3:
-            hint = "lower --lr, or raise --anomaly_threshold"
-            raise UserError(f"all replicas were left out of the last 3 syncs: {hint}")
+            raise UserError(
+                "all replicas were left out of the last 3 syncs: "
+                "lower --lr, or raise --anomaly_threshold"
+            )
 
 
 def due(progress: float, last: float, interval: int) -> bool:

@@ -27,7 +27,8 @@ OWN = ("#7570b3", "X-")  # color, marker and line of the reader's own methods
 VARIANTS = "os^vDX"  # markers
 # The names in the picture of a frontier, by variant. All other points are gray.
 NAMED = {
-    "": ("minibatch", "diloco", "edit", "streaming_edit"),
+    "": ("minibatch", "edit", "streaming_edit"),
+    "rounds that grow": ("zero_one_adam",),
     "Muon": ("minibatch", "edit", "one_bit_edit"),
     "2 bits": ("one_bit_edit",),
 }

@@ -173,7 +173,7 @@ def run_experiment(experiment, seeds, path):
         rows += [row | own for row in known[run.command()].values() or run.results()]
     lines = ",\n".join(json.dumps(row) for row in experiment.combine(rows))
     path.write_text(f"[\n{lines}\n]\n")
-    print(f"results {path}", flush=True)
+    print(f"results {path}")
     print(write_page(experiment, path))
 
 
