@@ -507,6 +507,7 @@ def test_picture_of_a_frontier_names_eight_cases_and_draws_minibatch_as_a_line()
         for number, method in enumerate(rows.METHODS):
             lines[method, variant] = [(number + 1, 2.0, 2.0, 2.0)]
     lines["one_bit_edit", "2 bits"] = [(1, 2.0, 2.0, 2.0)]
+    lines["zero_one_adam", "rounds that grow"] = [(1, 2.0, 2.0, 2.0)]
     axes = Figure().add_subplot()
     plot.draw_panel(axes, plot.Panel("x", "val_loss", "", frontier=True), lines)
     labels = [line.get_label() for line in axes.get_lines()]
