@@ -82,6 +82,7 @@ class PenaltyConfig(Penalty):
 class Config(PenaltyConfig, LocalConfig):  # paper: tau 128, 1024 warm-up steps
     def check(self, replicas):
         super().check(replicas)
+        # Longer rounds have larger norms: see deviation (8).
         if self.tau_schedule and not self.norm_per_lr:
             raise UserError("--tau_schedule: norms grow; add --norm_per_lr --anomaly_threshold 5")
 
