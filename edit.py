@@ -83,7 +83,7 @@ class Config(PenaltyConfig, LocalConfig):  # paper: tau 128, 1024 warm-up steps
     def check(self, replicas):
         super().check(replicas)
         # Longer rounds have larger norms: see deviation (8).
-        if self.tau_schedule and not self.norm_per_lr:
+        if self.tau_schedule and self.anomaly_elimination and not self.norm_per_lr:
             raise UserError("--tau_schedule: norms grow; add --norm_per_lr --anomaly_threshold 5")
 
 
@@ -277,7 +277,8 @@ class EDiT(Method):
 #     times, and then a threshold of 3 flags healthy replicas in most runs, one of 5 in none of 32.
 #     With 5, in 272 steps, a replica on random tokens is flagged in 5 of 6 layers (late in 2,000
 #     steps in 2), one with 3 times the learning rate in all. The paper's limit flags neither. But
-#     the loss does not fall (three seeds): such replicas weigh less anyway. So it is off. Rounds
-#     that grow (--tau_schedule) need it: without it all replicas exceed limits of shorter rounds.
+#     the loss does not fall (three seeds): such replicas weigh less anyway. So it is off by
+#     default. Rounds that grow (--tau_schedule) need it: their norms grow, too, and soon all
+#     replicas would be above the limits of the earlier, shorter rounds.
 # As in the paper, the weights take the norms as they are. So the penalty is stronger where norms
 # are larger: in long rounds, at large learning rates, in large layers.

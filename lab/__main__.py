@@ -272,7 +272,6 @@ MUON = {"optimizer": "Muon"}
 BITS = {"": {}, "2 bits": {"quantize": "two_bits"}, "4 bits": {"quantize": "e3m0"}}
 POINTS = (("", 16, 2), ("2 bits", 16, 16))  # on the frontier: bits, tau, steps of the warm-up
 PAIRED = (5, 6, 8, 9)  # seeds on which more methods train; on the first one all do
-ONE_SEED = "post_local_sgd slowmo co2 noloco streaming_diloco eager robust".split()
 
 
 def coded(bits, seed, tau, steps):
@@ -315,7 +314,7 @@ def frontier(seed):
     yield training("edit", seed, **MUON)
     if seed > PAIRED[0]:
         return
-    for method in ONE_SEED:
+    for method in "post_local_sgd slowmo co2 noloco streaming_diloco eager robust".split():
         yield training(method, seed)
     yield training("top_k", seed, columns={"tau": 1})
 

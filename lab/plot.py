@@ -27,10 +27,10 @@ OWN = ("#7570b3", "X-")  # color, marker and line of the reader's own methods
 VARIANTS = "os^vDX"  # markers
 # The names in the picture of a frontier, by variant. All other points are gray.
 NAMED = {
-    "": ("minibatch", "edit", "streaming_edit"),
-    "rounds that grow": ("zero_one_adam",),
-    "Muon": ("minibatch", "edit", "one_bit_edit"),
-    "2 bits": ("one_bit_edit",),
+    "": ["minibatch", "edit", "streaming_edit"],
+    "rounds that grow": ["zero_one_adam"],
+    "Muon": ["minibatch", "edit", "one_bit_edit"],
+    "2 bits": ["one_bit_edit"],
 }
 
 
