@@ -36,11 +36,11 @@ INNER = {
     "Muon": {"optimizer": "muon", "lr": 0.0045, "muon_lr": 0.01},
 }
 OUTER = ("1.0/0.0", "0.9/0.3", "0.7/0.5", "0.26/0.8", "0.5/0.8", "0.7/0.8")  # rate / momentum
-TUNED = ("diloco", "edit", "streaming_edit", "one_bit_edit")
 LIKE = {"a_edit": "edit", "streaming_diloco": "streaming_edit"}  # have the same outer step
-# The others: their default outer step is the best of three with tau 16 (lab/results/rates.md), and
-# 0/1 Adam has the best of six in 2,000 steps (rates_2000.md): rounds that grow for 672 steps.
+# The others: their default outer step is the best of three with tau 16 (lab/results/rates.md).
+# 0/1 Adam and SparseLoCo have the best of six in 2,000 steps (rates_2000.md).
 OTHERS = {
+    "sparse_loco": {"outer_lr": 1.3},
     "zero_one_adam": {"tau_schedule": "2:96,4:192,8:384"},
     "eager": {"lr": 0.003},
     "robust": {"lr": 0.003},
@@ -268,7 +268,6 @@ def penalty(seed):
 
 # ---- the frontier ----
 
-MUON = {"optimizer": "Muon"}
 BITS = {"": {}, "2 bits": {"quantize": "two_bits"}, "4 bits": {"quantize": "e3m0"}}
 POINTS = (("", 16, 2), ("2 bits", 16, 16))  # on the frontier: bits, tau, steps of the warm-up
 PAIRED = (5, 6, 8, 9)  # seeds on which more methods train; on the first one all do
@@ -303,7 +302,7 @@ def coded(bits, seed, tau, steps):
 def frontier(seed):
     """Which method loses least for its bytes?"""
     yield training("minibatch", seed)
-    yield training("minibatch", seed, **MUON)
+    yield training("minibatch", seed, optimizer="Muon")
     for bits, tau, steps in POINTS:
         yield coded(bits, seed, tau, steps)
     if seed not in PAIRED or "model" in BASE:
@@ -311,7 +310,7 @@ def frontier(seed):
     for method in ("diloco", "edit", "streaming_edit", "sparse_loco"):
         yield training(method, seed)
     yield training("zero_one_adam", seed, 16, "rounds that grow")
-    yield training("edit", seed, **MUON)
+    yield training("edit", seed, optimizer="Muon")
     if seed > PAIRED[0]:
         return
     for method in "post_local_sgd slowmo co2 noloco streaming_diloco eager robust".split():
@@ -336,14 +335,14 @@ def tune(seed):
     for tau in (4, 16, 64):
         if tau == 4 and not short:
             continue
-        for method in TUNED:
+        for method in ("diloco", "edit", "streaming_edit", "one_bit_edit"):
             for optimizer in INNER:
                 yield from runs(method, tau, optimizer=optimizer)
         if short:
             yield from runs("edit", tau, CELLS)
     if not short:
         for bits in ("2 bits", "4 bits"):
-            yield from runs("one_bit_edit", 16, variant=bits, **BITS[bits], **MUON)
+            yield from runs("one_bit_edit", 16, variant=bits, **BITS[bits], optimizer="Muon")
 
 
 # ---- on paper ----
