@@ -30,7 +30,7 @@ GONE = {  # experiments whose tables stay
     "rates",
     "rates_2000",
 }
-EARLIER = {"link", "stragglers", "timeline"}  # made with other flags
+EARLIER = {"link", "timeline"}  # made with other flags
 
 
 def json_lines(found) -> str:
