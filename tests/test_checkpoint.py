@@ -96,7 +96,7 @@ def edit_state(path, change):
     (path / "state.json").write_text(json.dumps(state))
 
 
-SLOW_TESTS = ("diloco", "slowmo", "co2", "top_k", "robust", "sparse_loco")
+SLOW_TESTS = "diloco slowmo co2 noloco streaming_diloco top_k eager robust sparse_loco".split()
 SELECTED = [
     pytest.param(
         *case, id=case[0]["method"],

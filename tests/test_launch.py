@@ -172,7 +172,7 @@ def die_or_wait(rank):
         os._exit(9)
 
 
-@pytest.mark.parametrize("silent", [True, False])
+@pytest.mark.parametrize("silent", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_silent_or_missing_rank_ends_the_others_with_a_line(silent, start):
     """A silent one after a sixth of --timeout_s (a machine that hangs, not a process that is gone), a missing
     one after START_S. It has not set its key hello/3 (nor perhaps a slow one its own)."""
