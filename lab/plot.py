@@ -116,11 +116,11 @@ def draw(rows, panels, path):
 
 
 def draw_grid(rows, path):
-    """EDiT's loss over outer momentum and learning rate, a heat map for each tau. The figures and
-    colors: how far it is above the lowest one of the same tau."""
+    """EDiT's loss over outer momentum and learning rate, a heat map for each tau, of the optimizer
+    of the first row. The figures and colors: how far it is above the lowest one of its tau."""
     cells = defaultdict(list)
     for row in rows:
-        if row["method"] == "edit" and row["optimizer"] == "AdamW":
+        if row["method"] == "edit" and row["optimizer"] == rows[0]["optimizer"]:
             rate, momentum = map(float, row["setting"].split("/"))
             cells[row["tau"]].append((momentum, rate, row["val_loss"]))
     picture = new_figure(1 + 3 * len(cells), 3.5)
@@ -128,11 +128,16 @@ def draw_grid(rows, path):
         momenta, rates, losses = np.transpose(found)
         above = losses / losses.min() - 1
         axes = picture.add_subplot(1, len(cells), number)
-        axes.scatter(momenta, rates, 1200, above, "s", cmap="YlOrRd", vmin=0, vmax=0.3)
+        axes.scatter(momenta, rates, 1200, above, "s", cmap="YlOrRd", vmax=0.3)
         for x, y, value in zip(momenta, rates, above):
             axes.text(x, y, f"{value:.1%}", ha="center", va="center")
-        axes.set(title=f"tau {tau}: lowest {losses.min():.4f}", xlabel="outer momentum")
-        axes.set(ylabel="outer learning rate", xlim=(-0.1, 0.9), ylim=(0.1, 1.1))
+        axes.set(
+            title=f"tau {tau}: lowest {losses.min():.4f}",
+            xlabel="outer momentum",
+            ylabel="outer learning rate",
+            xlim=(-0.1, 0.9),
+            ylim=(0.1, 1.1),
+        )
     save(picture, cells, path)
 
 

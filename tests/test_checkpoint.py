@@ -167,6 +167,7 @@ def watch_padding(method, model, mesh):
     return stop
 
 
+@pytest.mark.slow
 def test_padding_stays_0_and_a_resume_changes_no_bit(tmp_path, corpus_folder):
     """In the formats in which 0 becomes another number."""
     options = dict(n_layer=1, dtype="fp32", sync_warmup_steps=1, tau=2, max_steps=7, eval_batches=1)

@@ -271,9 +271,16 @@ FAILURES = {  # what happens; on which ranks; their line, if they are not killed
     "replicas diverge": ((spoil_losses, 14), ALL, "diverged at step 15", "--method minibatch"),
     "a replica diverges": ((spoil_losses, 14), [2, 3], "diverged at step 15", "--method diloco"),
 }
+SLOW = ("killed before the new name", "killed while the oldest is removed", "a replica diverges")
 
 
-@pytest.mark.parametrize("patch, found_by, message, more", FAILURES.values(), ids=FAILURES)
+@pytest.mark.parametrize(
+    "patch, found_by, message, more",
+    [
+        pytest.param(*case, id=name, marks=pytest.mark.slow if name in SLOW else ())
+        for name, case in FAILURES.items()
+    ],
+)
 def test_failure_is_reported_in_a_line_and_costs_nothing_that_was_saved(
     patch, found_by, message, more, start, tmp_path, undisturbed
 ):

@@ -126,6 +126,7 @@ def watch_memory(method, model, mesh):
     return stop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [dict(shards=2), dict(recompute=True), dict(
     shards=2, dtype="bf16", vocab_size=20000, batch_size=1, block_size=64
 )])  # fmt: skip
