@@ -58,6 +58,7 @@ def mean_steps(rounds):
     return [sum(pair) / 2 for pair in rounds]
 
 
+@pytest.mark.slow
 def test_pause_of_several_rounds_costs_one_round_and_recorded_tokens_never_fall(corpus_folder):
     options = LONG | dict(log_interval=1, min_lr_ratio=1.0)
     clock = SpeedClock(1.0, 1.0, pause=(1, 11, 100.0))

@@ -284,6 +284,7 @@ def keep_what_is_loaded(method, model, mesh):
     return parameters
 
 
+@pytest.mark.slow
 def test_other_replicas_take_over_replica_i_mod_m(tmp_path, corpus_folder):
     """Of 3 replicas. The resumed runs have no step to take: they end with what they have loaded."""
     options = CONSTANT_LR | dict(sync_warmup_steps=2, max_steps=6, fragments=2, delay=1)

@@ -297,6 +297,7 @@ def test_every_rank_exits_with_2_after_one_line(function, argv, message, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_full_and_closed_output_and_torchrun_give_one_line_or_none(corpus_folder, tmp_path):
     train = f"{sys.executable} train.py --dry_run --device cpu --data {corpus_folder}"
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2"

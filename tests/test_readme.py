@@ -194,7 +194,7 @@ def test_flags_of_the_slurm_script_are_valid():
 
 NAMED = {
     "README": {"train.py", "data.py", "sample.py", "export.py", "lab", "lab.plot"},
-    "RESULTS": {"lab", "lab.bench"},
+    "RESULTS": {"lab"},
 }
 
 
