@@ -218,6 +218,7 @@ def train_and_resume(tmp_path, corpus_folder, tamper, ranks, cases, *meshes):
         yield from zip(runs, saved, strict=True)
 
 
+@pytest.mark.slow
 def test_other_shards_continue_the_trajectory(tmp_path, corpus_folder):
     """fp64, the same windows in each step: only the order of sums differs."""
     options = CONSTANT_LR | dict(tau=3, max_steps=12, batch_size=4, shards=2)
@@ -249,6 +250,7 @@ def test_mesh_of_a_resumed_run_follows_the_ranks(tmp_path, corpus_folder):
     launch.Setup([*argv, "--n_hidden=64"], train.METHODS, 4)  # what it has
 
 
+@pytest.mark.slow
 def test_run_starts_from_a_model_on_any_mesh_with_any_method(tmp_path, corpus_folder, monkeypatch):
     """No step changes a parameter: the rate is 0."""
     trained = run_training(2, corpus_folder, out_dir=tmp_path / "run", max_steps=3, n_hidden=64)
