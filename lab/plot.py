@@ -116,8 +116,8 @@ def draw(rows, panels, path):
 
 
 def draw_grid(rows, path):
-    """EDiT's loss over outer momentum and learning rate, a heat map for each tau, of the optimizer
-    of the first row. The figures and colors: how far it is above the lowest one of its tau."""
+    """EDiT's loss over outer momentum and learning rate, with the optimizer of the first row: a
+    heat map for each tau. The figures and colors: how far it is above the lowest of its tau."""
     cells = defaultdict(list)
     for row in rows:
         if row["method"] == "edit" and row["optimizer"] == rows[0]["optimizer"]:
