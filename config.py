@@ -47,7 +47,7 @@ def explain(error: Exception) -> tuple:
 
 def run_command(program: str, main):
     """Run a program's main(). Under torchrun only rank 0 prints to standard output. Errors that
-    explain() knows end the process with a code and one line, with which torchrun's report ends."""
+    explain() knows end the process with a code and one line, the last of torchrun's report."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         sys.stdout = open(os.devnull, "w")
@@ -158,7 +158,7 @@ class Config:
     min_lr_ratio: float = option(0.1, "final learning rate / peak learning rate")
     lr_warmup_steps: int = option(50, "steps of linear warm-up")
     weight_decay: float = option(0.1, "of matrices")
-    beta1: float = option(0.9, "AdamW", below=1)
+    beta1: float = option(0.9, "AdamW; momentum of Muon", below=1)
     beta2: float = option(0.95, "AdamW", below=1)
     grad_clip: float = option(1.0, "largest global gradient norm; 0: no clipping")
 

@@ -144,9 +144,14 @@ def load(data: str | None, vocab_size: int = 0) -> Corpus:
             corpus = load_folder(data)
         else:
             corpus = load_token_files(data, vocab_size or GPT2)
-    except (ValueError, LookupError) as error:
+        corpus.vocab_size = vocab_size or corpus.vocab_size
+        check_tokens(corpus)
+    except (ValueError, LookupError, TypeError) as error:
         raise UserError(f"--data {data}: damaged ({error}); {HINT}") from None
-    corpus.vocab_size = vocab_size or corpus.vocab_size
+    return corpus
+
+
+def check_tokens(corpus):
     for array in corpus.tokens.arrays:
         worst = array[:CHECKED_TOKENS].max()
         if worst >= corpus.vocab_size:
@@ -154,7 +159,6 @@ def load(data: str | None, vocab_size: int = 0) -> Corpus:
                 f"the corpus contains token {worst}, but its vocabulary has {corpus.vocab_size} "
                 "tokens: make it again with data.py, or give a larger --vocab_size"
             )
-    return corpus
 
 
 def load_folder(folder: str) -> Corpus:
@@ -369,7 +373,7 @@ def new_folder(out: str):
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float = np.inf) -> dict:
+def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float) -> dict:
     """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json. Its
     vocabulary is the model's, unless the documents have a token that only the tokenizer has. Its
     bytes_per_token are those of whole pieces of text."""

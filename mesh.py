@@ -173,8 +173,8 @@ class Mesh:
         self.waited_s.update(waited_s)
 
     def _issue(self, group, operation, function, *tensors, passes=1) -> Handle:
-        """Start function(*tensors). passes: 2 for an all-reduce, a reduce-scatter and an
-        all-gather; else 1."""
+        """Start function(*tensors). passes: 2 for an all-reduce (reduce-scatter, then
+        all-gather), else 1."""
         if group.size == 1:
             return Handle()
         start = lambda: [function(*tensors, group=group.process_group, async_op=True)]

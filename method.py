@@ -59,8 +59,8 @@ class RoundConfig:
         return MOMENTS[self.average_moments]
 
     def steps_of_round(self, lr: float, k: int) -> float:
-        """lr: inner learning rate of the last step; k: steps after the warm-up, before this
-        round."""
+        """lr: largest inner learning rate of the round so far (if rates fall, the first); k: steps
+        after the warm-up, before this round."""
         return math.inf  # votes end it
 
 
@@ -126,6 +126,7 @@ class Method:
         self.record, self.clock = record, clock
         self.steps = 0  # of the run
         self.local_steps = 0  # of this round
+        self.round_lr = 0.0  # the largest inner learning rate of this round
         self.rounds = 0
         self.averages_gradients = True  # until the warm-up ends
         self.lr = 0.0  # inner learning rate of the last step
@@ -231,11 +232,12 @@ class Method:
         if self.averages_gradients:
             return False
         self.local_steps += 1
+        self.round_lr = max(self.round_lr, lr)
         self.record.loss_sum = self.record.loss_sum + metrics.loss
         # On a GPU the votes are known one step late.
         voted = self.local_steps > self.model.metrics_lag and self.model.known_metrics()[2] > 0
         k = self.steps - self.local_steps - self.config.sync_warmup_steps
-        full = self.local_steps >= self.config.steps_of_round(lr, k)
+        full = self.local_steps >= self.config.steps_of_round(self.round_lr, k)
         return voted or full or self.progress >= self.config.max_steps
 
     def end_round(self):
@@ -248,5 +250,6 @@ class Method:
             if self.exchanged is None:
                 self.exchange()
         self.local_steps = 0
+        self.round_lr = 0.0
         if not self.model.pre_layer_hook:  # EDiT's sync ends in the next forward
             self.record.done(self)

@@ -69,7 +69,7 @@ def train(M=4, steps=140, sync_warmup=20, tau=8, disturbed_round=13, penalty=Tru
     corpus = data.standard_library()
     replicas = [Replica(i, M, corpus) for i in range(M)]
 
-    for step in range(sync_warmup):  # mini-batch training
+    for step in range(sync_warmup):  # mini-batch training, at least one step
         losses = [replica.compute_gradient(step) for replica in replicas]
         average_gradients(replicas)
         for replica in replicas:

@@ -14,7 +14,7 @@ move as far as frequent ones. But with ZeRO-3 a rank has 1/N of a flat vector an
         W <- (1 - lr wd) W - muon_lr(t) sqrt(out / in) X           # X transposed back
 
 The embedding, the head and the gains of norms take AdamW's step. muon_lr(t) has the
-schedule of lr. The iteration brings singular values above 0.003 to 0.98 .. 1.03 (in bf16 less
+schedule of lr. The iteration brings singular values above 0.007 to 0.98 .. 1.03 (in bf16 less
 exactly) without computing them. N blocks at a time, so that a rank orthogonalizes whole blocks:
 
     rank n has shard n of the momenta of blocks l .. l + N - 1          (N, P/N)
@@ -31,9 +31,9 @@ between two steps.
                model.exp_avg_sq      less         fp32; only of what AdamW steps
 
 A matrix of m rows and n columns, m <= n, takes 20 m^2 n + 10 m^3 FLOP. Of a rank and step, with
-N = 8, bf16 and 16,384 tokens (with the 2,048 tokens of --model 7b the second column is 79 TFLOP):
+N = 8, bf16 and 16,384 tokens (with the 2,048 tokens of --model 7b its first column is 79 TFLOP):
 
-            forward and backward    here                    if each rank did all blocks
+            blocks, both passes     here                    if each rank did all blocks
     124m      8.3 TFLOP             0.25 TFLOP,    50 MB    1.5 TFLOP,    149 MB    [shard] links
     7b        634 TFLOP               77 TFLOP, 2,822 MB    616 TFLOP, 11,289 MB
 

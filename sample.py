@@ -21,9 +21,6 @@ def load(path: str):
 def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0, n_vocab=None):
     """Yield `count` more token ids below n_vocab, each drawn given the last block_size ones.
     temperature 0: the most likely one; top_k 0: draw from all."""
-    if temperature == 0:
-        top_k = 1
-        temperature = 1.0
     generator = torch.Generator().manual_seed(seed)
     tokens = list(tokens)
     for _ in range(count):
@@ -31,7 +28,7 @@ def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0,
         logits = model(context)[0, -1, :n_vocab].double()  # (V,); a tiny temperature is 0 in fp32
         if 0 < top_k < len(logits):
             logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
-        probabilities = torch.softmax(logits / temperature, dim=0)
+        probabilities = torch.softmax(logits / max(temperature, 1e-12), dim=0)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         yield tokens[-1]
 
@@ -53,7 +50,7 @@ def print_sample(path):
         model, encoding = load(path)
         prompt = "def " if encoding.name == "byte" else "The "
         text = continue_text(model, encoding, prompt, count=100)
-    except (UserError, ModuleNotFoundError) as error:  # offline, diverged: the run itself is fine
+    except (UserError, ModuleNotFoundError) as error:  # offline: the run itself is fine
         text = f"none: {error}"
     print(f"model   {path}")
     print("sample  " + text.replace("\n", "\n        "))

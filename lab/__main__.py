@@ -7,15 +7,15 @@
     python -m lab frontier --model 10m --gpu           # frontier_10m_gpu.json
     python -m lab --tables           # rewrite all tables and pictures from the JSON files
 
-Runs are kept in out/lab/. A finished run is not repeated, also if another experiment has it or if
-the JSON file has its row, and an interrupted run resumes from its last checkpoint. To add an
+Runs are kept in out/lab/. A finished run is not repeated, even if only another experiment or
+the JSON file has it, and an interrupted run resumes from its last checkpoint. To add an
 experiment, write a function that yields the runs of one seed, with @experiment (lab/runs.py) above
 it.
 
 All runs train the tiny model on the built-in corpus, 2,048 tokens a step, on 4 replicas x 1 shard
 unless they say otherwise. The outer step is the best one of `tune`, which has a seed of its own. So
-`tune` comes first: python -m lab tune, and python -m lab tune --steps 2000 for longer runs. What it
-has not tried yet, in this length and with this optimizer, has the default outer step.
+`tune` comes first: python -m lab tune, and python -m lab tune --steps 2000 for longer runs. Methods
+that it has not tried in this length with this optimizer have the default outer step.
 """
 
 import json
@@ -106,7 +106,7 @@ def draw_timelines(rows, path):
     others = [row for row in rows if not row["variant"]]
     draw(others, path, "Two replicas on a slow link, replica 1 half as fast")
     overlap = [row for row in rows if row["variant"]]
-    draw_overlap(overlap, path.with_name("overlap.svg"))
+    draw_overlap(overlap, path.with_name(path.name.replace("timeline", "overlap")))
 
 
 @experiment("computing", picture=draw_timelines)
@@ -136,7 +136,7 @@ def timeline(seed):
 @experiment("val_loss", "over_minibatch", "sync_bytes", "local_bytes", combine=beside_minibatch)
 def first(seed):
     """The run of `make train`: what do other methods reach in it?"""
-    # Its own flags, all defaults (tau 16), in place of BASE: --steps and --model change nothing.
+    # Its own flags, all defaults (tau 16), in place of BASE: --steps, --model, --gpu name the file.
     flags = {"shards": 2, "batch_size": 8, "sync_warmup_steps": 200}
     for method in ("minibatch", "diloco", "edit", "streaming_edit"):
         own = {"method": method, "seed": seed}
@@ -147,7 +147,6 @@ def first(seed):
     "val_loss",
     "over_minibatch",
     "local_bytes",
-    panels=[Panel("tau", "val_loss", "tau, steps per round", log=True)],
     combine=beside_minibatch,
 )
 def tau(seed):
@@ -164,7 +163,8 @@ def tau(seed):
 @experiment("step_ms")
 def link(seed):
     """How long does a step take over a slow link?"""
-    for method in ("minibatch", "co2", "diloco", "streaming_diloco", "edit", "streaming_edit"):
+    blocking = ("minibatch", "post_local_sgd", "slowmo", "noloco", "diloco", "edit")
+    for method in (*blocking, "co2", "streaming_diloco", "streaming_edit"):
         steps = 4 if method == "minibatch" else 64
         rounds = ROUNDS | {"max_steps": 3 * steps, "log_interval": steps}
         for mbps in (100, 10):

@@ -9,9 +9,9 @@
     bound   as many independent single processes at once as there are ranks, if there are several
 
 The speed of a machine drifts, so the candidates take turns in one run, a few steps at a time. A
-ratio is the median of the ratios of the turns. The flags of train.py for the mesh, the device and
-the model count, and --repeats; the others have no effect. The default is --model 10m --batch_size 2
---vocab_size 257.
+ratio is the median of the ratios of the turns. Of the flags of train.py those count that a step of
+mini-batch needs (mesh, device, model, batch, dtype, optimizer, --compile), and --repeats. The
+default is --model 10m --batch_size 2 --vocab_size 257.
 """
 
 import statistics
@@ -41,7 +41,7 @@ STEPS = 2  # timed ones in a turn
 class Flags:
     """The benchmark's flags, beside train.py's."""
 
-    repeats: int = option(5, "turns", low=1, group="benchmark")
+    repeats: int = option(5, "turns", low=1)
     limits_link = False  # no link is simulated
 
 

@@ -28,7 +28,7 @@ A recorded run beside this simulation:
     torchrun --standalone --nproc_per_node 2 train.py --method edit --timeline --link_mbps 100 ...
     python -m lab.planner out/edit
 
-explain.html computes the same in a browser, with the same names.
+explain.html computes the same in a browser, with the same names and three more models.
 
 Source: the simulation is ours; models and grid are from arXiv 2501.18512. tests/test_planner.py
 compares it with table 4 of that paper.
@@ -49,15 +49,8 @@ H = 100  # inner steps per round
 LEVELS = {"50%": 0.5, "80%": 0.8, "90%": 0.9, "95%": 0.95, "99%": 0.99}
 
 
-# step_s: seconds of pure compute; step_tokens: of one replica
-Model = namedtuple("Model", "parameters layers step_s step_tokens", defaults=[2**20])
+Model = namedtuple("Model", "parameters layers step_s")  # step_s: seconds of pure compute
 MODELS = {"1b": Model(1e9, 24, 0.1), "10b": Model(1e10, 48, 0.8), "100b": Model(1e11, 108, 4.9)}
-MORE_MODELS = {  # for explain.html: `make train`, eight GPUs, between the published models
-    "tiny": Model(0.92e6, 4, 0.1, 2048),
-    "124m": Model(124e6, 12, 0.5, 2**19),
-    "7b": Model(7e9, 32, 0.6),
-}
-TOKENS_PER_PARAMETER = 20  # of a training: Hoffmann et al., arXiv 2203.15556
 
 Span = namedtuple("Span", "name who layer begin end")  # who: 0: fast, 1: slow replica, or "link"
 
@@ -166,20 +159,15 @@ def costs(plan, model, gbit_per_s, replicas=2, slowness=1.0) -> dict:
     round_s      its seconds
     shares       compute time / wall time, 0 to 1, of a fast replica and of the slow one
     utilization  the mean of these shares over all replicas
-    training_s   seconds of a training with TOKENS_PER_PARAMETER
     """
     spans, ends = simulate(plan, model, gbit_per_s, replicas, slowness)
     round_s = ends[2] - ends[1]
-    slow_steps = steps_per_round(plan, slowness)
     fast = plan.every * model.step_s / round_s
-    slow = slow_steps * model.step_s * slowness / round_s
-    steps = (replicas - 1) * plan.every + slow_steps  # of all replicas
-    rounds = TOKENS_PER_PARAMETER * model.parameters / (steps * model.step_tokens)
+    slow = steps_per_round(plan, slowness) * model.step_s * slowness / round_s
     return {
         "round_s": round_s,
         "shares": [fast, slow],
         "utilization": ((replicas - 1) * fast + slow) / replicas,
-        "training_s": rounds * round_s,
     }
 
 
@@ -246,7 +234,10 @@ def compare(folder):
 
 
 def main():
-    for folder in sys.argv[1:]:
+    folders = sys.argv[1:]
+    if not folders:
+        raise UserError("name the folder of a run with --timeline")
+    for folder in folders:
         compare(folder)
 
 

@@ -154,9 +154,9 @@ def experiment(*columns, **others):
 
 
 def run_experiment(experiment, seeds, path):
-    """Write the JSON file `path`, and its table and picture beside it. A row that the file has
-    already stays, and its run is not started again, if the experiment still has that command, or if
-    the row is of another seed. Delete the file to run all again."""
+    """Write the JSON file `path`, and its table and picture beside it. A row of the file
+    stays, and its run is not repeated, if the experiment still has that command or if the row has
+    another seed. Delete the file to run all again."""
     earlier = []
     if path.exists():
         earlier = json.loads(path.read_text())
@@ -172,7 +172,9 @@ def run_experiment(experiment, seeds, path):
         own = run.columns | {"command": run.command()}
         rows += [row | own for row in known[run.command()].values() or run.results()]
     lines = ",\n".join(json.dumps(row) for row in experiment.combine(rows))
-    path.write_text(f"[\n{lines}\n]\n")
+    partial = path.with_suffix(".tmp")
+    partial.write_text(f"[\n{lines}\n]\n")
+    partial.replace(path)
     print(f"results {path}")
     print(write_page(experiment, path))
 
@@ -229,7 +231,7 @@ def start(args):
     """Run the experiment of the command line."""
     name = args.experiment
     if args.steps:
-        check_limits("--steps", args.steps, {"low": 64})
+        check_limits("--steps", args.steps, {"low": 65})
         name = f"{name}_{args.steps}"
         BASE.update(max_steps=args.steps, eval_interval=args.steps)
     if args.model:

@@ -69,7 +69,7 @@ def choose(config) -> tuple:
 
     last = found[-1] if found else None
     own = list_checkpoints(out_dir)
-    if own:  # a run that is writing there could remove what this one reads
+    if own and not config.dry_run:  # a run that is writing there could remove what this one reads
         os.close(lock(out_dir, fcntl.LOCK_SH))
     earlier = own or Path(out_dir, "model.pt").exists()
     continues = own and last and last.samefile(own[-1])
@@ -253,6 +253,8 @@ def readable(path):
     """Damaged and foreign files raise errors of many kinds. All become UserError, one line."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
         raise UserError(
@@ -261,10 +263,11 @@ def readable(path):
         ) from None
 
 
-def read(path) -> dict:
-    """A checkpoint's state.json."""
+def read(path) -> tuple:
+    """A checkpoint's state.json, and its flags."""
     with readable(path):
-        return json.loads((path / "state.json").read_bytes())
+        state = json.loads((path / "state.json").read_bytes())
+        return state, state["flags"]
 
 
 def check_resume(setup):

@@ -13,6 +13,9 @@ the ranks exchange what they have found: either all train, or all end.
     SIGTERM, Ctrl-C         at once; with --save_on_exit at the next round end,     128 + signal
                             after a checkpoint
 
+torchrun kills ranks 30 s after its signal: --shutdown_timeout changes that, but not where a node
+joins. So rounds should be shorter.
+
 With --save_on_exit the signal of one rank is enough. At a round end all ranks exchange their
 signals, so replicas wait for each other there, also in a method without a barrier.
 """
@@ -58,15 +61,15 @@ class Setup:
         out_dir, self.path = checkpoint.choose(config)
         base = {}
         if self.path:
-            self.saved = checkpoint.read(self.path)
-            base = self.saved["flags"]
+            self.saved, base = checkpoint.read(self.path)
         elif config.init_from:
             self.source = open_model(config.init_from)
             same = Path(out_dir, "model.pt").resolve() == Path(config.init_from).resolve()
             if config.overwrite and same:
                 raise UserError("--overwrite deletes the model of --init_from: change --out_dir")
             base = vars(self.source.config) | {"vocab_size": 0}
-        self.config = config = make_config(self.given, methods, simulate.Config, base)
+        with checkpoint.readable(self.path):  # its method may be gone
+            self.config = config = make_config(self.given, methods, simulate.Config, base)
         config.out_dir = out_dir
 
         if config.dry_run:  # for any mesh

@@ -105,7 +105,7 @@ def read_disturbance(config, flag: str, replicas: int) -> dict:
     except ValueError:
         right = False
     if not right:
-        limits = f"R below {replicas}, F at least 1, FIRST at most LAST, none below 0"
+        limits = f"R below {replicas}, 1 <= F < 1e9, 0 <= FACTOR < 1e9, 0 <= FIRST <= LAST"
         raise UserError(f"--{flag} {text}: must be {FORMS[flag]}, {limits}")
     return found
 

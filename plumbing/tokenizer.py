@@ -71,7 +71,10 @@ class JsonTokenizer:
     def __init__(self, text: str):
         import tokenizers
 
-        self.tokenizer = tokenizers.Tokenizer.from_str(text)
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # it has no kind of its own
+            raise UserError(f"tokenizer.json is damaged ({error})") from None
         self.tokenizer.encode_special_tokens = True  # <|endoftext|> in a text is text
         ids = self.tokenizer.get_vocab()
         self.n_vocab = 1 + max(ids.values())
@@ -95,7 +98,8 @@ def read_tokenizer(name: str) -> tuple:
     is no such folder."""
     if name in ("byte", "gpt2"):
         return name, make_tokenizer(name).n_vocab
-    text = Path(name, "tokenizer.json").read_text()
+    # Bytes that are no UTF-8 become such that the tokenizer refuses.
+    text = Path(name, "tokenizer.json").read_text(errors="surrogateescape")
     config = Path(name, "config.json")
     if config.exists():
         try:

@@ -28,7 +28,7 @@ Deviations: (1) The warm-up is mini-batch. (2) In the paper x and a travel, and 
 the same sum. Its equation 2 prints - lr mean(d_i, d_j), but only the plus sign of equation 32 and
 of the authors' code makes progress.
 
-Slow-link bytes per rank and round: 4 P/N, or 0 if it is alone; one hop. In a global round
+Slow-link bytes per rank and round: 4 sum P/N, or 0 if it is alone; one hop. In a global round
 2 (M-1)/M * 4 sum P/N.
 Run: torchrun --nproc_per_node 4 train.py --method noloco
 Source: NoLoCo, arXiv 2506.10911, and its authors' code; Gossip-PGA, arXiv 2105.09080.

@@ -25,8 +25,8 @@ there is no owner and no E: each sends C(z_i) to the other (all-gather), and dba
 One replica alone sends nothing, and is EDiT; so is --quantize none, which sends w_i d_i as edit.py
 does.
 
-The outer momentum carries the errors on, too: the fewer bits, the less momentum. In 2,000 steps
-with Muon the best of six outer steps was 0.9 / 0.3 in 1 bit and 0.5 / 0.8 in 2 bits.
+Outer momentum repeats errors, too. So fewer bits need less momentum: in 2,000 steps with Muon the
+best of six outer steps was 0.9 / 0.3 in 1 bit and 0.5 / 0.8 in 2 bits.
 
 A flagged replica forgets its errors. The weights come before C: a replica with a large norm and a
 small weight would otherwise send its errors later, with a normal weight.
@@ -39,8 +39,8 @@ Then the errors of gradients are fed back in the same way, and dropped at the wa
     e_i        error               (sum P/N,)   replica i
     E          mean_error          (sum P/N,)   replica i: of its pieces, else 0 (0 if M <= 2)
 
-A run that resumes on another mesh keeps e_i of the replicas that go on, and of E what lies both in
-the old and in the new piece of a replica.
+A run resumed on another mesh keeps e_i of replicas that go on, and E where a replica's old and new
+pieces overlap.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 sum P/N, and 8 (M-1) (L + 1) for the exchange.
 A step of the warm-up sends 2 (M-1)/M * 4 sum P/N, with int8 2 (M-1)/M * 1.016 sum P/N.

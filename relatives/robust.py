@@ -15,8 +15,8 @@ at single elements.
 
 The direction y is the first left singular vector of [w_1 u_1, ..., w_M u_M]. First all w_i are 1;
 then, 5 times, w_i = (1 - <y, u_i>^2 + 1e-7)^(-1/4): what lies far from y counts less. Because y is
-a combination sum_i c_i u_i, all of it is algebra with the M x M Gram matrix of the d_i:
-# [sync] sum of M^2 scalars. Of y and -y, that one is taken for which sum_i <y, u_i> is positive.
+a combination sum_i c_i u_i, all of it is algebra with the M x M Gram matrix of the d_i (a sum
+of M^2 scalars over all ranks). Of y and -y, that one is taken for which sum_i <y, u_i> is positive.
 Elements of d_i that are not finite count as 0, and those beyond +-1e12 as that: so no square
 overflows.
 

@@ -29,8 +29,8 @@ Deviations: (1) the mean is over all M replicas, as in the paper; the authors' c
 element by the number of its senders, and one of them clips messages to their median norm. (2) Two
 classes of values, not quantiles. (3) The warm-up is mini-batch.
 
-Slow-link bytes per rank and round: (M-1) (1.75 density + 4/4096) P/N, and 12 (M-1) for losses,
-steps and norms. It grows with M.
+Slow-link bytes per rank and round: (M-1) (1.75 density + 4/4096) sum P/N, and 12 (M-1) for
+losses, steps and norms. It grows with M.
 Run: torchrun --nproc_per_node 4 train.py --method sparse_loco
 Source: SparseLoCo, arXiv 2508.15706; the codes tplr-ai/CCLoco and one-covenant/templar.
 Plain version: tests/reference/sparse.py.

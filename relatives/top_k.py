@@ -26,7 +26,7 @@ Deviations from the paper: (1) AdamW in place of momentum SGD. (2) The mean that
 in the paper each gradient, before it is added. (3) The density does not fall in five epochs; the
 warm-up is mini-batch.
 
-Slow-link bytes per rank and step: (M-1) 5.5 density P/N, and 8 (M-1) per row of the record.
+Slow-link bytes per rank and step: (M-1) 5.5 density sum P/N, and 8 (M-1) per row of the record.
 Run: torchrun --nproc_per_node 4 train.py --method top_k
 Source: Deep Gradient Compression, arXiv 1712.01887, and its authors' code.
 Plain version: tests/reference/sparse.py.

@@ -28,9 +28,9 @@ differ by their momentum only, and its sum can travel in 1 bit, with error feedb
 
 Error feedback keeps what a sender has not sent, and what the owner of a piece has not sent of its
 mean, for the next message (quantize.py explains owners). Where V is 0 (embedding rows of tokens
-that have not occurred) nothing moves. --tau 1 is 1-bit Adam; --no-refresh freezes V. A run that
-resumes on another mesh keeps e_i of the replicas that go on, and of E what lies both in the old and
-in the new piece of a replica.
+that have not occurred) nothing moves. --tau 1 is 1-bit Adam; --no-refresh freezes V. A run
+resumed on another mesh keeps e_i of replicas that go on, and E where a replica's old and new pieces
+overlap.
 
 Deviations: (1) An old V may be much too small: the bound keeps steps as short as Adam's, and
 without it long runs diverge. (2) The paper refreshes V from mean gradients in full precision, in
@@ -41,7 +41,7 @@ size. (3) A scale for each block of 256. (4) Weight decay is in z_i.
 The first rounds should be short. With rounds of 16 steps throughout, runs of 2,000 steps ended 7%
 (mean of four seeds) and 19% (a fifth one) above mini-batch; with rounds that grow, 2%: RESULTS (f).
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 P/N (with a refresh 1.156), and 12 (M-1).
+Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 sum P/N (with a refresh 1.156), and 12 (M-1).
 Run: torchrun --nproc_per_node 4 train.py --method zero_one_adam --tau_schedule 2:96,4:192,8:384
 Source: 0/1 Adam, arXiv 2202.06009; 1-bit Adam, arXiv 2102.02888; DeepSpeed's code of both.
 Plain version: tests/reference/one_bit.py.

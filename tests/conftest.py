@@ -1,3 +1,4 @@
+import math
 import os
 import random
 import sys
@@ -40,7 +41,7 @@ def corpus_folder(tmp_path_factory):
     text = folder / "text.txt"
     text.write_text(" ".join(draw.choices(words, k=16000)))
     documents = data.text_documents([text])
-    data.write_corpus(documents, "byte", folder / "tokens")
+    data.write_corpus(documents, "byte", folder / "tokens", math.inf)
     return folder / "tokens"
 
 

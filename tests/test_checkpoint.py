@@ -414,6 +414,10 @@ DAMAGE = [  # what happens to the last checkpoint p; what the line must say
     (lambda p: (p / S).unlink(), UNREADABLE),
     (lambda p: cut(p / S), UNREADABLE),
     (lambda p: (p / S).write_text("[" * 100000), "checkpoint-00000009 cannot be read"),
+    (lambda p: (p / S).write_text("{}"), "checkpoint-00000009 cannot be read (KeyError: 'flags')"),
+    (lambda p: (p / S).write_text('{"flags": []}'), UNREADABLE),
+    (lambda p: edit_state(p, lambda state: state["flags"].update(method="gone")), UNREADABLE),
+    (lambda p: edit_state(p, lambda state: state["flags"].update(model="350m")), UNREADABLE),
 ]  # fmt: skip
 PARTS = [  # the same, of a part that only rank 1 reads
     (lambda p: (p / R).unlink(), "No such file"),

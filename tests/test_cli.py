@@ -49,11 +49,11 @@ train --block_size 1000000000           | lower --block_size
 train --shards 3                        | do not form such a mesh; change --nproc_per_node or give --shards 1
 train --replicas 2                      | --replicas 2 --shards 1
 train --n_head 2 --n_embd 6             | --n_embd 6
-train --slow_replica 1:2                | --slow_replica 1:2: must be R:F, R below 1, F at least 1
+train --slow_replica 1:2                | --slow_replica 1:2: must be R:F, R below 1, 1 <= F < 1e9
 train --slow_replica 0:0.5              | --slow_replica 0:0.5
 train --slow_replica fast               | --slow_replica fast: must be R:F
 train --random_tokens 1:2:3             | --random_tokens 1:2:3: must be R:FIRST:LAST, R below 1
-train --random_tokens 0:3:2             | must be R:FIRST:LAST, R below 1, F at least 1, FIRST at most LAST
+train --random_tokens 0:3:2             | must be R:FIRST:LAST, R below 1, 1 <= F < 1e9, 0 <= FACTOR < 1e9, 0 <= FIRST <= LAST
 train --method zero_one_adam --sync_warmup_steps 0 | needs --sync_warmup_steps above 0
 train --method zero_one_adam --average_moments | no --average_moments
 train --method zero_one_adam --optimizer muon | --optimizer muon: zero_one_adam needs AdamW's variance

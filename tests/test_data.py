@@ -108,7 +108,7 @@ def test_written_corpus_holds_every_document(tmp_path, monkeypatch, capsys):
 def test_hash_of_a_written_corpus_is_that_of_its_tokens(tmp_path):
     hashes = set()
     for word in "xx", "yx", "xy":  # of the same length
-        data.write_corpus([(word, True)], "byte", tmp_path / word)
+        data.write_corpus([(word, True)], "byte", tmp_path / word, np.inf)
         written = (tmp_path / word / "tokens.bin").read_bytes()
         found = data.load(str(tmp_path / word)).hash
         assert found == hashlib.sha256(written).hexdigest()[:16]
@@ -222,7 +222,7 @@ def write_words(monkeypatch, out, tokens, n_vocab, model):
     words.encode = lambda text: np.array(tokens)
     monkeypatch.setattr(data, "read_tokenizer", lambda name: (name, model))
     monkeypatch.setattr(data, "make_tokenizer", lambda name: words)
-    data.write_corpus([("text", True)], "words", str(out))
+    data.write_corpus([("text", True)], "words", str(out), np.inf)
 
 
 def test_tokens_of_a_large_vocabulary_are_written_in_four_bytes(tmp_path, monkeypatch):
@@ -269,6 +269,11 @@ def test_damaged_folders_few_and_foreign_tokens_are_refused(tmp_path):
     Path(cut, "meta.json").write_text("{")
     with pytest.raises(UserError, match="^--data .*: damaged"):
         data.load(cut)
+    strange = ({"dtype": "foo"}, {"vocab_size": "257"}, {"new": 1}, {"tokenizer": "tokenizer.json"})
+    for k, changes in enumerate(strange):
+        with pytest.raises((UserError, OSError)) as error:
+            data.load(write_folder(tmp_path / str(k), tokens, **changes))
+        assert explain(error.value)[0] == 2
     corpus = data.load(write_folder(tmp_path / "short", tokens))
     data.check_windows(corpus, 49)
     with pytest.raises(UserError, match="needs at least 51"):

@@ -177,7 +177,7 @@ def test_their_tokenizer_makes_a_corpus_and_a_model_that_is_exported_with_it(
     their_llama(transformers, tmp_path / "hf")
     trained.save(str(tmp_path / "hf" / "tokenizer.json"))
     documents = data.text_documents([ROOT / "README.md"])
-    meta = data.write_corpus(documents, str(tmp_path / "hf"), str(tmp_path / "corpus"))
+    meta = data.write_corpus(documents, str(tmp_path / "hf"), str(tmp_path / "corpus"), np.inf)
     assert (meta["tokenizer"], meta["vocab_size"]) == ("tokenizer.json", 300)  # the model's
     corpus = data.load(str(tmp_path / "corpus"))
     ids = corpus.tokens[np.arange(len(corpus.tokens))]
@@ -441,3 +441,10 @@ def write_packed(folder, suffix, mb):
 def test_memory_does_not_grow_with_the_input(tmp_path, suffix):
     small, large = [peak_mb(write_packed(tmp_path, suffix, mb)) for mb in (16, 144)]
     assert large < small + 60  # of 128 MB more, packed 60 to 100
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"{}"])
+def test_damaged_tokenizer_is_refused_in_one_line(content, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(UserError, match="^tokenizer.json is damaged .*$"):
+        tokenizer.read_tokenizer(str(tmp_path))

@@ -12,6 +12,8 @@ import torch
 import edit
 from lab import planner
 from ranks import ROOT
+from test_planner import MORE_MODELS
+from test_planner import MORE_MODELS
 
 pytestmark = pytest.mark.slow
 TEXT = (ROOT / "EXERCISES.md").read_text()
@@ -136,7 +138,7 @@ def test_share_of_waiting_is_the_planners(tau, percent):
 @pytest.mark.parametrize("c", [0.5, 1.0, 4.0])
 def test_waits_of_diloco_and_edit_are_the_planners(c):
     """c: how long a layer travels, in forwards of a layer."""
-    model = planner.MORE_MODELS["124m"]
+    model = MORE_MODELS["124m"]
     plans = planner.schedules(16)
     L = model.layers
     forward_s = model.step_s / 3 / L
@@ -158,7 +160,7 @@ def test_waits_of_diloco_and_edit_are_the_planners(c):
     ],
 )
 def test_slowest_link_of_95_percent_computing_is_the_planners(method, gbit_per_s):
-    model = planner.MORE_MODELS["124m"]
+    model = MORE_MODELS["124m"]
     plan = planner.schedules(16)[method]
     links = [10 ** (k / 12) for k in range(-36, 37)]
     fast_enough = [link for link in links if planner.utilization(plan, model, link) >= 0.95]
@@ -169,7 +171,7 @@ def test_slowest_link_of_95_percent_computing_is_the_planners(method, gbit_per_s
 def test_shortest_round_of_80_percent_computing_is_the_planners(method, tau):
     def utilization(tau):
         plan = planner.schedules(tau)[method]
-        return planner.utilization(plan, planner.MORE_MODELS["7b"], 10)
+        return planner.utilization(plan, MORE_MODELS["7b"], 10)
 
     assert utilization(tau - 1) < 0.8 <= utilization(tau)
 

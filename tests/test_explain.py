@@ -22,7 +22,9 @@ from ranks import ROOT
 pytestmark = pytest.mark.ecosystem
 PAGE = ROOT / "explain.html"
 METHODS = "minibatch diloco edit a_edit streaming_edit co2 one_bit_edit".split()
-MODELS = planner.MODELS | planner.MORE_MODELS
+MODELS = planner.MODELS | test_planner.MORE_MODELS
+STEP_TOKENS = {"tiny": 2048, "124m": 2**19}  # of one replica; of the others 2^20
+TOKENS_PER_PARAMETER = 20  # of a training: Hoffmann et al., arXiv 2203.15556
 DEFAULT = dict(method="edit", model="7b", replicas=2, tau=16, gbit_per_s=10.0)
 DEFAULT |= dict(slowness=1.0, bits="own")
 DEFAULT |= dict(G0=1.0, G1=1.3, G2=0.8, G3=5.0, mean=1.0, sigma=0.2, phi=10.0)
@@ -188,17 +190,28 @@ def published(setting) -> dict:
     return {m: list(table[model, p]) for m, p in PUBLISHED.items() if (model, p) in table}
 
 
+def costs(plan, setting) -> dict:
+    """The planner's, and the seconds of a training with TOKENS_PER_PARAMETER."""
+    model = MODELS[setting["model"]]
+    cluster = (setting["gbit_per_s"], setting["replicas"], setting["slowness"])
+    found = planner.costs(plan, model, *cluster)
+    slow_steps = planner.steps_per_round(plan, setting["slowness"])
+    steps = (setting["replicas"] - 1) * plan.every + slow_steps
+    rounds = TOKENS_PER_PARAMETER * model.parameters / steps
+    rounds /= STEP_TOKENS.get(setting["model"], 2**20)
+    return found | {"training_s": rounds * found["round_s"]}
+
+
 def expected(setting) -> dict:
     model = MODELS[setting["model"]]
-    cluster = (model, setting["gbit_per_s"], setting["replicas"], setting["slowness"])
     plan = plan_of(setting["method"], setting)
     minibatch = plan_of("minibatch", setting)
     warmup = plan_of("minibatch", setting)
     warmup.bits = max(16, warmup.bits)
-    sent = [planner.sent_bytes(each, model, cluster[2]) for each in (plan, minibatch, warmup)]
-    return planner.costs(plan, *cluster) | pictures(plan, model, setting) | {
+    sent = [planner.sent_bytes(each, model, setting["replicas"]) for each in (plan, minibatch, warmup)]
+    return costs(plan, setting) | pictures(plan, model, setting) | {
         "settings": setting,
-        "minibatch": planner.costs(minibatch, *cluster),
+        "minibatch": costs(minibatch, setting),
         "sent_bytes": sent,
         "penalty": penalty(setting),
         "curve": curves(setting),

@@ -241,8 +241,8 @@ def test_steps_model_and_gpu_change_the_runs_and_the_name_of_the_result(monkeypa
 
 
 def test_too_few_steps_are_refused(monkeypatch):
-    with pytest.raises(UserError, match="--steps 63: must be at least 64"):
-        started_with(monkeypatch, "tau --steps 63")
+    with pytest.raises(UserError, match="--steps 64: must be at least 65"):
+        started_with(monkeypatch, "tau --steps 64")
 
 
 def test_a_run_has_the_best_outer_step_of_its_tau_length_and_optimizer(monkeypatch, tmp_path):

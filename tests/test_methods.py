@@ -33,7 +33,7 @@ FP32 = dict(rtol=1e-6, atol=1e-7)
 MINIBATCH = dict(method="minibatch", max_steps=8)
 LOCAL = dict(tau=3, sync_warmup_steps=2, max_steps=12)
 MOMENTS = dict(average_moments="both")
-QSR = dict(tau_rule="qsr", qsr_c=0.012, max_steps=16, min_lr_ratio=0.3)
+QSR = dict(tau_rule="qsr", qsr_c=0.018, max_steps=16, min_lr_ratio=0.3)
 MUON = dict(optimizer="muon", muon_lr=0.03)
 ODD = MUON | dict(n_layer=3)  # the last blocks on two and on four shards are fewer than the shards
 

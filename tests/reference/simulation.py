@@ -160,6 +160,7 @@ class Simulation:
     def round(self):
         self.method.steps = [0] * self.M
         self.loss_sums = [0.0] * self.M
+        self.round_lr = 0.0
         running = list(range(self.M))
         while running:
             self.local_step(running)
@@ -184,6 +185,7 @@ class Simulation:
             step = self.taken[i] + steps[i]
             self.lr = self.learning_rate(self.progress + steps[i] * self.rate[i])
             g = clipped(gradients[i], self.f.grad_clip)
+            self.round_lr = max(self.round_lr, self.lr)
             self.method.inner_step(i, g, self.lr)
             self.loss_sums[i] += losses[i]
             steps[i] += 1
@@ -203,8 +205,9 @@ class Simulation:
             return count * self.seconds[i] >= f.tau_time_s
         tau = scheduled_tau(f, self.taken[0] - f.sync_warmup_steps)
         if f.tau_rule == "qsr":
-            # tau = max(tau, (c / lr)^2), the quadratic synchronization rule
-            tau = max(tau, int((f.qsr_c / self.lr) ** 2))
+            # tau = max(tau, (c / lr)^2), the quadratic synchronization rule; lr: the largest one
+            # of the round, which is the first, once the warm-up of the rate is over
+            tau = max(tau, int((f.qsr_c / self.round_lr) ** 2))
         return count >= tau
 
     # ---- the end of a round ----
