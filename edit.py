@@ -159,7 +159,6 @@ class EDiT(Method):
     shared = ("anchor", "momentum")
     scalars = ("statistics",)
     repairs_replicas = True  # a flagged replica restarts from the anchor
-    lr_sum = 0.0  # learning rates of this round's steps
 
     def __init__(self, model, mesh, config, record, clock):
         super().__init__(model, mesh, config, record, clock)
@@ -169,11 +168,6 @@ class EDiT(Method):
     def begin(self):
         self.anchor.copy_(self.model.master, non_blocking=True)  # --offload: on the host
         self.statistics = self.model.master.new_zeros(3, len(self.model.layers))
-        self.lr_sum = 0.0
-
-    def after_step(self, lr, metrics):
-        self.lr_sum += lr
-        return super().after_step(lr, metrics)
 
     def sync(self):
         """The end of the round: norms, weights, and the start of every layer's all-reduce. The next
@@ -194,8 +188,7 @@ class EDiT(Method):
         """Flags and weights (M, L), from the squared norms of this rank's shards (L,)."""
         # [shard] all-reduce, L scalars, once per round
         self.mesh.all_reduce(squares, self.mesh.shard).wait()
-        scale = self.lr_sum if self.config.norm_per_lr else 1.0
-        self.lr_sum = 0.0
+        scale = sum(self.rates) if self.config.norm_per_lr else 1.0
         limits = scale * anomaly_limits(self.statistics, self.config)
         self.exchange(norms=squares.sqrt(), limits=limits)  # sets self.exchanged
         G = self.comparable_norms()  # (M, L)

@@ -58,9 +58,9 @@ class RoundConfig:
     def averaged_moments(self) -> list:
         return MOMENTS[self.average_moments]
 
-    def steps_of_round(self, lr: float, k: int) -> float:
-        """lr: largest inner learning rate of the round so far (if rates fall, the first); k: steps
-        after the warm-up, before this round."""
+    def steps_of_round(self, rates: list, k: int) -> float:
+        """rates: inner learning rates of the round so far; k: steps after the warm-up, before this
+        round."""
         return math.inf  # votes end it
 
 
@@ -77,7 +77,7 @@ class LocalConfig(RoundConfig):
         super().check(replicas)
         scheduled_rounds(self.tau_schedule)
 
-    def steps_of_round(self, lr: float, k: int) -> float:
+    def steps_of_round(self, rates: list, k: int) -> float:
         tau = self.tau
         end = 0
         for scheduled_tau, steps in scheduled_rounds(self.tau_schedule):
@@ -87,6 +87,7 @@ class LocalConfig(RoundConfig):
                 break
         if self.tau_rule == "fixed":
             return tau
+        lr = max(rates)  # the first one, once the warm-up of the rate is over
         if lr == 0:
             return math.inf
         return max(tau, int((self.qsr_c / lr) ** 2))
@@ -126,10 +127,9 @@ class Method:
         self.record, self.clock = record, clock
         self.steps = 0  # of the run
         self.local_steps = 0  # of this round
-        self.round_lr = 0.0  # the largest inner learning rate of this round
+        self.rates = []  # inner learning rates of this round's steps
         self.rounds = 0
         self.averages_gradients = True  # until the warm-up ends
-        self.lr = 0.0  # inner learning rate of the last step
         self.exchanged = None  # see exchange()
         for name in self.shared:
             setattr(self, name, model.new_vector(config.offload))
@@ -228,16 +228,15 @@ class Method:
         """Is the round over? lr: the schedule's learning rate of this inner step; metrics:
         shard.Metrics."""
         self.steps += 1
-        self.lr = lr
         if self.averages_gradients:
             return False
         self.local_steps += 1
-        self.round_lr = max(self.round_lr, lr)
+        self.rates.append(lr)
         self.record.loss_sum = self.record.loss_sum + metrics.loss
         # On a GPU the votes are known one step late.
         voted = self.local_steps > self.model.metrics_lag and self.model.known_metrics()[2] > 0
         k = self.steps - self.local_steps - self.config.sync_warmup_steps
-        full = self.local_steps >= self.config.steps_of_round(self.round_lr, k)
+        full = self.local_steps >= self.config.steps_of_round(self.rates, k)
         return voted or full or self.progress >= self.config.max_steps
 
     def end_round(self):
@@ -250,6 +249,6 @@ class Method:
             if self.exchanged is None:
                 self.exchange()
         self.local_steps = 0
-        self.round_lr = 0.0
+        self.rates = []
         if not self.model.pre_layer_hook:  # EDiT's sync ends in the next forward
             self.record.done(self)

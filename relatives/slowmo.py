@@ -19,7 +19,7 @@ same, without a division by a learning rate near 0.
     g_t u      momentum        (sum P/N,)   equal on all ranks of a sync group
     alpha      outer_lr
     beta       outer_momentum
-    gamma_t    self.lr, previous_lr
+    gamma_t    lr, previous_lr
 
 With --outer_lr 1 --outer_momentum 0 this is Post Local SGD. With a constant inner rate it is DiLoCo
 with heavy-ball instead of Nesterov momentum.
@@ -66,10 +66,11 @@ class SlowMo(Method):
         # d = 1/M sum_i d_i
         self.average(d)
         # v <- mu g_t / g_{t-1} v + d;  a <- a - lr v
+        lr = self.rates[-1]
         ratio = 1.0
         if self.previous_lr:  # neither the first round nor a rate of 0
-            ratio = self.lr / self.previous_lr
-        self.previous_lr = self.lr
+            ratio = lr / self.previous_lr
+        self.previous_lr = lr
         v.mul_(self.config.outer_momentum * ratio).add_(d)
         a.sub_(v, alpha=self.config.outer_lr)
         # x_i <- a

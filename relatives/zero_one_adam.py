@@ -79,10 +79,8 @@ class ZeroOneAdam(Method):
     Config = Config
     shared = ("anchor",)
     private = ("variance", "error", "mean_error")
-    lr_sum = 0.0  # of the round
 
     def begin(self):
-        self.lr_sum = 0.0
         self.anchor.copy_(self.model.master)
         self.variance.copy_(self.model.exp_avg_sq.div_(1 - self.config.beta2**self.steps))
 
@@ -103,10 +101,6 @@ class ZeroOneAdam(Method):
         step = torch.div(m, size, out=g).clamp_(-bound, bound).masked_fill_(V == 0, 0)
         self.model.master.sub_(step, alpha=optimizer.lr)
 
-    def after_step(self, lr, metrics):
-        self.lr_sum += lr  # the schedule's, equal in all replicas
-        return super().after_step(lr, metrics)
-
     def sync(self):
         V = self.model.exp_avg_sq
         frozen = V == 0
@@ -125,8 +119,7 @@ class ZeroOneAdam(Method):
         # a <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / sum of lr
         self.anchor.addcdiv_(u, V.sqrt().add_(EPS), value=-1)
         self.model.master.copy_(self.anchor)
-        torch.div(u, self.lr_sum or 1.0, out=self.model.exp_avg)
-        self.lr_sum = 0.0
+        torch.div(u, sum(self.rates) or 1.0, out=self.model.exp_avg)
         if self.config.refresh and self.rounds & (self.rounds - 1) == 0:  # rounds 1, 2, 4, 8, ...
             self.refresh_variance()
 

@@ -368,7 +368,7 @@ def test_schedule_of_rounds_is_parsed_once_and_not_in_every_step(monkeypatch):
     config = ranks.run_config(tau_schedule="2:96,4:384", tau=8)
     for parser in method_module.re, None:
         monkeypatch.setattr(method_module, "re", parser)
-        taus = [config.steps_of_round(0.0, k) for k in (0, 95, 96, 479, 480)]
+        taus = [config.steps_of_round([0.0], k) for k in (0, 95, 96, 479, 480)]
         assert taus == [2, 2, 4, 4, 8]
 
 

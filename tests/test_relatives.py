@@ -121,7 +121,7 @@ def test_robust_repairs_one_replica_alone():
 def test_slowmo_goes_through_a_rate_of_zero():
     method = method_alone(method="slowmo")
     for lr in (0.01, 0.0, 0.01):
-        method.lr = lr
+        method.rates = [lr]
         method.model.master.mul_(1 - lr)
         method.sync()
         assert method.anchor.isfinite().all()
@@ -382,7 +382,7 @@ def test_nothing_moves_where_the_variance_is_zero():
     assert (moved[1::3] == 0.5).all()  # at most lr: the bound
 
     method.rounds = 3
-    method.lr_sum = 0.5
+    method.rates = [0.5]
     method.sync()
     assert torch.equal(model.master[::3], anchor[::3])
     assert (model.exp_avg[::3] == 0).all()
