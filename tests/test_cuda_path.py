@@ -42,13 +42,13 @@ NEEDED = {
 QUICK = ("minibatch", "edit", "a_edit", "one_bit_edit")
 DIVIDED = dict(dtype="fp32", grad_clip=0.2)  # AdamW's kernel divides the gradient
 CASES = [
-    ("diloco", dict(offload=True)),
-    ("edit", dict(offload=True)),
-    ("edit", dict(recompute=True)),
-    ("edit", dict(average_moments="both")),
     ("edit", DIVIDED),
     ("one_bit_edit", DIVIDED | dict(optimizer="muon")),
-    ("one_bit_edit", dict(offload=True)),
+    pytest.param("diloco", dict(offload=True), marks=pytest.mark.slow),
+    pytest.param("edit", dict(offload=True), marks=pytest.mark.slow),
+    pytest.param("edit", dict(recompute=True), marks=pytest.mark.slow),
+    pytest.param("edit", dict(average_moments="both"), marks=pytest.mark.slow),
+    pytest.param("one_bit_edit", dict(offload=True), marks=pytest.mark.slow),
 ]
 for name in train.METHODS:
     marks = () if name in QUICK else pytest.mark.slow

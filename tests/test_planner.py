@@ -203,7 +203,7 @@ def test_recorded_run_that_is_a_simulation_is_predicted(method, tmp_path, capsys
         assert abs(measured - predicted) < (2 if method == "co2" else 0.15), line
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["1b", "10b", pytest.param("100b", marks=pytest.mark.slow)])
 def test_utilization_rises_with_bandwidth_and_with_overlap(name):
     links = [10 ** (k / 8) for k in range(-16, 49)]  # Gbit/s
     used = {each: [utilization(ALL[each], MODELS[name], gbit) for gbit in links] for each in ALL}
