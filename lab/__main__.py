@@ -7,10 +7,9 @@
     python -m lab frontier --model 10m --gpu           # frontier_10m_gpu.json
     python -m lab --tables           # rewrite all tables and pictures from the JSON files
 
-Runs are kept in out/lab/. A finished run is not repeated, even if only another experiment or
-the JSON file has it, and an interrupted run resumes from its last checkpoint. To add an
-experiment, write a function that yields the runs of one seed, with @experiment (lab/runs.py) above
-it.
+Runs are kept in out/lab/. A finished run is not repeated, even if only another experiment or the
+JSON file has it. An interrupted run resumes from its last checkpoint. To add an experiment, write a
+function that yields the runs of one seed, with @experiment (lab/runs.py) above it.
 
 All runs train the tiny model on the built-in corpus, 2,048 tokens a step, on 4 replicas x 1 shard
 unless they say otherwise. The outer step is the best one of `tune`, which has a seed of its own. So
@@ -136,7 +135,8 @@ def timeline(seed):
 @experiment("val_loss", "over_minibatch", "sync_bytes", "local_bytes", combine=beside_minibatch)
 def first(seed):
     """The run of `make train`: what do other methods reach in it?"""
-    # Its own flags, all defaults (tau 16), in place of BASE: --steps, --model, --gpu name the file.
+    # Its own flags, all defaults (tau 16), in place of BASE: --steps, --model and --gpu change only
+    # the file's name.
     flags = {"shards": 2, "batch_size": 8, "sync_warmup_steps": 200}
     for method in ("minibatch", "diloco", "edit", "streaming_edit"):
         own = {"method": method, "seed": seed}

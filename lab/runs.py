@@ -154,9 +154,9 @@ def experiment(*columns, **others):
 
 
 def run_experiment(experiment, seeds, path):
-    """Write the JSON file `path`, and its table and picture beside it. A row of the file
-    stays, and its run is not repeated, if the experiment still has that command or if the row has
-    another seed. Delete the file to run all again."""
+    """Write the JSON file `path`, and its table and picture beside it. A row of the file stays,
+    and its run is not repeated, if the experiment still has that command or if the row has another
+    seed. Delete the file to run all again."""
     earlier = []
     if path.exists():
         earlier = json.loads(path.read_text())

@@ -98,7 +98,7 @@ def read_tokenizer(name: str) -> tuple:
     is no such folder."""
     if name in ("byte", "gpt2"):
         return name, make_tokenizer(name).n_vocab
-    # Bytes that are no UTF-8 become such that the tokenizer refuses.
+    # Bytes that are not UTF-8 become characters that the tokenizer refuses.
     text = Path(name, "tokenizer.json").read_text(errors="surrogateescape")
     config = Path(name, "config.json")
     if config.exists():

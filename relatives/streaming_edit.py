@@ -32,8 +32,8 @@ it is EDiT.
 Measured (lab/results/by_hand.md, 4 replicas, 700 steps, tau 16): its loss is within 1% of EDiT's
 over three seeds, at 1/8 of the bytes over the slow links.
 
-Slow-link bytes per rank and round: those of Streaming DiLoCo, and in each
-fragment 8 (M-1) L for norms and flags.
+Slow-link bytes per rank and round: those of Streaming DiLoCo, and for each fragment
+8 (M-1) L for norms and flags.
 Run: torchrun --nproc_per_node 4 train.py --method streaming_edit
 Plain version: tests/reference/streaming.py.
 """

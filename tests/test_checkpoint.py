@@ -461,3 +461,13 @@ def test_damaged_part_ends_all_ranks_with_one_line(damage, message, saved_run, t
     (line,) = run.lines("err")
     assert "checkpoint-00000009 cannot be read" in line and message in line
     assert not list(tmp_path.rglob("executed")) and not Path("executed").exists()
+
+
+def test_dry_run_is_possible_while_a_run_writes(saved_run):
+    again = f"--resume= --out_dir {saved_run} --overwrite"
+    descriptor = checkpoint.lock(saved_run)
+    try:
+        assert "another run is writing there" in refusal(again, 2)
+        assert refusal(f"{again} --dry_run", 2) == ""
+    finally:
+        os.close(descriptor)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from config import UserError
 from lab import planner
 from lab.planner import LEVELS, MODELS, SCHEDULES, Model, Schedule, needed, rows, utilization
 from ranks import ROOT
@@ -223,3 +224,9 @@ def test_every_method_has_rows_and_the_result_has_these():
     assert {(row["model"], row["method"]) for row in found} == set(product(MODELS, SCHEDULES))
     assert all(0 < row["utilization"] <= 1 for row in found)
     assert found == json.loads(Path(ROOT, "lab/results/scale.json").read_text())
+
+
+def test_without_a_folder_it_says_what_to_name(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["planner"])
+    with pytest.raises(UserError, match="^name the folder of a run with --timeline$"):
+        planner.main()
