@@ -13,8 +13,8 @@ the ranks exchange what they have found: either all train, or all end.
     SIGTERM, Ctrl-C         at once; with --save_on_exit at the next round end,     128 + signal
                             after a checkpoint
 
-torchrun kills the ranks 30 s after its signal, unless --shutdown_timeout says otherwise. When a node
-joins, it is always 30 s. A round and its checkpoint should take less.
+torchrun kills the ranks 30 s after its signal, unless --shutdown_timeout says otherwise. When a
+node joins, it is always 30 s. A round and its checkpoint should take less.
 
 With --save_on_exit the signal of one rank is enough. At a round end all ranks exchange their
 signals, so replicas wait for each other there, also in a method without a barrier.
