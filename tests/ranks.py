@@ -62,7 +62,7 @@ def _rank_main(rank, world_size, folder, function, args):
         sys.exit(1)
 
 
-def run_ranks(world_size, function, *args, timeout_s=120):
+def run_ranks(world_size, function, *args, timeout_s=900):
     """[function(*args) on rank 0, ...]; function must be a module's, its result picklable."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
@@ -147,7 +147,7 @@ class Launch:
                 if self.ranks[rank].is_alive():
                     os.kill(self.ranks[rank].pid, number)
 
-    def wait(self, timeout_s=60) -> list:
+    def wait(self, timeout_s=300) -> list:
         """The exit codes; -9 for a rank that had to be killed because it hung."""
         deadline = time.monotonic() + timeout_s
         for process in self.ranks:
@@ -166,7 +166,7 @@ class Launch:
                 found += path.read_text().splitlines()
         return found
 
-    def wait_for(self, text, timeout_s=60):
+    def wait_for(self, text, timeout_s=300):
         """Until rank 0 has printed a line with this text."""
         deadline = time.monotonic() + timeout_s
         while not any(text in line for line in self.lines("out")):
