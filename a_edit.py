@@ -24,9 +24,9 @@ tensor, whose resolution is 128 s. (2) The clock restarts at the end of the sync
 does not shorten a round. (3) Learning rate and end follow the tokens of all replicas. (4) With the
 paper's weights (--step_weighting none) a replica that takes more steps has a larger norm, and so a
 smaller weight. norm_per_step, the default, replaces G_i by G_i mean_j(steps_j) / steps_i in the
-weights and in the detection of anomalies, but not in the record; times_steps multiplies w_i by
-steps_i and normalizes again. (5) On CUDA the vote is read one step late, and the host waits for the
-device twice per sync.
+weights; times_steps multiplies w_i by steps_i and normalizes again. (5) Statistics and limits take
+G_i divided by the steps of replica i's longest round so far: see norm_unit(). (6) On CUDA the vote
+is read one step late, and the host waits for the device twice per sync.
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.
@@ -72,12 +72,13 @@ def norms_per_step(norms, steps):
 
 class AEDiT(EDiT):
     Config = Config
-    scalars = (*EDiT.scalars, "progress_at_sync", "rate")
+    scalars = (*EDiT.scalars, "longest_round", "progress_at_sync", "rate")
 
     round_began = None  # seconds of training
 
     def begin(self):
         super().begin()
+        self.longest_round = 0
         self.progress_at_sync = self.steps
         self.rate = 1.0
 
@@ -93,17 +94,25 @@ class AEDiT(EDiT):
         after_this_step = self.progress_at_sync + (self.local_steps + 1) * self.rate
         return float(time_is_up or after_this_step >= self.config.max_steps)
 
-    def comparable_norms(self):
-        norms = super().comparable_norms()
-        if self.config.step_weighting != "norm_per_step":
-            return norms
-        return norms_per_step(norms, self.exchanged.steps)
+    def norm_unit(self) -> float:
+        """The steps of this replica's longest round so far. A machine that becomes faster takes
+        more steps in a round, so its norms grow, but no anomaly has occurred. One that becomes
+        slower, and the last round, which may be short, have smaller norms: no reason to flag
+        either. (Divided by their own steps these would be larger, because a norm grows more slowly
+        than the steps.)"""
+        if self.config.norm_per_lr:
+            return super().norm_unit()
+        self.longest_round = max(self.longest_round, self.local_steps)
+        return self.longest_round
 
     def compute_weights(self, G):
+        steps = self.exchanged.steps
+        if self.config.step_weighting == "norm_per_step":
+            G = norms_per_step(G, steps)
         weights = super().compute_weights(G)
-        if self.config.step_weighting != "times_steps":
-            return weights
-        return weight_by_steps(weights, self.exchanged.steps)
+        if self.config.step_weighting == "times_steps":
+            weights = weight_by_steps(weights, steps)
+        return weights
 
     def sync(self):
         super().sync()

@@ -13,6 +13,7 @@ clip, or, if all replicas are flagged, keep the anchor (roll back).
         limit_i = mean_i + delta sigma_i                        # running statistics of replica i
         exchange G and limits of all replicas                   # [sync] one all-gather, all layers
         flag i if G_i > limit_i                                 # (G_i - mean_i) / sigma_i > delta
+        if all replicas are flagged: their statistics of layer l start anew
         w_i   = exp(-G_i) / sum_j exp(-G_j) over the unflagged  # on the device, no host read
         start dbar = sum_i w_i d_i for l = 0, 1, ...            # [sync] all-reduce per layer, async
     complete(l), in the next forward, when it gets to layer l:
@@ -124,6 +125,15 @@ def update_statistics(statistics, G, accepted, config):
     return new.where(accepted, statistics)
 
 
+def forget_lost_layers(statistics, G, lost):
+    """The statistics (3, L) without those of layers that are lost (L,), where all replicas are
+    flagged. One replica above its limit is an outlier. If all are, the norms have grown, and the
+    limits are out of date. Without this they stay so, because flagged norms are not accepted, and
+    the layer would be rolled back in every round from now on. A norm that is not finite says
+    nothing about the limits."""
+    return statistics.masked_fill(lost & G.isfinite(), 0.0)
+
+
 def is_anomaly(G, limits):
     # flag if z = (G - mean) / sigma > delta; one-sided: a small norm is never flagged
     return (G > limits) | ~G.isfinite()  # NaN > limit is False
@@ -151,6 +161,22 @@ def nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, accepted):
     anchor.addcmul_(dhat, accepted, value=-lr).addcmul_(momentum, accepted, value=-lr * mu)
 
 
+# Flags that the size of a pseudo-gradient depends on.
+SCALES_NORMS = {"tau", "tau_time_s", "max_steps", "data", "batch_size", "accum", "tokens_per_step"}
+SCALES_NORMS |= {"lr", "muon_lr", "min_lr_ratio", "lr_warmup_steps", "grad_clip", "weight_decay"}
+SCALES_NORMS |= {"beta1", "beta2", "norm_per_lr", "tau_rule", "qsr_c", "tau_schedule"}
+
+
+def forget_norms(method, changed: set):
+    """A run continues with other values of the flags `changed`. If norms depend on one of them, the
+    limits of the checkpoint are wrong, so the method's statistics start anew."""
+    found = sorted(changed & SCALES_NORMS)
+    if found:
+        method.statistics.zero_()
+        flags = ", ".join(f"--{name}" for name in found)
+        print(f"note    {flags} changed, so the statistics of norms start anew")
+
+
 # ---- the method ----
 
 
@@ -168,6 +194,9 @@ class EDiT(Method):
     def begin(self):
         self.anchor.copy_(self.model.master, non_blocking=True)  # --offload: on the host
         self.statistics = self.model.master.new_zeros(3, len(self.model.layers))
+
+    def resume_with(self, changed):
+        forget_norms(self, changed)
 
     def sync(self):
         """The end of the round: norms, weights, and the start of every layer's all-reduce. The next
@@ -188,22 +217,23 @@ class EDiT(Method):
         """Flags and weights (M, L), from the squared norms of this rank's shards (L,)."""
         # [shard] all-reduce, L scalars, once per round
         self.mesh.all_reduce(squares, self.mesh.shard).wait()
-        scale = sum(self.rates) if self.config.norm_per_lr else 1.0
-        limits = scale * anomaly_limits(self.statistics, self.config)
+        unit = self.norm_unit()
+        limits = unit * anomaly_limits(self.statistics, self.config)
+        # Each replica knows its own statistics only, so its limits travel with its norms.
         self.exchange(norms=squares.sqrt(), limits=limits)  # sets self.exchanged
-        G = self.comparable_norms()  # (M, L)
-        # Divided by all rates of a round, A-EDiT's norms need no correction for unequal steps.
-        judged = self.exchanged.norms if self.config.norm_per_lr else G
-        self.flagged = is_anomaly(judged, self.exchanged.limits)
-        self.any_accepted = (~self.flagged).any(dim=0).to(G.dtype)  # (L,): 0 if all are flagged
+        norms = self.exchanged.norms  # (M, L)
+        self.flagged = is_anomaly(norms, self.exchanged.limits)
+        self.lost = self.flagged.all(dim=0)  # (L,)
+        self.any_accepted = (~self.lost).to(norms.dtype)
         i = self.mesh.replica
-        own = judged[i] / scale
-        self.statistics = update_statistics(self.statistics, own, ~self.flagged[i], self.config)
-        self.weights = self.compute_weights(G)
+        own = norms[i] / unit
+        statistics = update_statistics(self.statistics, own, ~self.flagged[i], self.config)
+        self.statistics = forget_lost_layers(statistics, own, self.lost)
+        self.weights = self.compute_weights(norms)
 
-    def comparable_norms(self):
-        """The norms (M, L) by which replicas are compared; A-EDiT may correct them."""
-        return self.exchanged.norms
+    def norm_unit(self) -> float:
+        """What a norm is divided by before it enters the statistics."""
+        return sum(self.rates) if self.config.norm_per_lr else 1.0
 
     def compute_weights(self, G):
         return replica_weights(G, self.flagged, self.config.weighted_averaging)
@@ -240,6 +270,7 @@ class EDiT(Method):
             pseudo_grad_norm=self.exchanged.norms.norm(dim=1),
             weight=self.weights.mean(dim=1),
             dropped=self.flagged.sum(dim=1),
+            rolled_back=self.lost,
             clip=torch.stack(self.clips).mean(),
         )
         self.record.done(self)
@@ -254,15 +285,16 @@ class EDiT(Method):
 # (1) One exchange carries the norms and limits of all layers, and nothing is read on the host. The
 #     code's 2 to 4 host reads per layer prevent the overlap.
 # (2) A norm that is not finite is always flagged, also without anomaly elimination.
-# (3) Flagged norms never enter the statistics, so one outlier does not hide the next. The cost: a
+# (3) Flagged norms never enter the statistics, so one outlier does not hide the next. The cost: one
 #     replica whose norms rise suddenly and permanently stays flagged (the log shows it; raise
-#     --anomaly_threshold).
+#     --anomaly_threshold). Where all replicas are flagged, the statistics of that layer start anew:
+#     see forget_lost_layers(). So a layer is lost at most once in anomaly_warmup_rounds rounds.
 # (4) For the first anomaly_warmup_rounds samples the statistics are the plain mean and standard
 #     deviation: an exponential average that starts at zero is biased.
 # (5) sigma is at least SIGMA_FLOOR * mean, so nearly equal norms do not flag noise.
 # (6) A non-finite inner gradient is set to 0 (shard.py).
 # (7) Training stops with an error after three rounds in a row that were rolled back in all layers
-#     (train.py).
+#     (train.py). After (3) only norms that are not finite can do that.
 # (8) Only with --norm_per_lr: limits and statistics take norms that are divided by the round's sum
 #     of learning rates. Norms fall with the learning rate, and the statistics remember the past: in
 #     448 steps with tau 16 the paper's limit grows from 1.7 times a healthy norm (round 11) to 11

@@ -142,6 +142,10 @@ class Method:
         """The warm-up is over: fill the vectors and make the scalars. A run that resumes after the
         warm-up takes both from its checkpoint instead."""
 
+    def resume_with(self, changed: set):
+        """The run continues a checkpoint after the warm-up, with other values of the flags in
+        `changed`. Called after the vectors and scalars have been read."""
+
     def sync(self):
         """Make model.master the parameters that the next round starts from, now or (EDiT) layer by
         layer in the next forward. They must be equal in all replicas; else set equal_replicas =

@@ -122,6 +122,12 @@ def synchronize(replicas, anchors, outer, penalty):
                 dbar += w[i] * d[i]
                 replicas[i].accepted[l].append(G[i].item())
 
+        # If all are flagged, their limits are out of date, so they start anew.
+        if flagged.all():
+            for i in range(M):
+                if G[i].isfinite():
+                    replicas[i].accepted[l].clear()
+
         # dhat = dbar * min(1, phi / ||dbar||)
         if penalty:
             dbar *= (PHI / (dbar.norm() + 1e-6)).clamp(max=1.0)

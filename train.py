@@ -125,8 +125,8 @@ def write_syncs(method, log):
         log.sync(row)
         if method.record.lost_rounds == 3:
             raise UserError(
-                "all replicas were left out of the last 3 syncs: "
-                "lower --lr, or raise --anomaly_threshold"
+                "all replicas were left out of the last 3 syncs, because their updates were not "
+                f"finite: {HINT}"
             )
 
 

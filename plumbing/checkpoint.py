@@ -326,6 +326,8 @@ def load(setup, model, optimizer, method, clock):
                 if torch.is_tensor(value):
                     value = value.to(mesh.device, copy=True)
                 setattr(method, name, value)
+            now = vars(setup.config)
+            method.resume_with({name for name in setup.given if flags.get(name) != now.get(name)})
         same_method = setup.config.method == flags["method"]
         for saved, found in zip((shared, own), vectors(model, method)):
             for name, vector in found.items():

@@ -9,8 +9,8 @@ Rank 0 writes the rows: one JSON object each, whose first key is `event`.
             that checkpoint are removed, so every step is in the file once
     step    step, tokens, loss, lr, grad_norm, step_ms, train_s, tokens_per_s, shard_bytes,
             sync_bytes
-    sync    round, step, tau, steps, loss, pseudo_grad_norm, weight, dropped, clip, stall_ms,
-            wait_others_ms, wait_link_ms, sync_bytes
+    sync    round, step, tau, steps, loss, pseudo_grad_norm, weight, dropped, rolled_back,
+            clip, stall_ms, wait_others_ms, wait_link_ms, sync_bytes
     eval    step, tokens, train_s, val_loss, bits_per_byte, sync_bytes; NoLoCo: spread, the root
             mean square distance of the replicas from their mean
     end     step, val_loss, train_s, tokens_per_s, peak_memory_bytes, exit
@@ -18,7 +18,7 @@ Rank 0 writes the rows: one JSON object each, whose first key is `event`.
 step.loss is the mean over all ranks if gradients were averaged, else over replica 0: a local step
 has no communication between replicas. A sync row has lists with one entry per replica: `loss` (mean
 over the round), `steps` (of the round), `pseudo_grad_norm`, `weight`, `dropped` (layers it was left
-out of). In methods without a barrier (method.py) they have one entry, of replica 0
+out of). `rolled_back` has the numbers of the layers in which all replicas were left out. In methods without a barrier (method.py) they have one entry, of replica 0
 (in streaming_edit only `loss` and `steps`). Of stall_ms,
 wait_others_ms is the host's waiting for other replicas and wait_link_ms for a simulated link
 (plumbing/simulate.py); the rest is arithmetic.
@@ -38,7 +38,7 @@ import math
 import os
 import resource
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -112,6 +112,7 @@ class RoundRecord:
             "pseudo_grad_norm": getattr(exchanged, "norms", None),
             "weight": [1 / mesh.replicas] * len(exchanged.steps),
             "dropped": [0] * len(exchanged.steps),
+            "rolled_back": [],
             "clip": 1.0,
             **self.fields,
             "stall_ms": self.stalls,
@@ -131,6 +132,7 @@ class RoundRecord:
             if isinstance(value, torch.Tensor):
                 row[name] = value.tolist()
         row["steps"] = list(map(int, row["steps"]))
+        row["rolled_back"] = [l for l, lost in enumerate(row["rolled_back"]) if lost]
         row["tau"] = row["steps"][0]
         row["stall_ms"] = sum(passed_ms(begin, end) for begin, end in row["stall_ms"])
         self.lost_rounds += 1
@@ -172,6 +174,7 @@ class Log:
         self.at_start = setup.saved or NEW_RUN  # state.json of the checkpoint that is continued
         self.tokens = self.at_start["tokens"]
         self.last = self.at_start  # the last row `step`
+        self.rolled_back = Counter()  # layer -> rounds of this start
         self.profiler = None
         if self.config.profile:
             trace = f"{self.config.out_dir}/trace-{mesh.rank}.json"
@@ -268,9 +271,13 @@ class Log:
         if found := row["pseudo_grad_norm"]:
             norms = f"{sum(found) / len(found):.3f} [{min(found):.3f} .. {max(found):.3f}]"
         weights = f"[{min(row['weight']):.2f} .. {max(row['weight']):.2f}]"
+        dropped = counts(row["dropped"])
+        if lost := row["rolled_back"]:
+            self.rolled_back.update(lost)
+            dropped += f" (rolled back: layer {', '.join(map(str, lost))})"
         print(
             f"sync {row['round']:04d} | tau {counts(row['steps'])} | pseudo-grad {norms} | "
-            f"weights {weights} | dropped {counts(row['dropped'])} | clip {row['clip']:.2f} | "
+            f"weights {weights} | dropped {dropped} | clip {row['clip']:.2f} | "
             f"{size(row['sync_bytes'])} | stall {row['stall_ms']:.0f} ms "
             f"(others {row['wait_others_ms']:.0f}, link {row['wait_link_ms']:.0f})"
         )
@@ -290,6 +297,9 @@ class Log:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self.mesh.device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated()
+        if self.rolled_back:
+            found = [f"{l} in {n}" for l, n in sorted(self.rolled_back.items())]
+            print(f"note    rounds that were rolled back, by layer: {', '.join(found)}")
         row = self.now(method)
         row["tokens_per_s"] = row.pop("tokens") / row["train_s"]
         row |= {"val_loss": val_loss, "peak_memory_bytes": peak_bytes, "exit": "done"}

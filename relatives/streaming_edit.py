@@ -9,7 +9,8 @@ in quantized pieces from quantize.py.
     when it is sent:
         d_i  = anchor - x_i                             # into a buffer of its own: x_i trains on
         G_i  = ||d_i||                                  # [shard] all-reduce, one scalar per layer
-        flag i by replica i's own running statistics    # a norm that is not finite is flagged
+        flag i by replica i's own running statistics    # a norm that is not finite is flagged;
+                                                        # if all are flagged, they start anew
         exchange G and flags of all replicas            # [sync] all-gather, asynchronous
         send d_i                                        # [sync] quantize.py, asynchronous
     on the way:
@@ -47,6 +48,8 @@ from edit import (
     PenaltyConfig,
     anomaly_limits,
     clip_factor,
+    forget_lost_layers,
+    forget_norms,
     is_anomaly,
     replica_weights,
     update_statistics,
@@ -71,9 +74,16 @@ class StreamingEDiT(StreamingDiLoCo):
     repairs_replicas = True  # fragment by fragment, from the anchor
     landings = ()  # of layers in this round: (norms, flagged, weights, clip) each
 
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.lost = torch.zeros(len(self.model.layers), dtype=torch.bool, device=self.mesh.device)
+
     def begin(self):
         super().begin()
         self.statistics = self.model.master.new_zeros(3, len(self.model.layers))
+
+    def resume_with(self, changed):
+        forget_norms(self, changed)
 
     def judge(self, d):
         squares = torch.stack([d_l.norm() ** 2 for d_l in d])
@@ -93,6 +103,9 @@ class StreamingEDiT(StreamingDiLoCo):
             self.gather.wait()
             self.norms, flags = self.rows.chunk(2, dim=1)
             self.flagged = flags > 0
+            own = self.statistics[:, self.p :: self.config.fragments]
+            G = self.norms[self.mesh.replica]
+            own.copy_(forget_lost_layers(own, G, self.flagged.all(dim=0)))
             self.weights = replica_weights(self.norms, self.flagged, self.config.weighted_averaging)
             for mean, w in zip(self.means, self.weights.T):
                 mean.weights = w * self.mesh.replicas
@@ -110,6 +123,7 @@ class StreamingEDiT(StreamingDiLoCo):
 
     def land(self):
         super().land()
+        self.lost[self.p :: self.config.fragments] |= self.flagged.all(dim=0)
         for (x, a, _), flagged in zip(self.layers[self.p], self.flagged[self.mesh.replica]):
             torch.where(flagged | ~x.isfinite(), a, x, out=x)
 
@@ -123,5 +137,7 @@ class StreamingEDiT(StreamingDiLoCo):
                 pseudo_grad_norm=norms.norm(dim=1),
                 weight=weights.mean(dim=1),
                 dropped=flagged.sum(dim=1),
+                rolled_back=self.lost.clone(),
                 clip=clips.mean(),
             )
+            self.lost.zero_()

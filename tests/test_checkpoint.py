@@ -129,6 +129,33 @@ def test_run_without_the_log_trains_evaluates_and_saves_the_same(options, corpus
     assert len(saved_steps(tmp_path / "logged")) >= 3
 
 
+@pytest.mark.parametrize("method", ["edit", pytest.param("streaming_edit", marks=pytest.mark.slow)])
+def test_resume_that_changes_the_size_of_norms_starts_their_statistics_anew(
+    method, tmp_path, corpus_folder
+):
+    """Limits of short rounds would flag every replica of a long one."""
+    options = dict(method=method, tau=4, sync_warmup_steps=2, max_steps=50, min_lr_ratio=1.0)
+    if method == "streaming_edit":
+        options |= dict(fragments=2, delay=1)
+    run_training(2, corpus_folder, out_dir=tmp_path / "whole", **options)
+    changes = {"same": {}, "tau": dict(tau=24), "lr": dict(lr=0.1), "beta2": dict(beta2=0.5)}
+    cases = []
+    for name, change in changes.items():
+        folder = shutil.copytree(tmp_path / "whole", tmp_path / name)
+        more = dict(max_steps=50 + 4 * 24) | change
+        if name == "same":
+            more = dict(anomaly_threshold=4.0)  # norms do not depend on it
+        cases.append((None, folder, options | more | dict(resume="auto")))
+    same, *runs = train_all(2, corpus_folder, *cases)
+    assert same.ranks[0]["method_state"]["statistics"][0][0] > 10
+    assert "anew" not in same.printed
+    for name, run in zip(list(changes)[1:], runs):
+        assert f"--{name}" in run.printed and "statistics of norms start anew" in run.printed
+        after = [row for row in run.rows("sync") if row["step"] > 50]
+        assert len(after) >= 4
+        assert not any(sum(row["dropped"]) for row in after[:10])
+
+
 @pytest.mark.parametrize("options, ranks, ends, steps, slow", SELECTED)
 def test_evaluation_saving_a_simulation_and_a_resume_change_no_bit(
     options, ranks, ends, steps, slow, tmp_path, corpus_folder

@@ -419,7 +419,7 @@ def test_three_lost_rounds_end_the_training_if_they_are_in_a_row():
     log.file = io.StringIO()
     record = RoundRecord(mesh)
     row = dict.fromkeys("round clip sync_bytes tau wait_others_ms wait_link_ms".split(), 0)
-    row |= dict(steps=[1], dropped=[0], stall_ms=[], pseudo_grad_norm=[math.nan])
+    row |= dict(steps=[1], dropped=[0], rolled_back=[], stall_ms=[], pseudo_grad_norm=[math.nan])
     record.rows += [row | {"weight": [w]} for w in (0, 0, 1, 0, 0, 0)]
     with pytest.raises(UserError, match="left out of the last 3 syncs"):
         train.write_syncs(SimpleNamespace(record=record), log)
@@ -458,8 +458,8 @@ def test_run_leaves_a_record_and_a_model(tmp_path, corpus_folder, run_here, caps
     assert [step for event, step in events if event == "eval"] == [3, 7]
     expected = {
         "step": "step tokens loss lr grad_norm step_ms train_s tokens_per_s shard_bytes sync_bytes",
-        "sync": "round step tau steps loss pseudo_grad_norm weight dropped clip stall_ms "
-        "wait_others_ms wait_link_ms sync_bytes",
+        "sync": "round step tau steps loss pseudo_grad_norm weight dropped rolled_back clip "
+        "stall_ms wait_others_ms wait_link_ms sync_bytes",
         "eval": "step tokens train_s val_loss bits_per_byte sync_bytes",
         "end": "step val_loss train_s tokens_per_s peak_memory_bytes exit",
     }

@@ -13,6 +13,7 @@ from edit import (
     PenaltyConfig,
     anomaly_limits,
     clip_factor,
+    forget_lost_layers,
     is_anomaly,
     replica_weights,
     update_statistics,
@@ -95,6 +96,55 @@ def test_outlier_is_flagged_and_does_not_blind_the_statistics():
     assert small == [False]
     without_elimination, _ = feed([100.0], before, anomaly_elimination=False)
     assert without_elimination == [False]
+
+
+def test_growing_norms_of_all_replicas_lose_a_layer_once_in_ten_rounds():
+    """Norms that grow by 5% a round are soon above a limit that remembers the past."""
+    config = PenaltyConfig()
+    statistics = torch.zeros(3, 1).double()
+    lost_rounds = []
+    for round in range(60):
+        G = torch.tensor([1.05**round]).double()
+        lost = is_anomaly(G, anomaly_limits(statistics, config))  # of one replica: of all
+        statistics = update_statistics(statistics, G, ~lost, config)
+        statistics = forget_lost_layers(statistics, G, lost)
+        lost_rounds += [round] if lost else []
+    assert 1 <= len(lost_rounds) <= 4
+    assert all(b - a > config.anomaly_warmup_rounds for a, b in zip(lost_rounds, lost_rounds[1:]))
+
+
+def test_lost_layer_starts_anew_but_for_norms_that_are_not_finite_and_other_layers():
+    statistics = torch.tensor([[12.0, 12.0, 12.0], [1.0, 2.0, 3.0], [0.1, 0.2, 0.3]])
+    G = torch.tensor([9.0, math.nan, 9.0])
+    lost = torch.tensor([True, True, False])
+    found = forget_lost_layers(statistics, G, lost)
+    assert found[:, 0].tolist() == [0, 0, 0]
+    assert torch.equal(found[:, 1:], statistics[:, 1:])
+
+
+def test_layer_that_all_replicas_lost_is_named_in_the_record(corpus_folder):
+    """In the fourth round both replicas move their last layer far away."""
+    options = ROUNDS | dict(anomaly_warmup_rounds=2, max_steps=20)
+    run = run_training(2, corpus_folder, Moved(), **options)
+    rolled_back = [row["rolled_back"] for row in run.rows("sync")]
+    assert rolled_back == [[], [], [], [3], [], []]
+    assert "dropped 0/0" not in run.printed
+    assert "(rolled back: layer 3)" in run.printed
+    assert "rounds that were rolled back, by layer: 3 in 1" in run.printed
+
+
+class Moved:
+    """In its fourth round a replica moves its last layer far away."""
+
+    def __call__(self, method, model, mesh):
+        end_round = method.end_round
+
+        def move_and_end():
+            if method.rounds == 3:
+                model.masters[-1].add_(1.0)
+            end_round()
+
+        method.end_round = move_and_end
 
 
 def test_noise_around_equal_norms_is_never_flagged():

@@ -295,7 +295,7 @@ def assert_same_rows(run, expected, rtol):
         for row, values in zip(run.rows(event), rows, strict=True):
             assert ("spread" in row) == ("spread" in values)
             for key, value in values.items():
-                if event == "sync" and isinstance(row[key], list):
+                if event == "sync" and isinstance(row[key], list) and key != "rolled_back":
                     value = value[: len(row[key])]  # without a barrier: of replica 0 alone
                 assert_close(row[key], value, rtol, f"{key} at step {row['step']}")
 

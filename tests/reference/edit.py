@@ -2,7 +2,7 @@
 
 Read EDiT.sync first: for each layer norms, flags, weights, a weighted mean, clip, outer step. The
 statistics are computed from the list of all norms so far, not updated in place.
-A-EDiT differs in two lines of the penalty, and in when a round ends (simulation.py).
+A-EDiT differs in three lines of the penalty, and in when a round ends (simulation.py).
 Beside the product: edit.py and a_edit.py. There the layers' outer steps run inside the next
 forward pass, which changes when something is sent, but no number.
 """
@@ -21,6 +21,7 @@ SIGMA_FLOOR = 0.05  # of the mean
 class Verdict:
     """What the record says of one layer in one round."""
 
+    layer: int
     norms: list  # of each replica's pseudo-gradient
     flagged: list
     w: list
@@ -52,9 +53,9 @@ class EDiT(Method):
         self.lr_sums = [0.0] * self.M
         return self.row()
 
-    def judged_norms(self, norms, G):
+    def judged_norms(self, norms):
         if not self.f.norm_per_lr:
-            return G
+            return norms
         # G_i / sum of the round's learning rates of replica i
         return [norm / lr_sum for norm, lr_sum in zip(norms, self.lr_sums)]
 
@@ -64,11 +65,16 @@ class EDiT(Method):
         norms = norms_of(d)
         G = self.comparable_norms(norms)
         flagged = []
-        for G_i, samples in zip(self.judged_norms(norms, G), self.samples[l]):
+        judged = self.judged_norms(norms)
+        for G_i, samples in zip(judged, self.samples[l]):
             flagged.append(is_anomaly(G_i, samples, self.f))
             if not flagged[-1]:
                 samples.append(G_i)
-        verdict = Verdict(norms, flagged, self.weights(G, flagged))
+        if all(flagged):  # the limits are wrong, but for a norm that is not finite
+            for G_i, samples in zip(judged, self.samples[l]):
+                if math.isfinite(G_i):
+                    samples.clear()
+        verdict = Verdict(l, norms, flagged, self.weights(G, flagged))
         self.verdicts.append(verdict)
         return verdict
 
@@ -111,6 +117,7 @@ class EDiT(Method):
         return {
             "pseudo_grad_norm": np.sqrt((norms**2).sum(axis=1)),
             "dropped": flagged.sum(axis=1),
+            "rolled_back": sorted(verdict.layer for verdict in done if all(verdict.flagged)),
             "weight": weights.mean(axis=1),
             "clip": mean([verdict.clip for verdict in done]),
         }
@@ -143,6 +150,20 @@ def anomaly_limit(samples, warmup, f):
 
 class AEDiT(EDiT):
     """Replicas take steps_i steps in a round. --step_weighting none: the paper's weights."""
+
+    def begin(self):
+        super().begin()
+        self.longest = [0] * self.M  # the most steps of replica i in a round
+
+    def sync(self, lr):
+        self.longest = [max(pair) for pair in zip(self.longest, self.steps)]
+        return super().sync(lr)
+
+    def judged_norms(self, norms):
+        if self.f.norm_per_lr:
+            return super().judged_norms(norms)
+        # G_i / the steps of replica i's longest round
+        return [norm / count for norm, count in zip(norms, self.longest)]
 
     def comparable_norms(self, norms):
         if self.f.step_weighting != "norm_per_step":
