@@ -87,6 +87,9 @@ class AEDiT(EDiT):
         if self.round_began is None and not self.averages_gradients:  # the first round
             self.round_began = self.clock.train_s()
 
+    def steps_of_round(self) -> float:
+        return math.inf  # votes end it
+
     def vote(self) -> float:
         if self.mesh.shard_index != 0:
             return 0.0
@@ -100,8 +103,6 @@ class AEDiT(EDiT):
         slower, and the last round, which may be short, have smaller norms: no reason to flag
         either. (Divided by their own steps these would be larger, because a norm grows more slowly
         than the steps.)"""
-        if self.config.norm_per_lr:
-            return super().norm_unit()
         self.longest_round = max(self.longest_round, self.local_steps)
         return self.longest_round
 

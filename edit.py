@@ -52,7 +52,7 @@ from dataclasses import dataclass
 
 import torch
 
-from config import UserError, option
+from config import option
 from method import LocalConfig, Method
 
 SIGMA_FLOOR = 0.05  # sigma is at least so much of the mean
@@ -65,7 +65,6 @@ class Penalty:
     anomaly_warmup_rounds: int = option(10, "norms seen before the first one can be flagged")
     pseudo_grad_clip: float = option(10.0, "phi, largest norm of a layer's dbar", above=0)
     anomaly_elimination: bool = option(True, "leave out replicas with anomalous norms")
-    norm_per_lr: bool = option(False, "judge norms divided by the round's learning rates")
     weighted_averaging: bool = option(True, "weight replicas by exp(-norm), else equally")
     pseudo_grad_clipping: bool = option(True, "clip each layer's dbar")
 
@@ -81,11 +80,7 @@ class PenaltyConfig(Penalty):
 
 @dataclass
 class Config(PenaltyConfig, LocalConfig):  # paper: tau 128, 1024 warm-up steps
-    def check(self, replicas):
-        super().check(replicas)
-        # Longer rounds have larger norms: see deviation (8).
-        if self.tau_schedule and self.anomaly_elimination and not self.norm_per_lr:
-            raise UserError("--tau_schedule: norms grow; add --norm_per_lr --anomaly_threshold 5")
+    pass
 
 
 # ---- the equations: tensors in, tensors out ----
@@ -164,7 +159,7 @@ def nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, accepted):
 # Flags that the size of a pseudo-gradient depends on.
 SCALES_NORMS = {"tau", "tau_time_s", "max_steps", "data", "batch_size", "accum", "tokens_per_step"}
 SCALES_NORMS |= {"lr", "muon_lr", "min_lr_ratio", "lr_warmup_steps", "grad_clip", "weight_decay"}
-SCALES_NORMS |= {"beta1", "beta2", "norm_per_lr", "tau_rule", "qsr_c", "tau_schedule"}
+SCALES_NORMS |= {"beta1", "beta2"}
 
 
 def forget_norms(method, changed: set):
@@ -232,8 +227,9 @@ class EDiT(Method):
         self.weights = self.compute_weights(norms)
 
     def norm_unit(self) -> float:
-        """What a norm is divided by before it enters the statistics."""
-        return sum(self.rates) if self.config.norm_per_lr else 1.0
+        """What a norm is divided by before it enters the statistics. A-EDiT's rounds differ in
+        length, so there it is a number of steps."""
+        return 1.0
 
     def compute_weights(self, G):
         return replica_weights(G, self.flagged, self.config.weighted_averaging)
@@ -295,15 +291,9 @@ class EDiT(Method):
 # (6) A non-finite inner gradient is set to 0 (shard.py).
 # (7) Training stops with an error after three rounds in a row that were rolled back in all layers
 #     (train.py). After (3) only norms that are not finite can do that.
-# (8) Only with --norm_per_lr: limits and statistics take norms that are divided by the round's sum
-#     of learning rates. Norms fall with the learning rate, and the statistics remember the past: in
-#     448 steps with tau 16 the paper's limit grows from 1.7 times a healthy norm (round 11) to 11
-#     times (round 26). So a sick replica is seen late or never. Divided it stays at 1.1 to 1.4
-#     times, and then a threshold of 3 flags healthy replicas in most runs, one of 5 in none of 32.
-#     With 5, in 272 steps, a replica on random tokens is flagged in 5 of 6 layers (late in 2,000
-#     steps in 2), one with 3 times the learning rate in all. The paper's limit flags neither. But
-#     the loss does not fall (three seeds): such replicas weigh less anyway. So it is off by
-#     default. Rounds that grow (--tau_schedule) need it: their norms grow, too, and soon all
-#     replicas would be above the limits of the earlier, shorter rounds.
+# (8) None: norms fall with the learning rate, but the statistics remember the past. So over a run the
+#     paper's limit grows, relative to a healthy norm, and a sick replica is seen late or never. We
+#     tried norms that are divided by the round's learning rates. They find more sick replicas, but
+#     the loss does not fall, because such replicas weigh less anyway (lab/LOG.md).
 # As in the paper, the weights take the norms as they are. So the penalty is stronger where norms
 # are larger: in long rounds, at large learning rates, in large layers.

@@ -22,9 +22,6 @@ Who calls what, in train.py, for each step:
     finish()               once, after the last step
 """
 
-import functools
-import math
-import re
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -58,56 +55,16 @@ class RoundConfig:
     def averaged_moments(self) -> list:
         return MOMENTS[self.average_moments]
 
-    def steps_of_round(self, rates: list, k: int) -> float:
-        """rates: inner learning rates of the round so far; k: steps after the warm-up, before this
-        round."""
-        return math.inf  # votes end it
-
 
 @dataclass
 class LocalConfig(RoundConfig):
     """Flags of every method whose rounds have a number of steps."""
 
     tau: int = option(16, "inner steps per round", low=1)
-    tau_rule: str = option("fixed", "qsr: max(tau, (qsr_c / lr)^2) steps", choices=["fixed", "qsr"])
-    qsr_c: float = option(0.0175, "c of the quadratic synchronization rule, arXiv 2310.14423")
-    tau_schedule: str = option("", "TAU:STEPS,...: for STEPS steps rounds of TAU; then --tau")
-
-    def check(self, replicas: int):
-        super().check(replicas)
-        scheduled_rounds(self.tau_schedule)
-
-    def steps_of_round(self, rates: list, k: int) -> float:
-        tau = self.tau
-        end = 0
-        for scheduled_tau, steps in scheduled_rounds(self.tau_schedule):
-            end += steps
-            if k < end:
-                tau = scheduled_tau
-                break
-        if self.tau_rule == "fixed":
-            return tau
-        lr = max(rates)  # the first one, once the warm-up of the rate is over
-        if lr == 0:
-            return math.inf
-        return max(tau, int((self.qsr_c / lr) ** 2))
 
     def describe_round(self, tokens_per_step: int) -> str:
         tokens = self.tau * tokens_per_step
-        text = f"{self.tau} steps x {tokens_per_step:,} tokens = {tokens:,} tokens"
-        if self.tau_schedule:
-            text += f", at first --tau_schedule {self.tau_schedule}"
-        return text
-
-
-@functools.cache  # every step asks for it
-def scheduled_rounds(schedule: str) -> list:
-    """--tau_schedule as pairs (TAU, STEPS). Raises UserError."""
-    pair = r"([1-9]\d{0,8}):([1-9]\d{0,8})"
-    if not re.fullmatch(f"({pair}(,{pair})*)?", schedule):
-        example = "write 2:96,4:384 for rounds of 2 steps for 96 steps, then of 4 for 384"
-        raise UserError(f"--tau_schedule {schedule}: {example}")
-    return [(int(tau), int(steps)) for tau, steps in re.findall(pair, schedule)]
+        return f"{self.tau} steps x {tokens_per_step:,} tokens = {tokens:,} tokens"
 
 
 class Method:
@@ -160,6 +117,10 @@ class Method:
     def inner_step(self, optimizer):
         """The step of the inner optimizer (optimizer.py), with the learning rate in .lr."""
         optimizer.step()
+
+    def steps_of_round(self) -> float:
+        """How many inner steps this round has. It is asked after each of them."""
+        return self.config.tau
 
     def vote(self) -> float:
         """1.0 to end the round after this step. The vote travels with the step's metrics, and one
@@ -239,8 +200,7 @@ class Method:
         self.record.loss_sum = self.record.loss_sum + metrics.loss
         # On a GPU the votes are known one step late.
         voted = self.local_steps > self.model.metrics_lag and self.model.known_metrics()[2] > 0
-        k = self.steps - self.local_steps - self.config.sync_warmup_steps
-        full = self.local_steps >= self.config.steps_of_round(self.rates, k)
+        full = self.local_steps >= self.steps_of_round()
         return voted or full or self.progress >= self.config.max_steps
 
     def end_round(self):

@@ -214,7 +214,6 @@ SICK = {
     "learning rate x 3": {"scale_lr": "3:209:256:3"},
     "random tokens": {"random_tokens": "3:209:256"},
 }
-PER_LR = {"norm_per_lr": True, "anomaly_threshold": 5}  # finds more: edit.py, deviation (8)
 SICK_RUN = {"sync_warmup_steps": 32, "max_steps": 272, "eval_interval": 16, "eval_batches": 8}
 # A replica with the wrong sign does its harm slowly: longer runs, sick in the last ten rounds.
 LYING_RUN = {"max_steps": 448, "eval_interval": 16}
@@ -253,8 +252,6 @@ def penalty(seed):
         columns = {"disturbance": disturbance, "steps": 272}
         for method in ("diloco", "edit"):
             yield training(method, seed, columns=columns, **SICK_RUN, **sick)
-        if sick:
-            yield training("edit", seed, 16, "limits per lr", columns, **SICK_RUN, **sick, **PER_LR)
 
     columns = {"disturbance": FAST, "steps": 272}
     for variant, parts in PARTS.items():

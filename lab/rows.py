@@ -23,6 +23,7 @@ GRAY = "#808080"
 METHODS = {  # in the order of all tables and pictures: name, color, marker and line
     "minibatch": ("mini-batch", GRAY, "s-"),
     "post_local_sgd": ("Post Local SGD", "#a6761d", "<-"),
+    "qsr": ("QSR", "#a6761d", "1-"),
     "slowmo": ("SlowMo", "#e69f00", ">-"),
     "co2": ("CO2", "#cc79a7", "^-"),
     "noloco": ("NoLoCo", "#56b4e9", "v-"),

@@ -5,6 +5,7 @@ from relatives.eager import Eager
 from relatives.noloco import NoLoCo
 from relatives.one_bit_edit import OneBitEDiT
 from relatives.post_local_sgd import PostLocalSGD
+from relatives.qsr import QSR
 from relatives.robust import Robust
 from relatives.slowmo import SlowMo
 from relatives.sparse_loco import SparseLoCo
@@ -15,6 +16,7 @@ from relatives.zero_one_adam import ZeroOneAdam
 
 RELATIVES = {  # --method -> class
     "post_local_sgd": PostLocalSGD,
+    "qsr": QSR,
     "slowmo": SlowMo,
     "streaming_diloco": StreamingDiLoCo,
     "co2": CO2,

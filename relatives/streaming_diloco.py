@@ -60,8 +60,6 @@ class Config(QuantizedConfig):  # paper: tau 100
             raise UserError(f"--fragments {F}: must divide --tau {self.tau}, at most one per layer")
         if self.steps_late >= interval:
             raise UserError(f"--delay {self.delay}: must be below tau / fragments = {interval:g}")
-        if self.tau_rule != "fixed" or self.tau_schedule:
-            raise UserError("--tau_rule qsr, --tau_schedule: a streaming round has tau steps")
 
 
 class StreamingDiLoCo(Method):

@@ -64,8 +64,6 @@ class Config(PenaltyConfig, streaming_diloco.Config):
         super().check(replicas)
         if self.offload:
             raise UserError("--offload: streaming_edit does not have it; leave it out")
-        if self.norm_per_lr:
-            raise UserError("--norm_per_lr: streaming_edit does not have it; leave it out")
 
 
 class StreamingEDiT(StreamingDiLoCo):

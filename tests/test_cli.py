@@ -20,7 +20,6 @@ import torch
 
 import data
 import export
-import method as method_module
 import ranks
 import sample
 import train
@@ -29,7 +28,7 @@ from mesh import Handle, Mesh
 from model import ModelConfig
 from plumbing import checkpoint, launch, load_model, simulate
 from plumbing.log import Clock, Log, RoundRecord
-from ranks import ROOT, Launch, flags
+from ranks import ROOT, Launch, flags, method_alone
 from shard import ShardedModel
 
 WRONG = """
@@ -61,13 +60,10 @@ train --optimizer muon --average_moments | give --average_moments m
 train --optimizer muon --lr 0           | give --muon_lr 0 or --optimizer adamw
 train --optimizer sgd                   | --optimizer: invalid choice
 train --method top_k --density 0        | --density 0.0: must be above 0
-train --method streaming_diloco --tau_rule qsr | a streaming round has tau steps
-train --method streaming_diloco --tau_schedule 2:8 | a streaming round has tau steps
-train --tau_schedule 2:96,4             | --tau_schedule 2:96,4: write 2:96,4:384 for rounds of
-train --method edit --tau_schedule 2:96 | --tau_schedule: norms grow; add --norm_per_lr --anomaly_threshold 5
-train --tau_schedule 0:96               | --tau_schedule 0:96: write 2:96,4:384
-train --tau_schedule 2:96:5,4:384       | --tau_schedule 2:96:5,4:384: write 2:96,4:384
-train --tau_schedule ,                  | --tau_schedule ,: write 2:96,4:384
+train --method zero_one_adam --tau_schedule 2:96,4            | --tau_schedule 2:96,4: write 2:96,4:384 for rounds of
+train --method zero_one_adam --tau_schedule 0:96             | --tau_schedule 0:96: write 2:96,4:384
+train --method zero_one_adam --tau_schedule 2:96:5,4:384       | --tau_schedule 2:96:5,4:384: write 2:96,4:384
+train --method zero_one_adam --tau_schedule ,                  | --tau_schedule ,: write 2:96,4:384
 train --average_moments v               | --average_moments: invalid choice
 train --flip 0:5:4                      | must be R:FIRST:LAST
 train --flip 3:1:2                      | --flip 3:1:2: must be R:FIRST:LAST
@@ -364,12 +360,14 @@ def test_default_delay_follows_the_rounds(tau, delay):
         assert config.steps_late == delay
 
 
-def test_schedule_of_rounds_is_parsed_once_and_not_in_every_step(monkeypatch):
-    config = ranks.run_config(tau_schedule="2:96,4:384", tau=8)
-    for parser in method_module.re, None:
-        monkeypatch.setattr(method_module, "re", parser)
-        taus = [config.steps_of_round([0.0], k) for k in (0, 95, 96, 479, 480)]
-        assert taus == [2, 2, 4, 4, 8]
+def test_rounds_of_zero_one_adam_grow_as_scheduled():
+    flags = dict(tau_schedule="2:96,4:384", tau=8, sync_warmup_steps=10)
+    method = method_alone(method="zero_one_adam", steps=10, **flags)
+    taus = []
+    for before in (0, 95, 96, 479, 480):  # steps of local rounds before this one
+        method.steps = 10 + before + method.local_steps
+        taus.append(method.steps_of_round())
+    assert taus == [2, 2, 4, 4, 8]
 
 
 def test_a_resumed_run_does_not_take_what_belongs_to_a_start():

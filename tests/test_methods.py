@@ -33,7 +33,7 @@ FP32 = dict(rtol=1e-6, atol=1e-7)
 MINIBATCH = dict(method="minibatch", max_steps=8)
 LOCAL = dict(tau=3, sync_warmup_steps=2, max_steps=12)
 MOMENTS = dict(average_moments="both")
-QSR = dict(tau_rule="qsr", qsr_c=0.018, max_steps=16, min_lr_ratio=0.3)
+QSR = dict(method="qsr", qsr_c=0.018, max_steps=16, min_lr_ratio=0.3)
 MUON = dict(optimizer="muon", muon_lr=0.03)
 ODD = MUON | dict(n_layer=3)  # the last blocks on two and on four shards are fewer than the shards
 
@@ -54,7 +54,7 @@ NONE = dict(delay=1, alpha=0.5, quantize="none", fragments=4)
 # After a shorter warm-up some variances are so small that the fp32 of a scale shows.
 ONE_BIT = dict(method="zero_one_adam", tau=3, sync_warmup_steps=8, max_steps=25)
 ONE_BIT_EDIT = EDIT | dict(method="one_bit_edit")
-GROWING = dict(warmup_format="int8", tau_schedule="1:3,2:5", norm_per_lr=True, max_steps=26)
+GRADIENTS = dict(warmup_format="int8", max_steps=26)
 
 # Limits that only a sick replica exceeds. EDiT's rounds end after 5, 8, 11, 14 steps. Fragment 1 of
 # Streaming EDiT is sent after 24 local steps, among others, and lands 3 steps later.
@@ -102,7 +102,7 @@ add("post_local_sgd", ALL, LOCAL, method="post_local_sgd")
 add("diloco", ALL, LOCAL, method="diloco")
 add("diloco, muon", ALL, LOCAL, ODD, method="diloco", average_moments="m")
 add("diloco, moments", [GRID], LOCAL, MOMENTS, method="diloco")
-add("diloco, growing rounds", [GRID], LOCAL, QSR, method="diloco")
+add("qsr", ALL, LOCAL, QSR)
 
 add("slowmo", ALL, LOCAL, method="slowmo", lr_warmup_steps=9)
 
@@ -127,7 +127,6 @@ add("streaming_diloco, moments", [GRID, FOUR], STREAMING_DILOCO, MOMENTS, delay=
 add("edit", ALL, EDIT)
 add("edit, muon", ALL, EDIT, ODD)
 add("edit, micro-steps", [GRID], EDIT, anomaly_elimination=False, accum=3)
-add("edit, norms per learning rate", [GRID, THREE], EDIT, norm_per_lr=True)
 add("edit, equal weights", [GRID], EDIT, weighted_averaging=False)
 # the embedding's 2570 elements need padding
 add("edit, no clipping", [(2, 3)], EDIT, pseudo_grad_clipping=False, n_embd=10)
@@ -136,7 +135,6 @@ add("edit, first moment averaged", [THREE], EDIT, average_moments="m")
 
 add("a_edit", ALL, CLOCKS)
 add("a_edit, moments", [GRID], CLOCKS, MOMENTS)
-add("a_edit, norms per learning rate", [GRID], CLOCKS, norm_per_lr=True)
 add("a_edit, weights as in the paper", [GRID, THREE], CLOCKS, step_weighting="none")
 add("a_edit, weights times steps", [GRID, THREE], CLOCKS, step_weighting="times_steps")
 
@@ -154,7 +152,7 @@ add("zero_one_adam, growing", [GRID, THREE], ONE_BIT, tau_schedule="1:3,2:5")
 add("one_bit_edit", ALL, ONE_BIT_EDIT)
 add(
     "one_bit_edit, micro-steps", [FOUR, GRID, THREE],
-    ONE_BIT_EDIT, GROWING, MUON, accum=2, anomaly_warmup_rounds=12,
+    ONE_BIT_EDIT, GRADIENTS, MUON, accum=2, anomaly_warmup_rounds=12,
 )  # fmt: skip
 add(
     "one_bit_edit, equal weights", [THREE, FOUR],

@@ -34,11 +34,6 @@ class EDiT(Method):
         # samples[l][i]: the norms of replica i's layer l so far, but those that were flagged
         self.samples = [[[] for _ in self.replicas] for _ in self.layers]
         self.verdicts = []
-        self.lr_sums = [0.0] * self.M  # of the round
-
-    def inner_step(self, i, g, lr):
-        super().inner_step(i, g, lr)
-        self.lr_sums[i] += lr
 
     def sync(self, lr):
         d = self.d()
@@ -50,14 +45,11 @@ class EDiT(Method):
             self.penalized_step(l, dbar, verdict)
         # x_i <- a
         self.set_all(self.a)
-        self.lr_sums = [0.0] * self.M
         return self.row()
 
     def judged_norms(self, norms):
-        if not self.f.norm_per_lr:
-            return norms
-        # G_i / sum of the round's learning rates of replica i
-        return [norm / lr_sum for norm, lr_sum in zip(norms, self.lr_sums)]
+        """What is compared with earlier norms."""
+        return norms
 
     def judge(self, l, d):
         """Flags and weights of layer l. d: the pseudo-gradients d_i of the layer."""
@@ -160,8 +152,6 @@ class AEDiT(EDiT):
         return super().sync(lr)
 
     def judged_norms(self, norms):
-        if self.f.norm_per_lr:
-            return super().judged_norms(norms)
         # G_i / the steps of replica i's longest round
         return [norm / count for norm, count in zip(norms, self.longest)]
 

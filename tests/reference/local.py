@@ -25,6 +25,10 @@ class PostLocalSGD(Method):
         return {}
 
 
+class QSR(PostLocalSGD):
+    """It differs in when a round ends (simulation.py)."""
+
+
 class DiLoCo(Method):
     def sync(self, lr):
         # d = 1/M sum_i (a - x_i)

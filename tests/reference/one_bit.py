@@ -108,7 +108,6 @@ class OneBitEDiT(EDiT):
             dbar = self.M * u[layer]
             self.penalized_step(l, dbar, verdicts[l])
         self.set_all(self.a)
-        self.lr_sums = [0.0] * self.M
         return self.row()
 
     def message(self, i, d_i, verdicts):

@@ -18,7 +18,7 @@ import data
 from model import ModelConfig
 from reference.core import Method, Replica, clipped, mean
 from reference.edit import AEDiT, EDiT
-from reference.local import CO2, DiLoCo, Eager, NoLoCo, PostLocalSGD, Robust, SlowMo
+from reference.local import CO2, DiLoCo, Eager, NoLoCo, PostLocalSGD, QSR, Robust, SlowMo
 from reference.one_bit import OneBitEDiT, ZeroOneAdam
 from reference.quantize import mean_with_errors
 from reference.sparse import SparseLoCo, TopK
@@ -32,6 +32,7 @@ class MiniBatch(Method):
 METHODS = {
     "minibatch": MiniBatch,
     "post_local_sgd": PostLocalSGD,
+    "qsr": QSR,
     "slowmo": SlowMo,
     "diloco": DiLoCo,
     "streaming_diloco": StreamingDiLoCo,
@@ -61,7 +62,7 @@ def cosine(step, lr, min_lr_ratio, warmup, max_steps):
 def scheduled_tau(f, k):
     """tau of a round that begins k inner steps after the warm-up. --tau_schedule 2:96,4:192 is
     tau 2 for 96 steps, then 4 for 192, then --tau."""
-    if not f.tau_schedule:
+    if not getattr(f, "tau_schedule", ""):
         return f.tau
     for part in f.tau_schedule.split(","):
         tau, steps = part.split(":")
@@ -204,8 +205,8 @@ class Simulation:
         if f.method == "a_edit":
             return count * self.seconds[i] >= f.tau_time_s
         tau = scheduled_tau(f, self.taken[0] - f.sync_warmup_steps)
-        if f.tau_rule == "qsr":
-            # tau = max(tau, (c / lr)^2), the quadratic synchronization rule; lr: the largest one
+        if f.method == "qsr":
+            # tau = max(tau, (c / lr)^2); lr: the largest one
             # of the round, which is the first, once the warm-up of the rate is over
             tau = max(tau, int((f.qsr_c / self.round_lr) ** 2))
         return count >= tau
