@@ -24,9 +24,9 @@ tensor, whose resolution is 128 s. (2) The clock restarts at the end of the sync
 does not shorten a round. (3) Learning rate and end follow the tokens of all replicas. (4) With the
 paper's weights (--step_weighting none) a replica that takes more steps has a larger norm, and so a
 smaller weight. norm_per_step, the default, replaces G_i by G_i mean_j(steps_j) / steps_i in the
-weights; times_steps multiplies w_i by steps_i and normalizes again. (5) Statistics and limits take
-G_i divided by the steps of replica i's longest round so far: see norm_unit(). (6) On CUDA the vote
-is read one step late, and the host waits for the device twice per sync.
+weights. (5) Statistics and limits take G_i divided by the steps of replica i's longest round so
+far: see norm_unit(). (6) On CUDA the vote is read one step late, and the host waits for the device
+twice per sync.
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.
@@ -49,19 +49,11 @@ class Config(PenaltyConfig, RoundConfig):
     step_weighting: str = option(
         "norm_per_step",
         "how weights allow for a replica's steps in the round (none: as in the paper)",
-        choices=["none", "times_steps", "norm_per_step"],
+        choices=["none", "norm_per_step"],
     )
 
     def describe_round(self, tokens_per_step: int) -> str:
         return f"{self.tau_time_s:g} s of training"
-
-
-def weight_by_steps(weights, steps):
-    """Weights (M, L) times steps (M,), normalized again; columns of zeros (all replicas flagged)
-    stay zero."""
-    # w_i <- w_i steps_i / sum_j w_j steps_j
-    weights = weights * steps[:, None]
-    return weights / weights.sum(dim=0).clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 def norms_per_step(norms, steps):
@@ -107,13 +99,9 @@ class AEDiT(EDiT):
         return self.longest_round
 
     def compute_weights(self, G):
-        steps = self.exchanged.steps
         if self.config.step_weighting == "norm_per_step":
-            G = norms_per_step(G, steps)
-        weights = super().compute_weights(G)
-        if self.config.step_weighting == "times_steps":
-            weights = weight_by_steps(weights, steps)
-        return weights
+            G = norms_per_step(G, self.exchanged.steps)
+        return super().compute_weights(G)
 
     def sync(self):
         super().sync()

@@ -45,7 +45,6 @@ from method import LocalConfig, Method
 class Config(LocalConfig):  # the paper's tau is H = 500
     outer_lr: float = option(0.7, "outer learning rate")
     outer_momentum: float = option(0.8, "momentum of the outer step (paper: 0.9)", below=1)
-    offload: bool = option(False, "keep anchor and momentum in host memory (on a GPU)")
 
 
 def nesterov(anchor, momentum, d, lr, mu):
@@ -60,26 +59,17 @@ class DiLoCo(Method):
     shared = ("anchor", "momentum")
 
     def begin(self):
-        self.anchor.copy_(self.model.master, non_blocking=True)  # --offload: on the host
+        self.anchor.copy_(self.model.master)
 
     def sync(self):
-        x = self.model.master
-        anchors = self.model.views(self.anchor)
-        momenta = self.model.views(self.momentum)
-
-        # d_i = a - x_i, in the storage of x_i
-        for a, x_l in zip(anchors, self.model.masters):
-            torch.sub(a.to(x.device, non_blocking=True), x_l, out=x_l)
-        self.exchange(norms=self.model.norm(x))  # for the record
-
+        d = self.model.master  # its storage holds d from here on
+        # d_i = a - x_i
+        torch.sub(self.anchor, d, out=d)
         # d = 1/M sum_i d_i
-        self.combine(x)
-
+        self.combine(d)
         # a <- Nesterov(a, d);  x_i <- a
-        for a, b, d in zip(anchors, momenta, self.model.masters):
-            with self.on_device(a, b) as (a_here, b_here):
-                nesterov(a_here, b_here, d, self.config.outer_lr, self.config.outer_momentum)
-                d.copy_(a_here)
+        nesterov(self.anchor, self.momentum, d, self.config.outer_lr, self.config.outer_momentum)
+        self.model.master.copy_(self.anchor)
 
     def combine(self, d):
         """d <- the mean of all replicas' d. (relatives/robust.py takes another mean.)"""

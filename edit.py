@@ -208,6 +208,9 @@ class EDiT(Method):
         # l. While a layer computes, the all-reduces of later layers travel.
         self.model.pre_layer_hook = self.complete
 
+    def measure(self):
+        """sync() shares the norms: EDiT needs them itself."""
+
     def flag_and_weigh(self, squares):
         """Flags and weights (M, L), from the squared norms of this rank's shards (L,)."""
         # [shard] all-reduce, L scalars, once per round

@@ -17,7 +17,7 @@ Who calls what, in train.py, for each step:
     vote()
     inner_step()
     after_step()           true at the end of a round; then
-    end_round()            averages moments, if asked to; sync()
+    end_round()            averages moments, if asked to; measure() for the record; sync()
     evaluation_model()     and drain(), at a round end, if an evaluation is due
     finish()               once, after the last step
 """
@@ -158,6 +158,15 @@ class Method:
         for name, column in zip(own, columns):
             setattr(self.exchanged, name, column.squeeze(1))
 
+    def measure(self):
+        """For the record: every replica's loss, steps and distance from its anchor, if it has one.
+        The storage of model.grad is free at a round's end."""
+        norms = {}
+        if "anchor" in self.shared + self.private:
+            distance = torch.sub(self.anchor, self.model.master, out=self.model.grad)
+            norms["norms"] = self.model.norm(distance)
+        self.exchange(**norms)
+
     def average(self, vector: torch.Tensor):
         """vector, laid out like model.master, becomes its mean over the replicas; blocks."""
         vector.div_(self.mesh.replicas)
@@ -205,13 +214,11 @@ class Method:
 
     def end_round(self):
         self.rounds += 1
-        self.exchanged = None
         with self.record.stall():
             for name in self.config.averaged_moments():  # finite: clip_gradient()
                 self.average(getattr(self.model, name))
+            self.measure()
             self.sync()
-            if self.exchanged is None:
-                self.exchange()
         self.local_steps = 0
         self.rates = []
         if not self.model.pre_layer_hook:  # EDiT's sync ends in the next forward

@@ -195,7 +195,7 @@ def stragglers(seed):
         columns = {"slowness": slowness} | VIRTUAL
         slow = {"slow_replica": f"3:{slowness}"}
         yield training("edit", seed, 16, "", columns, virtual_clock=True, **slow)
-        for weighting in ("none", "times_steps", "norm_per_step"):
+        for weighting in ("none", "norm_per_step"):
             slow["step_weighting"] = weighting
             yield training("a_edit", seed, 16, f"weights {weighting}", columns, **slow)
 

@@ -1,18 +1,15 @@
 """CO2: one all-reduce per round that travels while the next round computes.
 
 The problem. Even one all-reduce per round makes every replica wait. CO2 sends the pseudo-gradients
-of round t while round t+1 computes, and applies their mean one round late. A staleness gap penalty
-makes the step smaller where the anchor moves fast.
+of round t while round t+1 computes, and applies their mean one round late.
 
-    sync_warmup_steps steps of mini-batch; anchor = x; u = 0; r = C = 0; then round t = 1, 2, ...:
+    sync_warmup_steps steps of mini-batch; anchor = x; u = 0; then round t = 1, 2, ...:
         tau inner steps: x_i <- AdamW(x_i)
         d_i = anchor - x_i                            # in the storage of x_i
         if t > 1:
             wait for f                                # f = mean of the d_i of round t-1
-            G       = 1 + r / C                       # staleness gap penalty; 1 while C = 0
-            u      <- mu u + f / G
+            u      <- mu u + f
             anchor <- anchor - lr u
-            r       = lr ||u||;  C <- max(C, r)       # [shard] all-gather, 1 scalar
         f <- d_i / M;  start to sum f over replicas   # [sync] all-reduce, asynchronous
         x_i <- anchor
     at the end of training: wait for f and apply it as above
@@ -25,12 +22,11 @@ contain what the replicas have learned in the round before.
     a            anchor         (sum P/N,)   equal on all ranks of a sync group
     u            momentum       (sum P/N,)   equal on all ranks of a sync group
     f            mean           (sum P/N,)   the asynchronous all-reduce's own buffer
-    Lambda       G              scalar
 
-Deviations: (1) The formula of G is reconstructed from memory: the paper's body could not be
-obtained. C is the largest move of the anchor so far, so 1 <= G <= 2. (2) d is not divided by the
-inner learning rate. (3) u is not clamped. (4) The published code's default, memory-efficient mode
-does not overlap. This file always does, so its sync group needs gloo or NCCL.
+Deviations: (1) There is no staleness gap penalty, which makes the paper's step smaller where the
+anchor moves fast: we could not obtain its formula. The authors' code has none by default. (2) d is
+not divided by the inner learning rate. (3) u is not clamped. (4) The published code's default,
+memory-efficient mode does not overlap. This file always does, so its sync group needs gloo or NCCL.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N. Let T be the time of the all-reduce. Then
 the training waits for max(0, T - tau * time of a step) per round.
@@ -52,24 +48,20 @@ from method import LocalConfig, Method
 class Config(LocalConfig):  # code: tau 48, outer_lr 1, outer_momentum 0.5, no penalty
     outer_lr: float = option(0.7, "outer learning rate")
     outer_momentum: float = option(0.2, "momentum over rounds", below=1)
-    staleness_penalty: bool = option(True, "divide f by G = 1 + r / C")
 
 
 class CO2(Method):
     Config = Config
     shared = ("anchor", "momentum", "mean")
-    scalars = ("r", "C")
     barrier = False
     handle = Handle()  # of f: nothing is in flight
 
     def begin(self):
         self.anchor.copy_(self.model.master)
-        self.r, self.C = self.model.master.new_zeros(2)
 
     def sync(self):
         # d_i = a - x_i, in the storage of x_i
         d = torch.sub(self.anchor, self.model.master, out=self.model.master)
-        self.exchange(norms=self.model.norm(d))  # for the record
         if self.rounds > 1:
             self.outer_step()
         # f = d_i / M
@@ -84,15 +76,9 @@ class CO2(Method):
         self.handle.wait()
         f = self.mean
         u = self.momentum
-        if self.config.staleness_penalty:
-            # G = 1 + r / C
-            f.div_(torch.where(self.C > 0, 1 + self.r / self.C, 1.0))
-        # u <- mu u + f / G;  a <- a - lr u
+        # u <- mu u + f;  a <- a - lr u
         u.mul_(self.config.outer_momentum).add_(f)
         self.anchor.sub_(u, alpha=self.config.outer_lr)
-        # r = lr ||u||;  C <- max(C, r)
-        self.r = self.config.outer_lr * self.model.norm(u)
-        self.C = torch.maximum(self.C, self.r)
 
     def drain(self):
         with self.record.stall():

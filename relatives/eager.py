@@ -37,8 +37,8 @@ import torch
 
 from config import option
 from diloco import nesterov
-from method import LocalConfig
-from relatives.co2 import CO2
+from mesh import Handle
+from method import LocalConfig, Method
 
 
 @dataclass
@@ -47,12 +47,13 @@ class Config(LocalConfig):  # paper: tau 30
     outer_momentum: float = option(0.0, "outer Nesterov momentum (paper: 0.9)", below=1)
 
 
-class Eager(CO2):  # its mean in flight, and drain()
+class Eager(Method):
     Config = Config
     shared = ("mean",)
     private = ("anchor", "momentum", "own")
-    scalars = ()
+    barrier = False
     equal_replicas = False
+    handle = Handle()  # of dbar: nothing is in flight
 
     def begin(self):
         self.anchor.copy_(self.model.master)
@@ -65,7 +66,6 @@ class Eager(CO2):  # its mean in flight, and drain()
         M = self.mesh.replicas
         # d_i = a_i - x_i, in the storage of x_i
         d = torch.sub(self.anchor, x, out=x)
-        self.exchange(norms=self.model.norm(d))  # for the record
         # u = d_i / M + (dbar - d_i' / M), in the storage of the gradient
         u = torch.div(d, M, out=self.model.grad)
         self.handle.wait()
@@ -77,6 +77,10 @@ class Eager(CO2):  # its mean in flight, and drain()
         # b_i <- mu b_i + u;  a_i <- a_i - lr (u + mu b_i);  x_i <- a_i
         self.outer_step(u)
         x.copy_(self.anchor)
+
+    def drain(self):
+        with self.record.stall():
+            self.handle.wait()
 
     def evaluation_model(self):
         mean = self.model.grad.copy_(self.anchor)

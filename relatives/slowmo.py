@@ -62,7 +62,6 @@ class SlowMo(Method):
         v = self.momentum
         # d_i = a - x_i, in the storage of x_i
         d = torch.sub(a, x, out=x)
-        self.exchange(norms=self.model.norm(d))  # for the record
         # d = 1/M sum_i d_i
         self.average(d)
         # v <- mu g_t / g_{t-1} v + d;  a <- a - lr v

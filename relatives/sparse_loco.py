@@ -100,7 +100,6 @@ class SparseLoCo(Method):
         config = self.config
         # e_i <- beta e_i + (a - x_i)
         d = torch.sub(a, x, out=x)
-        self.exchange(norms=self.model.norm(d))  # for the record
         e.mul_(config.error_decay).add_(d)
         # s_i = Q(the largest of e_i)
         found, positions = largest(e, self.model, config.density)

@@ -135,6 +135,9 @@ class StreamingDiLoCo(Method):
         self.landed = self.p
         self.means = ()
 
+    def measure(self):
+        self.exchange()  # no distance: the anchor moves within the round, too
+
     def sync(self):
         if self.means:  # only if the training ends in the middle of a round
             self.land()

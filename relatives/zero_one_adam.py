@@ -134,7 +134,6 @@ class ZeroOneAdam(Method):
         V = self.model.exp_avg_sq
         frozen = V == 0
         d = torch.sub(self.anchor, self.model.master, out=self.model.grad)
-        self.exchange(norms=self.model.norm(d))  # for the record
         # z_i = (a - x_i) (sqrt(V) + eps) + e_i
         z = self.error.add_(d.mul_(V.sqrt().add_(EPS)).masked_fill_(frozen, 0))
         # e_i <- z_i - C(z_i);  u = C(s), E <- s - u

@@ -84,7 +84,7 @@ claim(  # NoLoCo's two replicas are a pair in every round.
     cases=[
         case("slowmo"),
         case("noloco", pull=0.8),
-        case("co2", tamper=wait_at_once, staleness_penalty=False),
+        case("co2", tamper=wait_at_once),
     ],
 )
 claim(  # With three replicas: 1/3 is not exact.

@@ -107,7 +107,7 @@ add("qsr", ALL, LOCAL, QSR)
 add("slowmo", ALL, LOCAL, method="slowmo", lr_warmup_steps=9)
 
 add("co2", ALL, LOCAL, method="co2", outer_momentum=0.5)
-add("co2, no penalty", [GRID], LOCAL, method="co2", staleness_penalty=False, accum=2)
+add("co2, micro-steps", [GRID], LOCAL, method="co2", accum=2)
 # while the all-reduce of the round before is in flight
 add("co2, moments", [GRID], LOCAL, MOMENTS, method="co2", link_mbps=2.0)
 
@@ -136,7 +136,6 @@ add("edit, first moment averaged", [THREE], EDIT, average_moments="m")
 add("a_edit", ALL, CLOCKS)
 add("a_edit, moments", [GRID], CLOCKS, MOMENTS)
 add("a_edit, weights as in the paper", [GRID, THREE], CLOCKS, step_weighting="none")
-add("a_edit, weights times steps", [GRID, THREE], CLOCKS, step_weighting="times_steps")
 
 add("streaming_edit", ALL, STREAMING_EDIT, delay=3, alpha=0.5)
 add("streaming_edit, int8", [FOUR], STREAMING_EDIT, delay=0, quantize="int8", accum=2)
@@ -199,7 +198,7 @@ add("sick: off", [GRID], SICK, sick=one_nan([1], 4, 10), anomaly_elimination=Fal
 # rolled back.
 add("sick: one of three", [THREE], SICK, sick=nan([1], 4, 7, 10))
 add("sick: one layer", [GRID], SICK, sick=one_nan([0, 1], 4, 7, 10))
-add("sick: a_edit", [GRID], SICK, CLOCK, sick=nan([0, 1], 4), step_weighting="times_steps")
+add("sick: a_edit", [GRID], SICK, CLOCK, sick=nan([0, 1], 4), step_weighting="none")
 add("sick: rollback", [GRID], SICK, sick=nan([0, 1], 4, 7, 13))
 add("sick: one of two layers", [THREE], SICK_STREAMING, sick=one_nan([1], BEFORE), quantize="none")
 add("sick: one of two shards", [GRID], SICK_STREAMING, sick=one_nan([1], BEFORE))

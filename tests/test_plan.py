@@ -25,7 +25,7 @@ CASES += [("minibatch", 1, "fp32", {}), ("edit", 1, "fp64", {}), ("edit", 4, "fp
 CASES += [("edit", 2, "fp32", dict(average_moments="both"))]
 MUON = dict(optimizer="muon")
 CASES += [("one_bit_edit", 2, "fp32", MUON), ("minibatch", 1, "fp32", MUON), ("edit", 4, "bf16", MUON)]
-SCALARS = {"post_local_sgd": 2, "top_k": 2}
+SCALARS = {"post_local_sgd": 2, "qsr": 2, "top_k": 2}
 SCALARS |= dict.fromkeys(["edit", "a_edit", "one_bit_edit"], 2 + 2 * 4)
 ONE_BIT = ("zero_one_adam", "one_bit_edit")
 CODED = (*ONE_BIT, "sparse_loco", "top_k")  # the plan knows neither padding nor tails

@@ -2,7 +2,7 @@
 
 Read EDiT.sync first: for each layer norms, flags, weights, a weighted mean, clip, outer step. The
 statistics are computed from the list of all norms so far, not updated in place.
-A-EDiT differs in three lines of the penalty, and in when a round ends (simulation.py).
+A-EDiT differs in two lines of the penalty, and in when a round ends (simulation.py).
 Beside the product: edit.py and a_edit.py. There the layers' outer steps run inside the next
 forward pass, which changes when something is sent, but no number.
 """
@@ -81,13 +81,10 @@ class EDiT(Method):
             return w
         least = min([G[i] for i in kept])
         for i in kept:
-            w[i] = self.factor(i)
+            w[i] = 1.0
             if self.f.weighted_averaging:
-                w[i] *= math.exp(least - G[i])  # exp(-G_i) alone may be 0
+                w[i] = math.exp(least - G[i])  # exp(-G_i) alone may be 0
         return [w_i / sum(w) for w_i in w]
-
-    def factor(self, i):
-        return 1.0
 
     def penalized_step(self, l, dbar, verdict):
         # dhat = dbar * min(1, phi / (||dbar|| + 1e-6))
@@ -160,9 +157,3 @@ class AEDiT(EDiT):
             return norms
         # G_i mean_j(steps_j) / steps_i
         return [norm / count * mean(self.steps) for norm, count in zip(norms, self.steps)]
-
-    def factor(self, i):
-        if self.f.step_weighting != "times_steps":
-            return 1.0
-        # w_i <- w_i steps_i / sum_j w_j steps_j
-        return self.steps[i]

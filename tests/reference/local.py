@@ -58,8 +58,6 @@ class CO2(Method):
     def begin(self):
         super().begin()
         self.mean = None
-        self.r = 0.0
-        self.C = 0.0
 
     def sync(self, lr):
         d = self.d()
@@ -71,17 +69,10 @@ class CO2(Method):
         return {"pseudo_grad_norm": norms_of(d)}
 
     def outer_step(self):
-        # G = 1 + r / C, the staleness gap penalty
-        G = 1.0
-        if self.f.staleness_penalty and self.C > 0:
-            G = 1 + self.r / self.C
-        # u <- mu u + f / G
-        self.b = self.f.outer_momentum * self.b + self.mean / G
+        # u <- mu u + f
+        self.b = self.f.outer_momentum * self.b + self.mean
         # a <- a - lr u
         self.a = self.a - self.f.outer_lr * self.b
-        # r = lr ||u||;  C <- max(C, r)
-        self.r = self.f.outer_lr * self.b.norm().item()
-        self.C = max(self.C, self.r)
 
     def finish(self, k):
         self.outer_step()
