@@ -221,8 +221,7 @@ def parse(argv: list, methods: dict, simulation_class) -> tuple:
 
 def read_flags(argv: list, methods: dict, simulation_class) -> dict:
     """The flags given, as name -> value. They may be of any method: a run that resumes knows its
-    method from the checkpoint only. Raises UserError that names the flag. --help ends the process.
-    """
+    method from the checkpoint only. Raises UserError that names the flag. --help ends here."""
     options = {"argument_default": argparse.SUPPRESS, "allow_abbrev": False}
     first = Parser(add_help=False, **options)
     first.add_argument("--method", choices=list(methods), default=Config.method)
@@ -297,7 +296,9 @@ def describe_defaults(found: dict, methods: dict) -> str:
         if name in found:
             owners.setdefault(str(found[name].default) or "none", []).append(name)
     if len(found) < len(methods) or len(owners) > 1:
-        parts = [f"{default} in {list_methods(names, methods)}" for default, names in owners.items()]
+        parts = []
+        for default, names in owners.items():
+            parts.append(f"{default} in {list_methods(names, methods)}")
         return f" (default: {'; '.join(parts)})"
     (default,) = owners
     return f" (default: {default})" if default != "none" else ""

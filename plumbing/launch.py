@@ -55,8 +55,8 @@ class Setup:
     but the vectors of a checkpoint, and writes nothing. Raises UserError.
 
     config, given: all flags, and those on the command line; corpus, plan;
-    path, saved: of the checkpoint to continue, and its state.json; lost: its flags that this version
-    of the code does not have; source: the model to start from
+    path, saved: of the checkpoint to continue, and its state.json; lost: those of its flags that
+    this version of the code does not have; source: the model to start from
     """
 
     def __init__(self, argv: list, methods: dict, world_size: int):

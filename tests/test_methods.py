@@ -1,13 +1,9 @@
 """All methods: each equals the plain fp64 reference, on every mesh, also with sick replicas.
 What they share: the outer step, a small surface."""
 
-import ast
 import collections
 import functools
-import inspect
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +11,9 @@ import torch
 
 from diloco import nesterov
 from edit import nesterov_unless_flagged
-from method import Method
-from ranks import ROOT, method_alone, run_config, train_all
-from reference import METHODS as PLAIN_VERSIONS
+from ranks import run_config, train_all
 from reference import Sick, Simulation
 from relatives import RELATIVES
-from train import METHODS
 
 # Both sides are fp64, so only the order of sums differs: 1e-9 is far below any wrong term. Scales
 # of quantized blocks are fp32: another order of sums may change the last bit of one. A sick replica
@@ -357,25 +350,6 @@ def test_sick_replicas_and_they_alone_are_left_out(case, mesh, corpus_folder):
     assert run.losses.count(None) == (case == "sick: mid round")
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_docstring_of_a_method_names_the_file_of_its_plain_version(name):
-    last_line = sys.modules[METHODS[name].__module__].__doc__.splitlines()[-1]
-    plain = Path(inspect.getfile(PLAIN_VERSIONS[name])).relative_to(ROOT)
-    assert last_line == f"Plain version: {plain.as_posix()}."
-
-
-def test_plain_versions_share_only_the_network_and_the_data_with_the_product():
-    imported = set()
-    for path in (ROOT / "tests" / "reference").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                imported.add(node.module)
-    product = {path.stem for path in ROOT.glob("*.py")} | {"relatives", "plumbing", "lab"}
-    assert {name.split(".")[0] for name in imported} & product == {"data", "model"}
-
-
 nesterov_accepted = functools.partial(nesterov_unless_flagged, accepted=torch.ones(()).double())
 
 
@@ -402,11 +376,3 @@ def test_outer_step_keeps_every_bit_of_what_it_leaves_out():
     nesterov_unless_flagged(a, b, torch.zeros_like(a), lr=0.8, mu=0.85, accepted=flagged)
     assert torch.equal(a, before[0])
     assert torch.equal(b, before[1])
-
-
-def test_surface_of_a_method_is_small():
-    surface = [name for name in vars(Method) if not name.startswith("_")]
-    assert "sync" in surface
-    assert len(surface) <= 23, surface
-    method = method_alone(method="post_local_sgd")  # it adds nothing of its own
-    assert len(vars(method)) <= 11, list(vars(method))
