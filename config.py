@@ -7,7 +7,8 @@
 Booleans become --name and --no-name. Several dataclasses may declare the same flag, each with its
 own default. A run has one object `config` with all its flags as attributes. Its class combines
 Config, the simulation's dataclass and that of the method. A flag that is not given has the value
-of the checkpoint that a run resumes from, else of the --model preset, else its default.
+of the checkpoint that a run resumes from, else of the --model preset, else its default. A flag that
+the chosen method does not have is refused.
 """
 
 import argparse

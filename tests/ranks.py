@@ -31,8 +31,11 @@ from model import ModelConfig
 from optimizer import AdamW
 from plumbing import launch, simulate
 from plumbing.log import Clock, RoundRecord
+from reference import METHODS as PLAIN_VERSIONS
 from shard import ShardedModel
 
+# Not those that a reader has added: what they promise only the reader knows.
+OUR_METHODS = [name for name in train.METHODS if name in PLAIN_VERSIONS]
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 context = multiprocessing.get_context("forkserver")
@@ -183,12 +186,15 @@ COMMON = Config.__dataclass_fields__.keys() | simulate.Config.__dataclass_fields
 
 def flags(**options) -> list:
     """Keyword arguments as command-line flags on top of TINY. Those that only other methods have
-    are left out, so that a test can give all methods the same ones."""
+    are left out, so that a test can give all methods the same ones. (With resume and without a
+    method the checkpoint knows the method: all flags stay.)"""
     fields = {}  # method -> its own flags
     for method, method_class in train.METHODS.items():
         fields[method] = method_class.Config.__dataclass_fields__.keys()
     chosen = options.get("method", "edit")
     foreign = set().union(*fields.values()) - fields.get(chosen, set()) - COMMON
+    if "resume" in options and "method" not in options:
+        foreign = set()
     argv = list(TINY)
     for name, value in options.items():
         if name in foreign:

@@ -353,7 +353,8 @@ def test_help_alone_is_that_of_the_default_method(capsys):
     alone = show_help(capsys)
     assert alone == show_help(capsys, "--method", Config.method)
     assert "--help all" in alone
-    for name, method in train.METHODS.items():
+    for name in ranks.OUR_METHODS:
+        method = train.METHODS[name]
         first_line = sys.modules[method.__module__].__doc__.splitlines()[0]
         assert f"{name} {first_line}" in alone
 
@@ -454,6 +455,17 @@ def test_a_resumed_run_does_not_take_what_belongs_to_a_start():
     saved = {"overwrite": True, "tau": 3, "lr": 0.5}
     config = make_config({"lr": 0.1}, train.METHODS, simulate.Config, saved)
     assert (config.overwrite, config.tau, config.lr) == (False, 3, 0.1)
+
+
+@pytest.mark.parametrize(
+    "vector, cure",
+    [("parameters", "say equal_replicas = False"), ("anchor", "name it in private, not in shared")],
+)
+def test_replicas_that_differ_by_design_get_the_way_out(vector, cure):
+    """A method of one's own whose replicas differ: its memory is not faulty."""
+    sums = [{f"{vector} of layer 0": 5}, {f"{vector} of layer 0": 6}]
+    with pytest.raises(checkpoint.ReplicasDiffer, match=f"replica 1 .*or the method must {cure};"):
+        checkpoint.check_equal(SimpleNamespace(rank=0, shards=1), sums)
 
 
 def test_model_and_corpus_must_have_the_same_tokens():

@@ -4,6 +4,7 @@ What they share: the outer step, a small surface."""
 import collections
 import functools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -240,13 +241,25 @@ def selected(rows):
     return found
 
 
+def selected_cases(items, mesh, transport, slow) -> list:
+    """Cases of a mesh and transport that the tests of this session (items) ask for. With -k NAME
+    others are not trained."""
+    rows = set()
+    for item in items:
+        if hasattr(item, "callspec"):
+            asked = {"transport": "auto"} | item.callspec.params
+            rows.add((asked.get("case"), asked.get("mesh"), asked["transport"]))
+    found = []
+    for row in ROWS:
+        if row in rows and row[1:] == (mesh, transport) and is_slow(row[0]) == slow:
+            found.append(row[0])
+    return found
+
+
 @functools.cache
-def trained(corpus_folder, mesh, transport, slow):
-    """case -> Run of all slow or all other cases on one mesh."""
-    cases = []
-    for case, *rest in ROWS:
-        if rest == [mesh, transport] and is_slow(case) == slow:
-            cases.append(case)
+def trained(session, corpus_folder, mesh, transport, slow):
+    """case -> Run of all slow or all other selected cases on one mesh, in one spawn of ranks."""
+    cases = selected_cases(session.items, mesh, transport, slow)
     each = [(sick_of(case), None, flags_of(case, mesh)) for case in cases]
     try:
         runs = train_all(mesh[0] * mesh[1], corpus_folder, *each, transport=transport)
@@ -256,9 +269,9 @@ def trained(corpus_folder, mesh, transport, slow):
 
 
 @pytest.mark.parametrize("case, mesh, transport", selected(ROWS), ids=str)
-def test_method_equals_fp64_reference(case, mesh, transport, corpus, corpus_folder):
+def test_method_equals_fp64_reference(case, mesh, transport, corpus, corpus_folder, request):
     M, N = mesh
-    run = trained(corpus_folder, mesh, transport, is_slow(case))[case]
+    run = trained(request.session, corpus_folder, mesh, transport, is_slow(case))[case]
     f = run_config(**flags_of(case, mesh))
     sick = sick_of(case)
     expected = Simulation(f, M, N, corpus, sick)
@@ -338,8 +351,8 @@ SICK_ROWS = [(case, mesh) for case, mesh, _ in ROWS if "sick" in case]
 
 
 @pytest.mark.parametrize("case, mesh", SICK_ROWS, ids=str)
-def test_sick_replicas_and_they_alone_are_left_out(case, mesh, corpus_folder):
-    run = trained(corpus_folder, mesh, "auto", is_slow(case))[case]
+def test_sick_replicas_and_they_alone_are_left_out(case, mesh, corpus_folder, request):
+    run = trained(request.session, corpus_folder, mesh, "auto", is_slow(case))[case]
     sick = sick_of(case)
     dropped = np.array([row["dropped"] for row in run.rows("sync")])  # (rounds, M)
     for i, count in enumerate(dropped.sum(axis=0)):
@@ -348,6 +361,24 @@ def test_sick_replicas_and_they_alone_are_left_out(case, mesh, corpus_folder):
         assert rank["exp_avg"].isfinite().all()
     # in the next step
     assert run.losses.count(None) == (case == "sick: mid round")
+
+
+def test_only_selected_cases_are_trained():
+    def item(**params):
+        return SimpleNamespace(callspec=SimpleNamespace(params=params))
+
+    items = [
+        item(case="edit", mesh=GRID, transport="auto"),
+        item(case="sick: nan", mesh=GRID),
+        item(case="diloco", mesh=FOUR, transport="auto"),
+        item(case="diloco", mesh=GRID, transport="gloo"),
+        item(case="robust, median", mesh=GRID, transport="auto"),
+        item(case="noloco", mesh=FOUR, world=3),
+        SimpleNamespace(),  # a test without parameters
+    ]
+    assert selected_cases(items, GRID, "auto", slow=False) == ["edit", "sick: nan"]
+    assert selected_cases(items, GRID, "auto", slow=True) == ["robust, median"]
+    assert selected_cases(items, GRID, "gloo", slow=False) == ["diloco"]
 
 
 nesterov_accepted = functools.partial(nesterov_unless_flagged, accepted=torch.ones(()).double())

@@ -16,7 +16,7 @@ import ranks
 from config import UserError, parse
 from lab import bench, runs
 from plumbing import simulate
-from ranks import ROOT, Launch, script
+from ranks import OUR_METHODS, ROOT, Launch, script
 from train import METHODS
 
 TEXT = (ROOT / "README.md").read_text()
@@ -44,7 +44,7 @@ def read_flags(argv, simulation=simulate.Config):
 
 
 def test_all_methods_but_zero_one_adam_take_muon():
-    for method in METHODS:
+    for method in OUR_METHODS:
         config = read_flags(["--method", method, "--optimizer", "muon"])
         if method == "zero_one_adam":
             with pytest.raises(UserError, match="AdamW"):
