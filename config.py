@@ -7,7 +7,8 @@
 Booleans become --name and --no-name. Several dataclasses may declare the same flag, each with its
 own default. A run has one object `config` with all its flags as attributes. Its class combines
 Config, the simulation's dataclass and that of the method. A flag that is not given has the value
-of the checkpoint that a run resumes from, else of the --model preset, else its default.
+of the checkpoint that a run resumes from, else of the --model preset, else its default. A flag that
+the chosen method does not have is refused.
 """
 
 import argparse
@@ -74,13 +75,14 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
-def option(default, help, choices=None, nargs=None, const=None, **limits):
+def option(default, help, choices=None, nargs=None, const=None, group=None, **limits):
     """A dataclass field that is a flag. choices, nargs, const: as in argparse; limits: low, above,
-    below, see check_limits()."""
+    below, see check_limits(). group: the title in --help above this flag and those that follow."""
     flag = {"type": type(default), "choices": choices, "nargs": nargs, "const": const}
     if isinstance(default, bool):
         flag = {"action": argparse.BooleanOptionalAction}
-    return field(default=default, metadata={"help": help, "flag": flag, "limits": limits})
+    metadata = {"help": help, "flag": flag, "limits": limits, "group": group}
+    return field(default=default, metadata=metadata)
 
 
 # ---- what all methods share ----
@@ -103,7 +105,7 @@ PRESETS = {
 class Config:
     """Flags of every method."""
 
-    method: str = option("edit", "synchronization method")
+    method: str = option("edit", "synchronization method", group="run")
     shards: int = option(1, "N, ranks per replica; the other ranks form more replicas", low=1)
     replicas: int = option(0, "M, checked against the number of ranks; 0: as many as there are")
     max_steps: int = option(700, "inner steps", low=1)
@@ -126,13 +128,17 @@ class Config:
     eval_batches: int = option(16, "validation batches of 16 windows", low=1, below=10**6)
     timeout_s: float = option(600.0, "seconds to wait for a silent rank", above=0, below=1e7)
 
-    checkpoint_interval: int = option(0, "in steps; 0: only one, at the end")
+    checkpoint_interval: int = option(
+        0, "in steps; 0: only one, at the end", group="checkpoints and resuming"
+    )
     keep: int = option(2, "checkpoints to keep", low=1)
     save_on_exit: bool = option(False, "at SIGTERM or Ctrl-C, save and stop at the next round end")
     resume: str = option("", "checkpoint or run's folder to continue; auto: OUT_DIR's, if any")
     overwrite: bool = option(False, "delete the earlier run in OUT_DIR")
 
-    model: str = option("tiny", "preset of what is not given", choices=list(PRESETS))
+    model: str = option(
+        "tiny", "preset of what is not given", choices=list(PRESETS), group="model"
+    )
     n_layer: int = option(4, "blocks", low=1, below=10_000)
     n_head: int = option(4, "attention heads", low=1)
     n_embd: int = option(128, "channels", low=1)
@@ -143,7 +149,7 @@ class Config:
     init_from: str = option("", "start from this model.pt or Hugging Face Llama folder; its shape")
 
     data: str = option(
-        "", "folder of data.py, or .bin files (default: standard library)", nargs="+"
+        "", "folder of data.py, or .bin files (default: standard library)", nargs="+", group="data"
     )
     vocab_size: int = option(0, "of token files (0: 50257, GPT-2's), or another than the corpus's")
     batch_size: int = option(8, "sequences per rank and micro-step", low=1)
@@ -151,7 +157,10 @@ class Config:
     tokens_per_step: int = option(0, "of all ranks; it sets accum, and batch_size is a limit then")
 
     optimizer: str = option(
-        "adamw", "muon: Muon for the blocks' matrices", choices=["adamw", "muon"]
+        "adamw",
+        "muon: Muon for the blocks' matrices",
+        choices=["adamw", "muon"],
+        group="inner optimizer",
     )
     lr: float = option(3e-3, "peak learning rate of AdamW")
     muon_lr: float = option(0.02, "peak learning rate of Muon, which has the schedule of lr")
@@ -194,61 +203,144 @@ class Config:
 # Flags of this machine or this start: a resumed run does not take them from the checkpoint.
 NOT_RESUMED = {"out_dir", "device", "backend", "replicas", "resume", "overwrite", "profile"}
 NOT_RESUMED |= {"dry_run", "init_from", "timeline"}
-# What --help lists; --help all lists every flag.
-FIRST_FLAGS = """method shards replicas max_steps out_dir device dry_run checkpoint_interval resume
-    overwrite model data batch_size lr sync_warmup_steps tau""".split()
+
+
+def make_run_class(method, simulation_class):
+    """The dataclass of all flags of a run with this method."""
+    bases = (method.Config, simulation_class, Config)
+    run_class = dataclasses.make_dataclass("RunConfig", [], bases=bases)
+    run_class.method_class = method
+    return run_class
 
 
 def parse(argv: list, methods: dict, simulation_class) -> tuple:
     """Flags -> (the run's config, the flags given as name -> value). methods: name -> Method class.
     Raises UserError that names the flag."""
-    classes = [Config, simulation_class]
-    classes += [method.Config for method in methods.values()]
-    fields = {}  # flag -> its fields, one of each class that has it
-    for config_class in classes:
-        for f in dataclasses.fields(config_class):
-            fields.setdefault(f.name, []).append(f)
+    given = read_flags(argv, methods, simulation_class)
+    return make_config(given, methods, simulation_class, {}), given
 
+
+def read_flags(argv: list, methods: dict, simulation_class) -> dict:
+    """The flags given, as name -> value. They may be of any method: a run that resumes knows its
+    method from the checkpoint only. Raises UserError that names the flag. --help ends here."""
+    options = {"argument_default": argparse.SUPPRESS, "allow_abbrev": False}
+    first = Parser(add_help=False, **options)
+    first.add_argument("--method", choices=list(methods), default=Config.method)
+    method = first.parse_known_args(argv)[0].method
+
+    fields = {}  # flag -> its field in each method that has it; the chosen method is the first one
+    for name in [method, *methods]:
+        for f in dataclasses.fields(make_run_class(methods[name], simulation_class)):
+            fields.setdefault(f.name, {})[name] = f
+
+    help_of_all = argv[-2:] == ["--help", "all"]
     parser = Parser(
         usage="%(prog)s [--flag value ...]",
-        epilog="--help all lists every flag",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
+        description=describe_help(method, methods, help_of_all),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **options,
     )
+    titles = group_titles(simulation_class)
+    own_title = "of some methods" if help_of_all else f"of --method {method}"
+    groups = {}
     for name, found in fields.items():
-        text = found[0].metadata["help"]
-        flag = found[0].metadata["flag"]
-        defaults = {str(f.default) for f in found}  # those of methods may differ
-        if defaults != {""}:
-            text += f" (default: {', '.join(sorted(defaults))})"
-        if argv[-2:] != ["--help", "all"] and name not in FIRST_FLAGS:
-            text = argparse.SUPPRESS
+        title = titles.get(name, own_title)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        f = next(iter(found.values()))
+        text = argparse.SUPPRESS
+        if help_of_all:
+            text = f.metadata["help"] + describe_defaults(found, methods)
+        elif method in found:
+            text = f.metadata["help"]
+            if f.default != "":
+                text += f" (default: {f.default})"
+        flag = f.metadata["flag"]
         if name == "method":
             flag = {"choices": list(methods)}
-        parser.add_argument(f"--{name}", help=text, **flag)
+        groups[title].add_argument(f"--{name}", help=text, **flag)
 
     given = vars(parser.parse_args(argv))
     if "data" in given:
         given["data"] = ":".join(given["data"])
     for name, value in given.items():
-        check_limits(f"--{name}", value, fields[name][0].metadata["limits"])
-    return make_config(given, methods, simulation_class, {}), given
+        f = next(iter(fields[name].values()))
+        check_limits(f"--{name}", value, f.metadata["limits"])
+    return given
+
+
+def group_titles(simulation_class) -> dict:
+    """Flag that all methods have -> its title in --help."""
+    titles = {}
+    for config_class in Config, simulation_class:
+        for f in dataclasses.fields(config_class):
+            title = f.metadata["group"] or title
+            titles[f.name] = title
+    return titles
+
+
+def describe_help(method: str, methods: dict, help_of_all: bool) -> str:
+    """The text above the flags."""
+    if help_of_all:
+        return "The flags of all methods. If only some methods have a flag, they stand behind it."
+    lines = ["methods (--method NAME --help: the flags of one; --help all: those of all):"]
+    for name, method_class in methods.items():
+        docstring = sys.modules[method_class.__module__].__doc__ or ""
+        lines.append(f"  {name:18}{docstring.splitlines()[0] if docstring else ''}")
+    return "\n".join([*lines, "", f"The flags of --method {method}:"])
+
+
+def describe_defaults(found: dict, methods: dict) -> str:
+    """A flag's defaults and the methods that have them. found: method -> the flag's field."""
+    owners = {}  # default -> methods
+    for name in methods:
+        if name in found:
+            owners.setdefault(str(found[name].default) or "none", []).append(name)
+    if len(found) < len(methods) or len(owners) > 1:
+        parts = []
+        for default, names in owners.items():
+            parts.append(f"{default} in {list_methods(names, methods)}")
+        return f" (default: {'; '.join(parts)})"
+    (default,) = owners
+    return f" (default: {default})" if default != "none" else ""
+
+
+def list_methods(names: list, methods: dict) -> str:
+    others = [name for name in methods if name not in names]
+    if len(others) < 3 < len(names):
+        return f"all but {', '.join(others)}"
+    return ", ".join(names)
 
 
 def make_config(given: dict, methods: dict, simulation_class, base: dict):
     """The config of a run. given: flags as name -> value; base: those of a checkpoint or a model.
-    Flags of other methods are left out, so that one command line can compare methods."""
+    Flags of a preset or of the base that the method does not have are left out. Raises UserError
+    if one of them was given."""
     values = {"model": Config.model, "method": Config.method}
     values |= {name: value for name, value in base.items() if name not in NOT_RESUMED}
     values |= given
     values = PRESETS[values["model"]] | values
 
-    method = methods[values["method"]]
-    bases = (method.Config, simulation_class, Config)
-    run_class = dataclasses.make_dataclass("RunConfig", [], bases=bases)
-    run_class.method_class = method
+    method = values["method"]
+    run_class = make_run_class(methods[method], simulation_class)
     fields = run_class.__dataclass_fields__
+    foreign = []
+    for name in sorted(given.keys() - fields):
+        owners = [other for other in methods if name in methods[other].Config.__dataclass_fields__]
+        foreign.append(f"--{name} (a flag of {list_methods(owners, methods)})")
+    if foreign:
+        raise UserError(f"--method {method} does not have {', '.join(foreign)}")
     return run_class(**{name: value for name, value in values.items() if name in fields})
+
+
+def lost_flags(saved: dict, config, methods: dict, simulation_class) -> list:
+    """Flags of a checkpoint that this version of the code does not have. saved: name -> value.
+    Those of the checkpoint's method are no loss if the run takes another method."""
+    known = vars(config).keys()
+    if saved["method"] in methods:
+        run_class = make_run_class(methods[saved["method"]], simulation_class)
+        known |= run_class.__dataclass_fields__.keys()
+    return sorted(saved.keys() - known)
 
 
 def read_number(config: dict, key: str, flag: str):

@@ -107,7 +107,7 @@ class Method:
         """Make model.master the parameters that the next round starts from, now or (EDiT) layer by
         layer in the next forward. They must be equal in all replicas; else set equal_replicas =
         False, and let evaluation_model() return some that are. The storage of model.grad is free
-        from here to the next step."""
+        from here to the next step. self.rounds counts this round, too: it is 1 in the first one."""
         raise NotImplementedError
 
     def after_backward(self):

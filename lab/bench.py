@@ -41,7 +41,7 @@ STEPS = 2  # timed ones in a turn
 class Flags:
     """The benchmark's flags, beside train.py's."""
 
-    repeats: int = option(5, "turns", low=1)
+    repeats: int = option(5, "turns", group="benchmark", low=1)
     limits_link = False  # no link is simulated
 
 

@@ -176,10 +176,13 @@ def check_equal(mesh, sums: list):
     for rank, own in enumerate(sums):
         for name, checksum in own.items():
             if checksum != sums[rank % mesh.shards][name]:
+                cure = "must name it in private, not in shared"
+                if name.startswith("parameters"):
+                    cure = "must say equal_replicas = False"
                 line = (
-                    f"{name}: replica {rank // mesh.shards} is not equal to replica 0, so a memory "
-                    "or a link is faulty, or their hardware differs; --resume auto continues from "
-                    "the last checkpoint"
+                    f"{name}: replica {rank // mesh.shards} is not equal to replica 0: a memory or "
+                    f"a link is faulty, or their hardware differs, or the method {cure}; "
+                    "--resume auto continues from the last checkpoint"
                 )
                 raise ReplicasDiffer("" if mesh.rank else line)
 

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 import data
-from config import STOPS, UserError, make_config, parse
+from config import STOPS, Config, UserError, lost_flags, make_config, read_flags
 from mesh import Mesh, translate_comm_errors
 from plumbing import checkpoint, shm, simulate
 from plumbing.checkpoint import alike
@@ -42,6 +42,9 @@ from plumbing.load_model import open_model
 from plumbing.plan import Plan
 
 START_S = 600  # how long ranks wait for the slowest to start
+# What Setup.describe() says beside the flags
+FACTS = {"world_size", "mesh", "micro_steps", "micro_batch", "n_params", "corpus_hash"}
+FACTS |= {"torch", "device_name"}
 
 
 # ---- checking ----
@@ -52,12 +55,16 @@ class Setup:
     but the vectors of a checkpoint, and writes nothing. Raises UserError.
 
     config, given: all flags, and those on the command line; corpus, plan;
-    path, saved: of the checkpoint to continue, and its state.json; source: the model to start from
+    path, saved: of the checkpoint to continue, and its state.json; lost: those of its flags that
+    this version of the code does not have; source: the model to start from
     """
 
     def __init__(self, argv: list, methods: dict, world_size: int):
         self.saved = self.source = None
-        config, self.given = parse(argv, methods, simulate.Config)
+        self.lost = []
+        self.given = read_flags(argv, methods, simulate.Config)
+        shared = self.given.keys() & Config.__dataclass_fields__.keys()
+        config = Config(**{name: self.given[name] for name in shared})  # the method's come later
         out_dir, self.path = checkpoint.choose(config)
         base = {}
         if self.path:
@@ -70,6 +77,9 @@ class Setup:
             base = vars(self.source.config) | {"vocab_size": 0}
         with checkpoint.readable(self.path):  # its method may be gone
             self.config = config = make_config(self.given, methods, simulate.Config, base)
+            if self.saved:
+                flags = {name: base[name] for name in base.keys() - FACTS}
+                self.lost = lost_flags(flags, config, methods, simulate.Config)
         config.out_dir = out_dir
 
         if config.dry_run:  # for any mesh
@@ -90,7 +100,7 @@ class Setup:
             checkpoint.check_resume(self)
 
     def describe(self, mesh) -> dict:
-        """What the record and the checkpoints say of the run."""
+        """What the record and the checkpoints say of the run: its flags and the FACTS."""
         name = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu"
         return vars(self.config) | {
             "world_size": mesh.world_size,

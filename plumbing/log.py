@@ -211,6 +211,9 @@ class Log:
             if was != now.get(name):
                 line += f"; --{name} {was} -> {now.get(name)}"
         print(line)
+        if self.setup.lost:
+            lost = ", ".join(f"--{name} {saved[name]}" for name in self.setup.lost)
+            print(f"resume  dropped flags that this version does not have: {lost}")
 
     def write(self, event: str, row: dict):
         row = json.loads(json.dumps(row), parse_constant=lambda name: None)  # JSON has no NaN

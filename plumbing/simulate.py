@@ -54,7 +54,7 @@ FRAMING = 1538 / 1448  # TCP over Ethernet: 1448 bytes of payload take 1538 on t
 
 @dataclass
 class Config:
-    slow_replica: str = option("", "R:F, replica R is F times slower")
+    slow_replica: str = option("", "R:F, replica R is F times slower", group="simulation")
     virtual_clock: bool = option(
         False, "count virtual seconds: a step takes 1, on a slow replica its factor"
     )

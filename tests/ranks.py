@@ -25,14 +25,17 @@ import torch
 import torch.distributed as dist
 
 import train
-from config import parse, run_command
+from config import Config, parse, run_command
 from mesh import Mesh
 from model import ModelConfig
 from optimizer import AdamW
 from plumbing import launch, simulate
 from plumbing.log import Clock, RoundRecord
+from reference import METHODS as PLAIN_VERSIONS
 from shard import ShardedModel
 
+# Not those that a reader has added: what they promise only the reader knows.
+OUR_METHODS = [name for name in train.METHODS if name in PLAIN_VERSIONS]
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 context = multiprocessing.get_context("forkserver")
@@ -178,10 +181,24 @@ TINY = "--n_layer 2 --n_head 1 --n_embd 6 --block_size 8 --batch_size 2 --dtype 
 TINY += "--log_interval 1 --eval_batches 1 --lr 0.01 --lr_warmup_steps 3 --device cpu".split()
 
 
+COMMON = Config.__dataclass_fields__.keys() | simulate.Config.__dataclass_fields__.keys()
+
+
 def flags(**options) -> list:
-    """Keyword arguments as command-line flags on top of TINY."""
+    """Keyword arguments as command-line flags on top of TINY. Those that only other methods have
+    are left out, so that a test can give all methods the same ones. (With resume and without a
+    method the checkpoint knows the method: all flags stay.)"""
+    fields = {}  # method -> its own flags
+    for method, method_class in train.METHODS.items():
+        fields[method] = method_class.Config.__dataclass_fields__.keys()
+    chosen = options.get("method", "edit")
+    foreign = set().union(*fields.values()) - fields.get(chosen, set()) - COMMON
+    if "resume" in options and "method" not in options:
+        foreign = set()
     argv = list(TINY)
     for name, value in options.items():
+        if name in foreign:
+            continue
         if value is True:
             argv.append(f"--{name}")
         elif value is False:

@@ -13,7 +13,7 @@ import torch
 import train
 from config import UserError
 from plumbing import checkpoint, launch, log
-from ranks import Launch, run_training, train_all
+from ranks import OUR_METHODS, Launch, run_training, train_all
 
 ROUNDS = dict(tau=4, sync_warmup_steps=3, max_steps=17, eval_interval=5, dtype="fp32")
 CONSTANT_LR = dict(min_lr_ratio=1.0, tau=4, sync_warmup_steps=3, eval_interval=1000)
@@ -203,7 +203,7 @@ def test_padding_stays_0_and_a_resume_changes_no_bit(tmp_path, corpus_folder):
     own = {name: dict(tau=4, fragments=2, alpha=0.5, delay=1) for name in STREAMING_METHODS}
     own |= dict(sparse_loco=dict(density=1), top_k=dict(density=1), a_edit=VIRTUAL)
     own |= dict.fromkeys(["zero_one_adam", "one_bit_edit"], dict(warmup_format="int8"))
-    cases = [options | dict(method=name) | own.get(name, {}) for name in train.METHODS]
+    cases = [options | dict(method=name) | own.get(name, {}) for name in OUR_METHODS]
     cases = [case | dict(quantize="sign", keep=100, checkpoint_interval=3) for case in cases]
     folders = [tmp_path / case["method"] for case in cases]
     runs = train_all(3, corpus_folder, *zip([watch_padding] * len(cases), folders, cases))
@@ -284,7 +284,7 @@ def test_run_starts_from_a_model_on_any_mesh_with_any_method(tmp_path, corpus_fo
     """No step changes a parameter: the rate is 0."""
     trained = run_training(2, corpus_folder, out_dir=tmp_path / "run", max_steps=3, n_hidden=64)
     init = dict(init_from=tmp_path / "run" / "model.pt", lr=0.0, max_steps=3, sync_warmup_steps=1)
-    methods = [method for method in train.METHODS if method != "a_edit"]
+    methods = [method for method in OUR_METHODS if method != "a_edit"]
     cases = [(None, None, init | dict(method=method, tau=4, shards=2)) for method in methods]
     for run in train_all(4, corpus_folder, *cases):
         for name, value in trained.model.items():

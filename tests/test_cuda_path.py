@@ -17,7 +17,7 @@ import train
 from a_edit import AEDiT
 from plumbing import checkpoint, launch
 from plumbing.log import Log
-from ranks import flags
+from ranks import OUR_METHODS, flags
 from relatives.quantize import VALUES, decode, encode
 from shard import ShardedModel
 
@@ -50,7 +50,7 @@ CASES = [
     pytest.param("edit", dict(average_moments="both"), marks=pytest.mark.slow),
     pytest.param("one_bit_edit", dict(offload=True), marks=pytest.mark.slow),
 ]
-for name in train.METHODS:
+for name in OUR_METHODS:
     marks = () if name in QUICK else pytest.mark.slow
     CASES.append(pytest.param(name, NEEDED.get(name, {}), marks=marks))
 

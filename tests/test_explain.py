@@ -12,9 +12,9 @@ import tempfile
 from itertools import product
 
 import pytest
-import test_planner
 import torch
 
+import test_planner
 from edit import Penalty, anomaly_limits, clip_factor, is_anomaly, replica_weights
 from lab import planner
 from ranks import ROOT
@@ -318,9 +318,8 @@ def test_page_fits_into_its_window(tmp_path, width):
     assert max(widest) <= width
 
 
-def test_page_is_one_small_file_that_needs_no_network():
+def test_page_is_one_file_that_needs_no_network():
     text = PAGE.read_text()
-    assert len(text.encode()) <= 60_000
     assert not re.search(r'https?://|\bsrc=|<link|@import|\bfetch\(|\bimport\b', text)
     linked = re.findall(r'href="([^"#]+)"', text)
     assert linked and all(os.path.exists(ROOT / target) for target in linked)

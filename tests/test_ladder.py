@@ -5,8 +5,7 @@ import torch
 from test_methods import FP32, RTOL
 
 import optimizer
-from ranks import few_ulp, run_training, train_all
-from train import METHODS
+from ranks import OUR_METHODS, few_ulp, run_training, train_all
 
 LOCAL = dict(tau=3, sync_warmup_steps=2, max_steps=13, n_layer=1)  # four rounds
 OFF = dict(anomaly_elimination=False, weighted_averaging=False, pseudo_grad_clipping=False)
@@ -216,7 +215,7 @@ claim(
     "the warm-up is minibatch",
     ranks=4,
     flags=FRAGMENTS | dict(max_steps=4, sync_warmup_steps=4, shards=2),
-    cases=map(case, METHODS),
+    cases=map(case, OUR_METHODS),
 )
 
 

@@ -24,14 +24,17 @@ from ranks import ROOT, TINY, Launch, agent_store
 
 # More kills make a soak of it: KILLS=20 python -m pytest tests/test_launch.py -k kills
 KILLS = int(os.environ.get("KILLS", 2))
-RUN = [*TINY, *"--dtype fp32 --method edit --shards 2 --tau 4 --sync_warmup_steps 3".split()]
-RUN += ["--eval_interval", "6"]
+RUN = [*TINY, *"--dtype fp32 --method edit --shards 2 --eval_interval 6".split()]
+ROUNDS = {"minibatch": "", "a_edit": "--sync_warmup_steps 3"}
 LOST = "error: lost contact with another rank ("
 
 
 def command(folder, corpus_folder, more="", steps=20):
     place = ["--data", str(corpus_folder), "--out_dir", str(folder)]
-    return [*RUN, *place, "--max_steps", str(steps), *more.split()]
+    words = more.split()
+    method = words[words.index("--method") + 1] if "--method" in words else "edit"
+    rounds = ROUNDS.get(method, "--tau 4 --sync_warmup_steps 3").split()
+    return [*RUN, *rounds, *place, "--max_steps", str(steps), *words]
 
 
 def assert_same(*folders):

@@ -1,13 +1,10 @@
 """All methods: each equals the plain fp64 reference, on every mesh, also with sick replicas.
 What they share: the outer step, a small surface."""
 
-import ast
 import collections
 import functools
-import inspect
 import math
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +12,9 @@ import torch
 
 from diloco import nesterov
 from edit import nesterov_unless_flagged
-from method import Method
-from ranks import ROOT, method_alone, run_config, train_all
-from reference import METHODS as PLAIN_VERSIONS
+from ranks import run_config, train_all
 from reference import Sick, Simulation
 from relatives import RELATIVES
-from train import METHODS
 
 # Both sides are fp64, so only the order of sums differs: 1e-9 is far below any wrong term. Scales
 # of quantized blocks are fp32: another order of sums may change the last bit of one. A sick replica
@@ -244,13 +238,25 @@ def selected(rows):
     return found
 
 
+def selected_cases(items, mesh, transport, slow) -> list:
+    """Cases of a mesh and transport that the tests of this session (items) ask for. With -k NAME
+    others are not trained."""
+    rows = set()
+    for item in items:
+        if hasattr(item, "callspec"):
+            asked = {"transport": "auto"} | item.callspec.params
+            rows.add((asked.get("case"), asked.get("mesh"), asked["transport"]))
+    found = []
+    for row in ROWS:
+        if row in rows and row[1:] == (mesh, transport) and is_slow(row[0]) == slow:
+            found.append(row[0])
+    return found
+
+
 @functools.cache
-def trained(corpus_folder, mesh, transport, slow):
-    """case -> Run of all slow or all other cases on one mesh."""
-    cases = []
-    for case, *rest in ROWS:
-        if rest == [mesh, transport] and is_slow(case) == slow:
-            cases.append(case)
+def trained(session, corpus_folder, mesh, transport, slow):
+    """case -> Run of all slow or all other selected cases on one mesh, in one spawn of ranks."""
+    cases = selected_cases(session.items, mesh, transport, slow)
     each = [(sick_of(case), None, flags_of(case, mesh)) for case in cases]
     try:
         runs = train_all(mesh[0] * mesh[1], corpus_folder, *each, transport=transport)
@@ -260,9 +266,9 @@ def trained(corpus_folder, mesh, transport, slow):
 
 
 @pytest.mark.parametrize("case, mesh, transport", selected(ROWS), ids=str)
-def test_method_equals_fp64_reference(case, mesh, transport, corpus, corpus_folder):
+def test_method_equals_fp64_reference(case, mesh, transport, corpus, corpus_folder, request):
     M, N = mesh
-    run = trained(corpus_folder, mesh, transport, is_slow(case))[case]
+    run = trained(request.session, corpus_folder, mesh, transport, is_slow(case))[case]
     f = run_config(**flags_of(case, mesh))
     sick = sick_of(case)
     expected = Simulation(f, M, N, corpus, sick)
@@ -342,8 +348,8 @@ SICK_ROWS = [(case, mesh) for case, mesh, _ in ROWS if "sick" in case]
 
 
 @pytest.mark.parametrize("case, mesh", SICK_ROWS, ids=str)
-def test_sick_replicas_and_they_alone_are_left_out(case, mesh, corpus_folder):
-    run = trained(corpus_folder, mesh, "auto", is_slow(case))[case]
+def test_sick_replicas_and_they_alone_are_left_out(case, mesh, corpus_folder, request):
+    run = trained(request.session, corpus_folder, mesh, "auto", is_slow(case))[case]
     sick = sick_of(case)
     dropped = np.array([row["dropped"] for row in run.rows("sync")])  # (rounds, M)
     for i, count in enumerate(dropped.sum(axis=0)):
@@ -354,23 +360,22 @@ def test_sick_replicas_and_they_alone_are_left_out(case, mesh, corpus_folder):
     assert run.losses.count(None) == (case == "sick: mid round")
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_docstring_of_a_method_names_the_file_of_its_plain_version(name):
-    last_line = sys.modules[METHODS[name].__module__].__doc__.splitlines()[-1]
-    plain = Path(inspect.getfile(PLAIN_VERSIONS[name])).relative_to(ROOT)
-    assert last_line == f"Plain version: {plain.as_posix()}."
+def test_only_selected_cases_are_trained():
+    def item(**params):
+        return SimpleNamespace(callspec=SimpleNamespace(params=params))
 
-
-def test_plain_versions_share_only_the_network_and_the_data_with_the_product():
-    imported = set()
-    for path in (ROOT / "tests" / "reference").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                imported.add(node.module)
-    product = {path.stem for path in ROOT.glob("*.py")} | {"relatives", "plumbing", "lab"}
-    assert {name.split(".")[0] for name in imported} & product == {"data", "model"}
+    items = [
+        item(case="edit", mesh=GRID, transport="auto"),
+        item(case="sick: nan", mesh=GRID),
+        item(case="diloco", mesh=FOUR, transport="auto"),
+        item(case="diloco", mesh=GRID, transport="gloo"),
+        item(case="robust, median", mesh=GRID, transport="auto"),
+        item(case="noloco", mesh=FOUR, world=3),
+        SimpleNamespace(),  # a test without parameters
+    ]
+    assert selected_cases(items, GRID, "auto", slow=False) == ["edit", "sick: nan"]
+    assert selected_cases(items, GRID, "auto", slow=True) == ["robust, median"]
+    assert selected_cases(items, GRID, "gloo", slow=False) == ["diloco"]
 
 
 nesterov_accepted = functools.partial(nesterov_unless_flagged, accepted=torch.ones(()).double())
@@ -399,11 +404,3 @@ def test_outer_step_keeps_every_bit_of_what_it_leaves_out():
     nesterov_unless_flagged(a, b, torch.zeros_like(a), lr=0.8, mu=0.85, accepted=flagged)
     assert torch.equal(a, before[0])
     assert torch.equal(b, before[1])
-
-
-def test_surface_of_a_method_is_small():
-    surface = [name for name in vars(Method) if not name.startswith("_")]
-    assert "sync" in surface
-    assert len(surface) <= 23, surface
-    method = method_alone(method="post_local_sgd")  # it adds nothing of its own
-    assert len(vars(method)) <= 11, list(vars(method))

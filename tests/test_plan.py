@@ -17,10 +17,10 @@ import torch
 import train
 from config import UserError
 from plumbing import launch
-from ranks import ROOT, flags, run_training
+from ranks import OUR_METHODS, ROOT, flags, run_training
 
 # test_relatives.py has the traffic of methods without a barrier.
-CASES = [(name, 2, "fp32", {}) for name, method in train.METHODS.items() if method.barrier]
+CASES = [(name, 2, "fp32", {}) for name in OUR_METHODS if train.METHODS[name].barrier]
 CASES += [("minibatch", 1, "fp32", {}), ("edit", 1, "fp64", {}), ("edit", 4, "fp32", {})]
 CASES += [("edit", 2, "fp32", dict(average_moments="both"))]
 MUON = dict(optimizer="muon")

@@ -1,0 +1,173 @@
+"""README.md, RESULTS.md, EXERCISES.md and the READMEs of folders are true: file tree, links, flags,
+equation map, ladder, tables."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+
+import data
+import export
+import sample
+import test_ladder
+from lab import bench, plot, runs
+from lab.rows import mean_and_error
+from ranks import ROOT
+from test_readme import RESULTS, TEXT, read_flags
+from train import METHODS
+
+RELATIVES = (ROOT / "relatives" / "README.md").read_text()
+DOCS = (ROOT / "docs" / "README.md").read_text()
+EXERCISES = (ROOT / "EXERCISES.md").read_text()
+DIAGRAMS = re.findall(r"```text\n(.*?)```", TEXT, re.S)
+LADDER = ["minibatch", "post_local_sgd", "diloco", "edit", "a_edit"]
+
+
+# ---- what the files show ----
+
+
+def test_file_tree_equals_the_folder():
+    listing = ["git", "ls-files", "-co", "--exclude-standard"]
+    tracked = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    here = set()
+    for path in tracked.stdout.split():
+        first, *inside = path.split("/")
+        if (ROOT / path).exists() and not first.startswith("."):
+            here.add(f"{first}/" if inside else first)
+
+    named = set()
+    for line in diagram_with("model.py ").splitlines():
+        names = line.split("   ")[0]
+        named |= {name.strip() for name in names.split(", ")}
+    assert named | {"README.md"} == here
+
+
+def diagram_with(part):
+    """The first diagram of the README that contains it."""
+    return next(diagram for diagram in DIAGRAMS if part in diagram)
+
+
+def test_equation_map_names_real_functions():
+    rows = re.findall(r"`([\w/]+\.py):(\w+)`", TEXT)
+    assert len(rows) > 8
+    for file, function in rows:
+        assert f"def {function}(" in (ROOT / file).read_text(), (file, function)
+
+
+@pytest.mark.parametrize(
+    "folder, text",
+    [(".", TEXT), (".", RESULTS), (".", EXERCISES), ("relatives", RELATIVES), ("docs", DOCS)],
+    ids=["README", "RESULTS", "EXERCISES", "relatives", "docs"],
+)
+def test_links_lead_to_files(folder, text):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (ROOT / folder / target).exists(), target
+
+
+def test_flags_in_the_text_exist(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
+    programs = [
+        lambda: read_flags(["--help", "all"]),
+        lambda: read_flags(["--help", "all"], bench.Flags),
+        data.main,
+        sample.main,
+        export.main,
+        runs.main,
+        plot.main,
+    ]
+    for show_help in programs:
+        with pytest.raises(SystemExit):
+            show_help()
+    known = capsys.readouterr().out + "--max-restarts --shutdown_timeout --signal --include"  # torchrun, Slurm, grep
+
+    launchers = r"(torchrun|srun|#SBATCH) .*?(train\.py|lab|$)"
+    text = re.sub(launchers, "", TEXT + RESULTS + RELATIVES, flags=re.M)
+    for flag in set(re.findall(r"--[a-z][\w-]*", text)):
+        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
+
+
+# ---- the ladder ----
+
+
+def test_flags_of_the_ladder_undo_what_a_method_adds():
+    """They are the flags with which tests/test_ladder.py compares a method with the one above."""
+    ladder = diagram_with("undo:")
+    shown = [line for line in ladder.splitlines() if "|" not in line]
+    assert shown == LADDER
+
+    undo = {
+        "post_local_sgd": dict(tau=1, grad_clip=0.0),
+        "diloco": test_ladder.PLAIN,
+        "edit": test_ladder.OFF,
+        "a_edit": dict(virtual_clock=True, tau_time_s=16.0),  # of 16 steps, the default tau
+    }
+    arrows = re.findall(r"undo: (.*)", ladder)
+    assert len(arrows) == len(undo)
+    for text, method in zip(arrows, undo):
+        words = text.split(",")[0].split()
+        written = [word for word in words if word.startswith("--")]
+        assert len(written) == len(undo[method])
+        config = read_flags(["--method", method, *words])
+        for name, value in undo[method].items():
+            assert getattr(config, name) == value, (method, name)
+    assert test_ladder.SGD.items() >= undo["post_local_sgd"].items()
+    assert read_flags(["--method", "edit"]).tau == 16
+
+
+def test_every_step_of_the_ladder_is_a_claim_of_the_ladders_test():
+    compared = []  # the methods of each claim
+    for _, _, cases in [*test_ladder.CLOSE.values(), *test_ladder.BITWISE.values()]:
+        compared.append({case[0] for case in cases})
+    for above, below in zip(LADDER, LADDER[1:]):
+        assert any({above, below} <= methods for methods in compared), (above, below)
+
+
+# ---- the table of relatives ----
+
+
+def rows_of_relatives():
+    """The table's cells, by row."""
+    lines = [line for line in RELATIVES.splitlines() if line.startswith("| `")]
+    rows = []
+    for line in lines[1:]:  # the first one is the header
+        cells = line.split("|")[1:-1]
+        rows.append([cell.strip() for cell in cells])
+    return rows
+
+
+def test_table_of_relatives_has_every_method_and_its_file():
+    rows = rows_of_relatives()
+    assert [row[0].split("`")[1] for row in rows] == list(METHODS)
+    for method, row in zip(METHODS, rows):
+        file, target = re.fullmatch(r"\[(.*)\]\((.*)\)", row[1]).groups()
+        path = (ROOT / "relatives" / target).resolve()
+        module = sys.modules[METHODS[method].__module__]
+        assert path.name == file
+        assert path == (ROOT / module.__file__).resolve()
+
+
+def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
+    found = defaultdict(list)
+    for row in json.loads((ROOT / "lab/results/frontier_2000.json").read_text()):
+        optimizer = "Muon" if row["method"] == "one_bit_edit" else "AdamW"
+        own = row["optimizer"] == optimizer and row["variant"] in ("", "rounds that grow")
+        if own and row["tau"] in (1, 16) and "over_minibatch" in row:
+            found[row["method"]].append(row)
+    for method, row in zip(METHODS, rows_of_relatives()):
+        loss, sent = row[4:6]
+        if method == "a_edit":
+            assert loss == "as `edit`"
+            continue
+        losses = [run["over_minibatch"] for run in found[method]]
+        assert len(losses) in (1, 4, 8)
+        assert loss == mean_and_error(losses, "{:+.1%}")
+        assert sent == f"1/{found[method][0]['fewer_bytes']:.0f}"
+
+
+def test_table_says_which_method_does_not_take_muon():
+    assert "`zero_one_adam` takes AdamW only" in RELATIVES
