@@ -31,7 +31,6 @@ from model import ModelConfig
 from optimizer import AdamW
 from plumbing import launch, simulate
 from plumbing.log import Clock, RoundRecord
-from shard import ShardedModel
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -202,7 +201,7 @@ def method_alone(mesh=None, steps=0, **options):
     config = run_config(**dict(sync_warmup_steps=0) | options)
     mesh = mesh or Mesh(1, CPU)
     shape = ModelConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, 20)
-    model = ShardedModel(shape, mesh, torch.float64)
+    model = train.make_model(shape, mesh, torch.float64)
     AdamW(model, 0.0, (0.9, 0.95))  # it makes the moments
     record = RoundRecord(mesh)
     method = train.METHODS[config.method](model, mesh, config, record, Clock(mesh.device))
