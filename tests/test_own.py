@@ -1,6 +1,8 @@
 """Layers and loops of one's own: any list of layers has autograd's gradients, what cannot work is
 refused in one line, nothing trains on stale layers, and docs/own.py runs."""
 
+import re
+import subprocess
 import sys
 
 import pytest
@@ -12,13 +14,15 @@ import export
 import model
 import sample
 import train
-from config import UserError
+from config import UserError, parse
+from docs import own
 from export import whole_model
 from mesh import Mesh
 from model import Llama, ModelConfig, initialize
 from optimizer import AdamW, Muon
+from plumbing import simulate
 from plumbing.load_model import open_model
-from ranks import CPU, method_alone, run_ranks
+from ranks import CPU, ROOT, method_alone, run_ranks
 from shard import ShardedModel
 
 FP64 = torch.float64
@@ -405,3 +409,52 @@ def test_changed_model_py_samples_from_its_own_file_and_is_not_exported_as_llama
     with pytest.raises(UserError, match="another model than Llama: it has layers.0.positions"):
         export.write_folder(open_model(path), str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
+
+
+# ---- docs/own.py ----
+
+OWN = ["edit", "diloco", "one_bit_edit", "a_edit"]
+SHORT = "--max_steps 120 --sync_warmup_steps 20 --lr_warmup_steps 20 --tau 8 --lr 0.01 --shards 2"
+SHORT = [*SHORT.split(), "--tau_time_s", "0.1"]
+
+
+def run_own():
+    """Of each method: the loss on new points, and this rank's parameters."""
+    found = {}
+    for method in OWN:
+        options = [f"--method={method}", *SHORT]
+        config, _ = parse(options, train.METHODS, simulate.Config)
+        trained = own.train(config, Mesh(2, CPU))
+        loss = trained.forward(*own.make_batch(seed=0, size=3000), train=False).item()
+        found[method] = loss, trained.master
+    return found
+
+
+def test_own_layers_and_own_loop_learn_with_every_kind_of_method():
+    """A-EDiT's vote() is called in the warm-up, too. Replicas are equal in the end."""
+    ranks = run_ranks(4, run_own)
+    for method in OWN:
+        losses, parameters = zip(*[rank[method] for rank in ranks])
+        assert losses[0] < 0.5, (method, losses[0])  # 1.1 is guessing
+        assert losses == 4 * losses[:1]
+        for rank in range(4):
+            assert torch.equal(parameters[rank], parameters[rank % 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", OWN[:3])
+def test_own_py_runs_under_torchrun_and_alone(method):
+    command = [sys.executable, "docs/own.py", "--method", method, "--max_steps", "60"]
+    command += ["--sync_warmup_steps", "20", "--lr_warmup_steps", "10"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launched = [*launcher, "--nproc_per_node", "4", *command[1:], "--shards", "2"]
+    for argv in command, launched:
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr
+        *rounds, last = done.stdout.splitlines()
+        found = [line.split(":")[0] for line in rounds]
+        assert found[:2] == ["round 1, step 36", "round 2, step 52"]  # EDiT's last one: in finish()
+        assert float(re.match(rf"{method}: loss (\S+) on new points", last)[1]) < 1.0
+    done = subprocess.run([*command, "--tau", "0"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("own.py: error: --tau") and done.stderr.count("\n") == 1
