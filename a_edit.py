@@ -83,7 +83,7 @@ class AEDiT(EDiT):
         return math.inf  # votes end it
 
     def vote(self) -> float:
-        if self.mesh.shard_index != 0:
+        if self.averages_gradients or self.mesh.shard_index != 0:
             return 0.0
         time_is_up = self.clock.train_s() - self.round_began >= self.config.tau_time_s
         after_this_step = self.progress_at_sync + (self.local_steps + 1) * self.rate

@@ -56,7 +56,13 @@ def save_model(path, model, tokenizer: str, flags: dict):
 
 
 def write_folder(source: Source, out: str):
-    """Write the new folder `out`, whole or not at all. Raises UserError."""
+    """Write the new folder `out`, whole or not at all. Raises UserError, also if model.py has been
+    changed to another model than Llama."""
+    names = their_names(source.config.n_layer)
+    for name in sorted(names.keys() ^ source.tensors.keys()):
+        has = "has" if name in source.tensors else "lacks"
+        raise UserError(f"{source.path} is of another model than Llama: it {has} {name}")
+
     import transformers
 
     ours = source.config
@@ -64,7 +70,7 @@ def write_folder(source: Source, out: str):
     config = transformers.LlamaConfig(**described, bos_token_id=None, eos_token_id=None)
     config.rope_parameters = {"rope_type": "default", "rope_theta": ours.rope_base}
     tensors = {}
-    for name, rows in their_names(ours.n_layer).items():
+    for name, rows in names.items():
         tensors.update(zip(rows, source.tensors[name].chunk(len(rows))))
 
     with new_folder(out) as folder:

@@ -14,7 +14,7 @@ Who calls what, in train.py, for each step:
 
     before_step()          the first time after the warm-up: begin()
     after_backward()
-    vote()
+    vote()                 0 in the warm-up (train.py's votes there are signals to stop)
     inner_step()
     after_step()           true at the end of a round; then
     end_round()            averages moments, if asked to; measure() for the record; sync()
@@ -123,8 +123,8 @@ class Method:
         return self.config.tau
 
     def vote(self) -> float:
-        """1.0 to end the round after this step. The vote travels with the step's metrics, and one
-        vote in a replica is enough."""
+        """1.0 to end the round after this step, 0.0 in the warm-up, which has no rounds. The vote
+        travels with the step's metrics, and one vote in a replica is enough."""
         return 0.0
 
     def drain(self):

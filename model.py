@@ -49,6 +49,8 @@ class ModelConfig:
 
 
 class Embedding(nn.Module):
+    backward_needs_weights = False  # the token ids are enough (shard.py)
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.n_embd))
@@ -141,18 +143,23 @@ def make_layer(config: ModelConfig, layer: int) -> nn.Module:
 
 def initialize(module: nn.Module, config: ModelConfig, layer: int, seed: int):
     """Set the parameters of layer number `layer`: matrices normal(0, 0.02), the two that write into
-    the residual stream smaller by sqrt(2 n_layer) (GPT-2), norm gains 1."""
+    the residual stream smaller by sqrt(2 n_layer) (GPT-2), norm gains 1, biases 0."""
     # torch's generator uses only the low 32 bits of its seed, so mix seed and layer into those.
     mixed = np.random.SeedSequence([seed, layer]).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(mixed))
     for name, parameter in module.named_parameters():
-        if parameter.dim() == 2:
+        kind = name.split(".")[-1]
+        if parameter.dim() >= 2:
             std = 0.02
             if name in ("out.weight", "down.weight"):  # they write into the residual stream
                 std /= math.sqrt(2 * config.n_layer)
             nn.init.normal_(parameter, std=std, generator=generator)
-        else:
+        elif kind == "weight":  # a vector with this name is the gain of a norm
             nn.init.ones_(parameter)
+        elif kind == "bias":
+            nn.init.zeros_(parameter)
+        else:  # a gain, a bias, or something else?
+            raise ValueError(f"{name} of layer {layer}: say in model.initialize() how it starts")
 
 
 class Llama(nn.Module):

@@ -49,6 +49,8 @@ Plain version: tests/reference/muon.py.
 import torch
 from torch.optim.adamw import adamw
 
+from config import UserError
+
 
 class AdamW:
     """torch's fused AdamW on the flat vectors of a ShardedModel: matrices decay, norm gains do not.
@@ -123,12 +125,24 @@ def orthogonalize(M):
     return X
 
 
+def check_blocks(shapes: list):
+    """shapes: of each block, its parameters' by name. Raises UserError if they are not alike."""
+    first = shapes[0] if shapes else {}
+    too_many = any(len(shape) > 2 for shape in first.values())
+    if too_many or not first or any(block != first for block in shapes):
+        raise UserError(
+            "muon: all layers but the first and the last must have the same matrices, and no "
+            "tensors with more than two dimensions; use AdamW"
+        )
+
+
 class Muon(AdamW):
     """AdamW whose step of the blocks' matrices is Muon's."""
 
     def __init__(self, model, weight_decay: float, betas: tuple, ratio: float):
         """ratio: Muon's learning rate / AdamW's."""
         self.blocks = range(1, len(model.layers) - 1)
+        check_blocks([model.layouts[l].shapes for l in self.blocks])
         super().__init__(model, weight_decay, betas, others=self.blocks)
         self.model = model
         self.ratio = ratio

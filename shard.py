@@ -8,7 +8,10 @@ computes:
     then      clip by global norm, AdamW on the shard (elementwise, so it needs no communication;
               optimizer.py)
 
-Both passes are loops over a list of layers, without autograd hooks. The forward keeps each layer's
+The model is any list of layers (nn.Module). x = layer(x) for each; the last one also gets the
+targets and returns the loss. model.py has the list that train.py trains, docs/own.py another one.
+
+Both passes are loops over this list, without autograd hooks. The forward keeps each layer's
 input and output (the "tape"). The backward walks the tape from its end and asks autograd for one
 layer's gradients at a time. The flat vector of a layer has P elements, a multiple of 16 N:
 
@@ -26,15 +29,16 @@ means that the next such layer overwrites it. For an embedding 0, blocks 1 and 2
 
                forward                  backward
     computes   0   1   2   3            3   2   1   0
-    buffer     A   B   A   B            B   A   B   (layer 0's backward needs no parameters)
+    buffer     A   B   A   B            B   A   B   (an embedding's backward needs no parameters)
     gathers    1   2   3                    1       (meanwhile; 0 before the forward; 3 and 2 are
                                                     still there)
 
 A layer's parameters are views of its buffer. Autograd saves these views. The backward gathers the
 layer into the same buffer first, so they hold the right values again. The two layers that the
-forward gathered last are still there: of L layers the first micro-step gathers 2 L - 3, a later one
-2 L - 4, because layer 1 is there from the backward before. With N = 1 in fp32 the parameters are
-views of `master`: no buffer, copy or collective.
+forward gathered last are still there: of L layers a micro-step gathers 2 L - 3, or 2 L - 2 if the
+backward of layer 0 needs its parameters. Each forward begins with empty buffers, so whatever has
+changed `master` since then (an inner step, a sync, a checkpoint), no layer is out of date. With
+N = 1 in fp32 the parameters are views of `master`: no buffer, copy or collective.
 
 While a layer computes, the next all-gather is in flight, and in the backward also the
 reduce-scatter of the layer before. If gradients are averaged over replicas, too, the all-reduce of
@@ -49,8 +53,8 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from config import UserError
 from mesh import Handle
-from model import ModelConfig, initialize, make_layer
 
 ALIGNED = 16
 
@@ -107,16 +111,44 @@ class Metrics:
         return self.host.tolist()
 
 
-class ShardedModel:
-    """The layers of model.py on this rank's shards. dtype: what layers compute in; recompute: keep
-    only a block's input in the forward, compute the block again in the backward."""
+def check_layers(layers: list):
+    """Raise UserError if a layer cannot be one flat vector of its own."""
+    owners = {}  # a parameter's id -> its layer
+    for l, layer in enumerate(layers):
+        names = dict(layer.named_parameters())
+        if not names:
+            raise UserError(f"layer {l} has no parameters: make it one nn.Sequential with the next")
+        for name, parameter in names.items():
+            other = owners.setdefault(id(parameter), l)
+            if other != l:
+                raise UserError(f"layer {l} shares {name} with layer {other}: give it a copy")
+        for name in layer.state_dict().keys() - names.keys():
+            raise UserError(
+                f"layer {l} has {name}, which is no parameter and so would differ between ranks: "
+                "register the buffer with persistent=False, or use a layer without it"
+            )
 
-    def __init__(self, config: ModelConfig, mesh, dtype=torch.float32, seed=0, recompute=False):
-        self.config, self.mesh = config, mesh
+
+class ShardedModel:
+    """A list of layers (nn.Modules) on this rank's shards: x = layer(x), one tensor each, and the
+    last one returns the mean loss, layer(x, targets).
+
+    initialize(layer, l): sets the parameters of layer l, which are zeros before. The list may then
+    be on `meta`, without memory. None: the layers have their values. Both ways they must be equal
+    on all ranks, so seed the random numbers. dtype: what layers compute in; recompute: keep only an
+    inner layer's input in the forward, compute the layer again in the backward (not for layers
+    that draw random numbers, as dropout does).
+
+    A first layer may say backward_needs_weights = False, as model.Embedding does: it is not
+    gathered in the backward."""
+
+    def __init__(self, layers, mesh, dtype=torch.float32, initialize=None, recompute=False):
+        check_layers(layers)
+        self.layers, self.mesh = list(layers), mesh
         self.dtype = dtype
         self.recompute = recompute
-        with torch.device("meta"):  # shapes without memory
-            self.layers = [make_layer(config, l) for l in range(config.n_layer + 2)]
+        needs_weights = getattr(self.layers[0], "backward_needs_weights", True)
+        self.gathered_from = 0 if needs_weights else 1  # the layers that the backward gathers
         self.layouts = [Layout(layer, mesh.shards) for layer in self.layers]
         count = sum(layout.shard_size for layout in self.layouts)
         master_dtype = torch.promote_types(dtype, torch.float32)
@@ -124,9 +156,8 @@ class ShardedModel:
         self.grad = torch.zeros_like(self.master)
         self.masters = self.views(self.master)
         self.grads = self.views(self.grad)
-        self._initialize(seed)
+        self._initialize(initialize)
         self._place_parameters()
-        self.tape = []  # (input, output) of each layer, from forward to backward
         self.pre_layer_hook = None  # EDiT: called with l before the forward gathers layer l
         # Starts the sum of layer l's gradient over the replicas. A method may replace it.
         # [sync] all-reduce, P/N fp32, once per layer and step (mini-batch and warm-up only)
@@ -135,17 +166,37 @@ class ShardedModel:
         self.metrics = deque(maxlen=1 + self.metrics_lag)
         self.squares_from = [0] * len(self.layers)  # the first element of a layer in exp_avg_sq
 
-    def _initialize(self, seed: int):
-        """One layer at a time, in the same memory: no rank ever holds the whole model."""
+    def _initialize(self, initialize):
+        """One layer at a time, in the same memory: with a list on `meta` no rank ever holds the
+        whole model."""
         memory = torch.empty(max(layout.padded for layout in self.layouts))
         for l, (layer, layout) in enumerate(zip(self.layers, self.layouts)):
             whole = memory[: layout.padded].zero_()
-            layer.load_state_dict(layout.cut(whole), assign=True)
-            initialize(layer, self.config, l, seed)
+            places = layout.cut(whole)
+            if initialize:
+                layer.load_state_dict(places, assign=True)
+                initialize(layer, l)
+            else:
+                for name, place in places.items():
+                    place.copy_(layer.get_parameter(name).detach())
             self.masters[l].copy_(self.mesh.shard.own_piece(whole))
             for parameter in layer.parameters():  # it gets its place below
                 parameter.data = parameter.new_empty(0, dtype=self.dtype)
             layer.to(self.mesh.device)
+        self._check_start()
+
+    def _check_start(self):
+        """Raise UserError if replicas start from different parameters. It compares the first one of
+        each layer and shard, roughly, for processors may round differently."""
+        firsts = torch.stack([x[0] for x in self.masters]).cpu()
+        # [start] all-gather of objects, all ranks, L numbers, once
+        rows = self.mesh.all_gather_object(firsts)
+        for rank, row in enumerate(rows):
+            if not row.allclose(rows[rank % self.mesh.shards], rtol=1e-3, equal_nan=True):
+                raise UserError(
+                    f"replica {rank // self.mesh.shards} starts from other parameters than replica "
+                    "0: seed the random numbers of the layers, the same on all ranks"
+                )
 
     def _place_parameters(self):
         """Create the buffers and make every layer's parameters views of them."""
@@ -166,7 +217,6 @@ class ShardedModel:
                 own.append(layer.get_parameter(name))
                 own[-1].data = place
             self.parameters.append(own)
-        self.invalidate_gathered()
 
     def views(self, vector: torch.Tensor) -> list:
         """Cut a flat per-rank vector, laid out like `master`, into one (P/N,) view per layer."""
@@ -208,11 +258,6 @@ class ShardedModel:
 
     # ---- gathering ----
 
-    def invalidate_gathered(self):
-        """Call this when `master` has changed: the buffers are out of date."""
-        self.gathered_layer = [None, None]  # of each buffer
-        self.handles = [Handle(), Handle()]
-
     def start_gather(self, l: int):
         """Start to fill layer l's buffer, unless it is filled or there is no such layer."""
         if self.aliased or not 0 <= l < len(self.layers) or self.gathered_layer[l % 2] == l:
@@ -229,10 +274,14 @@ class ShardedModel:
 
     # ---- the two passes ----
 
-    def forward(self, tokens, targets, train: bool = True):
-        """Loss (mean, nats per token) of a batch, (B, T) int64 each. train: keep the tape for
-        backward()."""
-        x = tokens
+    def forward(self, inputs, targets, train: bool = True):
+        """Mean loss of a batch; of model.py's layers in nats per token, and inputs and targets are
+        (B, T) int64. train: keep the tape for backward()."""
+        # `master` may have changed: what the buffers hold is out of date.
+        self.gathered_layer = [None, None]  # of each buffer
+        self.handles = [Handle(), Handle()]
+        self.tape = []  # (input, output) of each layer, until backward()
+        x = inputs
         last = len(self.layers) - 1
         hook = self.pre_layer_hook
         for l, layer in enumerate(self.layers):
@@ -258,9 +307,9 @@ class ShardedModel:
         reducing = None
         summing = []
         for l in reversed(range(len(self.layers))):
-            if l > 0:  # the embedding's gradient needs the token ids, not the weight
+            if l >= self.gathered_from:
                 self.finish_gather(l)
-            if l > 1:
+            if l > self.gathered_from:
                 self.start_gather(l - 1)
             gradients, grad_x = self._backward_layer(l, grad_x)
             if reducing:  # the reduce-scatter of layer l+1, which used the buffer during layer l
@@ -273,7 +322,7 @@ class ShardedModel:
 
     def _backward_layer(self, l, grad_x):
         """Take layer l off the tape. grad_x: d loss / d output. Returns the gradients of the
-        parameters and d loss / d input (meaningless for the embedding)."""
+        parameters and d loss / d input (meaningless for layer 0)."""
         x_in, x = self.tape.pop()
         with record_function(f"backward, layer {l}"):
             if x is None:

@@ -23,6 +23,7 @@ from diloco import DiLoCo
 from edit import EDiT
 from export import save_model
 from minibatch import MiniBatch
+from model import initialize, make_layer
 from optimizer import AdamW, Muon
 from plumbing import checkpoint, launch
 from plumbing.log import Clock, Log, RoundRecord
@@ -39,7 +40,7 @@ def train(setup, mesh, stop):
     """setup: plumbing.launch.Setup; stop: plumbing.launch.StopRequest."""
     config = setup.config
     plan = setup.plan
-    model = ShardedModel(plan.model_config, mesh, plan.dtype, config.seed, config.recompute)
+    model = make_model(plan.model_config, mesh, plan.dtype, config.seed, config.recompute)
     if config.compile:
         for layer in model.layers:
             layer.compile()
@@ -73,7 +74,6 @@ def train(setup, mesh, stop):
         metrics = model.step_metrics(loss, vote, average)
         model.clip_gradient(config.grad_clip)
         method.inner_step(optimizer)
-        model.invalidate_gathered()
         if method.after_step(lr, metrics):
             with cluster.sync(method):
                 method.end_round()  # a sync starts here; EDiT's ends in the next forward
@@ -85,6 +85,19 @@ def train(setup, mesh, stop):
             at_round_end(setup, batches, model, method, log, stop, round_end)
             round_end = method.progress
     finish(setup, batches, model, method, log)
+
+
+def make_model(shape, mesh, dtype=torch.float32, seed=0, recompute=False) -> ShardedModel:
+    """The layers of model.py, sharded. shape: a ModelConfig."""
+    with torch.device("meta"):  # shapes without memory
+        layers = [make_layer(shape, l) for l in range(shape.n_layer + 2)]
+
+    def set_parameters(layer, l):
+        initialize(layer, shape, l, seed)
+
+    model = ShardedModel(layers, mesh, dtype, set_parameters, recompute)
+    model.config = shape  # checkpoints and model.pt describe it
+    return model
 
 
 def make_optimizer(model, config):
@@ -207,7 +220,6 @@ def evaluate(setup, batches, model, method, parameters=None) -> float:
         total = mesh.sum_over_ranks(total.to(mesh.device))
         if parameters is not model.master:
             model.swap(parameters)
-        model.invalidate_gathered()
     return (total[0] / total[1]).item()
 
 

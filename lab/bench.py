@@ -30,8 +30,7 @@ from minibatch import MiniBatch
 from model import Llama
 from plumbing import launch
 from plumbing.plan import Plan
-from shard import ShardedModel
-from train import make_optimizer
+from train import make_model, make_optimizer
 
 DEFAULTS = "--model 10m --batch_size 2 --vocab_size 257 --method minibatch".split()
 STEPS = 2  # timed ones in a turn
@@ -51,7 +50,7 @@ class Flags:
 def our_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
     """A step of mini-batch as in train.py."""
     config = plan.config
-    model = ShardedModel(plan.model_config, mesh, plan.dtype)
+    model = make_model(plan.model_config, mesh, plan.dtype)
     if config.compile:
         for layer in model.layers:
             layer.compile()
@@ -64,7 +63,6 @@ def our_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
         model.step_metrics(loss, 0.0, averaged=True)
         model.clip_gradient(config.grad_clip)
         optimizer.step()
-        model.invalidate_gathered()
 
     return step
 

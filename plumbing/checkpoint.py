@@ -337,7 +337,6 @@ def load(setup, model, optimizer, method, clock):
                 # In the warm-up the method may change. Vectors of another one do not fit.
                 if same_method or name not in method.shared + method.private:
                     fill(vector, [file[name] for file in saved], model, name)
-    model.invalidate_gathered()
 
 
 def fill(vector, saved: list, model, name: str):

@@ -9,13 +9,13 @@ copy of the embedding. Anything else (biases, other activations, scaled rotary p
 refused. A rank that opens a folder holds the whole model once.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
 from config import UserError, read_number
-from model import Llama, ModelConfig
+from model import Llama, ModelConfig, make_layer
 from plumbing.tokenizer import UNKNOWN
 
 FIELDS = {  # of ModelConfig -> of transformers.LlamaConfig
@@ -50,7 +50,6 @@ class Source:
             for name, place in layout.cut(whole).items():
                 place.copy_(self.tensors.pop(f"layers.{l}.{name}"))
             master.copy_(model.mesh.shard.own_piece(whole))
-        model.invalidate_gathered()
 
     def check(self, config: ModelConfig, corpus):
         """Raise UserError if the run's model or vocabulary differs. A corpus of token files gets
@@ -83,6 +82,33 @@ def their_names(n_layer: int) -> dict:
     return names
 
 
+class AnotherModel(UserError):
+    """A model.pt that does not fit model.py. The text is one line."""
+
+    def __init__(self, path, reason: str):
+        hint = "open it with the code that trained it"
+        super().__init__(f"{path} is of another model than the Llama of model.py ({reason}): {hint}")
+
+
+def check_tensors(source: Source):
+    """Raise AnotherModel unless model.py's layers have these tensors."""
+    n_layer = source.config.n_layer
+    with torch.device("meta"):  # without memory
+        embedding, block, head = (make_layer(source.config, l) for l in (0, 1, -1))
+    expected = {}
+    for l, layer in enumerate([embedding, *[block] * n_layer, head]):
+        for name, parameter in layer.named_parameters():
+            expected[f"layers.{l}.{name}"] = tuple(parameter.shape)
+    found = {name: tuple(tensor.shape) for name, tensor in source.tensors.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
+            raise AnotherModel(source.path, f"it lacks {name}")
+        if name not in expected:
+            raise AnotherModel(source.path, f"it has {name}")
+        if found[name] != expected[name]:
+            raise AnotherModel(source.path, f"{name} is {found[name]}, not {expected[name]}")
+
+
 def make_llama(config: ModelConfig, tensors: dict) -> Llama:
     """The model with these parameters, not copied. Raises RuntimeError if a name or a shape
     differs."""
@@ -100,12 +126,13 @@ def open_model(path: str) -> Source:
             source = open_folder(path)
         else:
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            config = ModelConfig(**saved["model_config"])
-            source = Source(path, config, saved["tokenizer"], saved["model"])
-        # The rotary angles of a long context would take gigabytes.
-        make_llama(replace(source.config, block_size=1), source.tensors)
+            shape = saved["model_config"]
+            for name in shape.keys() - {field.name for field in fields(ModelConfig)}:
+                raise AnotherModel(path, f"its config has {name}")
+            source = Source(path, ModelConfig(**shape), saved["tokenizer"], saved["model"])
+        check_tensors(source)
         return source
-    except ModuleNotFoundError:
+    except (AnotherModel, ModuleNotFoundError):
         raise
     except Exception as error:  # files of other programs raise many kinds
         reason = " ".join(str(error).split())[:300]

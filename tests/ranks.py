@@ -32,7 +32,6 @@ from optimizer import AdamW
 from plumbing import launch, simulate
 from plumbing.log import Clock, RoundRecord
 from reference import METHODS as PLAIN_VERSIONS
-from shard import ShardedModel
 
 # Not those that a reader has added: what they promise only the reader knows.
 OUR_METHODS = [name for name in train.METHODS if name in PLAIN_VERSIONS]
@@ -219,7 +218,7 @@ def method_alone(mesh=None, steps=0, **options):
     config = run_config(**dict(sync_warmup_steps=0) | options)
     mesh = mesh or Mesh(1, CPU)
     shape = ModelConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, 20)
-    model = ShardedModel(shape, mesh, torch.float64)
+    model = train.make_model(shape, mesh, torch.float64)
     AdamW(model, 0.0, (0.9, 0.95))  # it makes the moments
     record = RoundRecord(mesh)
     method = train.METHODS[config.method](model, mesh, config, record, Clock(mesh.device))

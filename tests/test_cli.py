@@ -29,7 +29,6 @@ from model import ModelConfig
 from plumbing import checkpoint, launch, load_model, simulate
 from plumbing.log import Clock, Log, RoundRecord
 from ranks import ROOT, Launch, flags, method_alone
-from shard import ShardedModel
 
 WRONG = """
 train --learning_rate 1                 | --learning_rate
@@ -268,7 +267,7 @@ def test_disk_without_room_for_the_last_checkpoint_costs_only_that(
 def test_disk_without_room_for_the_model_is_named_and_gets_its_room_back(
     open_full, tmp_path, monkeypatch
 ):
-    model = ShardedModel(ModelConfig(1, 1, 8, 8, 11), Mesh(1, torch.device("cpu")))
+    model = train.make_model(ModelConfig(1, 1, 8, 8, 11), Mesh(1, torch.device("cpu")))
     monkeypatch.setattr(export, "open", lambda path, mode: open_full(), raising=False)
     (tmp_path / "model.pt.tmp").touch()
     with pytest.raises(UserError, match="model.pt could not be written: .*No space left on device"):

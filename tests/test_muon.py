@@ -7,7 +7,7 @@ import optimizer
 from mesh import Mesh
 from model import ModelConfig
 from ranks import CPU, run_training
-from shard import ShardedModel
+from train import make_model
 
 SHAPE = ModelConfig(n_layer=3, n_head=2, n_embd=16, block_size=8, vocab_size=97)
 TORCHS = (3.4445, -4.7750, 2.0315)  # coefficients
@@ -20,7 +20,7 @@ BETAS = (0.9, 0.95)
 def take_steps(count):
     """(model, [gradient of each step], the master before): on one rank."""
     torch.manual_seed(0)
-    model = ShardedModel(SHAPE, Mesh(1, CPU))
+    model = make_model(SHAPE, Mesh(1, CPU))
     muon = optimizer.Muon(model, DECAY, BETAS, MUON_LR / LR)
     muon.lr = LR
     before = model.master.clone()

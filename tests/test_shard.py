@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import shard
+import train
 from export import whole_model
 from mesh import Mesh
 from model import Llama, ModelConfig
 from ranks import run_ranks
-from shard import ShardedModel
+from train import make_model
 
 # The embedding has 970 elements: on 4 shards its flat vector is padded.
 CONFIG = ModelConfig(n_layer=4, n_head=1, n_embd=10, block_size=8, vocab_size=97)
@@ -35,7 +35,7 @@ def gradient(shards, dtype=FP64, accum=1, transport="gloo", averaged=True, recom
     """One step's gradient (gathered), [norm, loss, votes], norm() of the gradient, collectives,
     bytes, padded sizes."""
     mesh = Mesh(shards, CPU, 60, lambda ranks, crosses_replicas: transport)
-    model = ShardedModel(CONFIG, mesh, dtype, seed=3, recompute=recompute)
+    model = make_model(CONFIG, mesh, dtype, seed=3, recompute=recompute)
     wide = [model.master, model.grad]
     if shards > 1:
         wide.append(model.grad_buffer)
@@ -87,7 +87,7 @@ def whole_elements():
     """most: the elements of the memory in which layers are initialized; sizes: of the layers,
     padded; buffers: how many the model then keeps. Fails if two layers are initialized in different
     memory."""
-    initialize = shard.initialize
+    initialize = train.initialize
     alive = []  # for each layer: address of a storage -> its elements
 
     def watched(module, *args):
@@ -98,9 +98,9 @@ def whole_elements():
         alive.append(elements)
         initialize(module, *args)
 
-    shard.initialize = watched
-    model = ShardedModel(CONFIG, Mesh(4, CPU), FP32)
-    shard.initialize = initialize
+    train.initialize = watched
+    model = make_model(CONFIG, Mesh(4, CPU), FP32)
+    train.initialize = initialize
     for elements in alive:
         assert elements.keys() == alive[0].keys()
 
@@ -219,7 +219,7 @@ def test_recomputing_changes_no_bit_and_no_collective(results):
 def two_micro_steps(recompute, backend=None, change=None):
     """The model after two micro-steps, in bf16, so that layers are gathered into two buffers in
     turn, also on one rank. backend: of the compiler; change(model) comes first."""
-    model = ShardedModel(CONFIG, Mesh(1, CPU), BF16, recompute=recompute)
+    model = make_model(CONFIG, Mesh(1, CPU), BF16, recompute=recompute)
     if backend:
         for layer in model.layers:
             layer.compile(backend=backend)
@@ -240,14 +240,14 @@ def test_compiled_layers_have_the_same_gradients(recompute):
 
 
 def spoil_buffers(model):
-    """When a layer's backward is over, fill its buffer with NaN. Layer 1's stays: the forward of
-    the next micro-step begins with it."""
+    """When a layer's backward is over, fill its buffer with NaN, also that of layer 1: the next
+    forward gathers it again."""
     backward_layer = model._backward_layer
 
     def spoiled(l, grad_x):
         gradients = backward_layer(l, grad_x)
         for buffer, layer in zip(model.gathered, model.gathered_layer):
-            if layer not in (1, l - 1):
+            if layer != l - 1:
                 buffer.fill_(math.nan)
         return gradients
 
@@ -279,7 +279,7 @@ def test_initialisation_holds_one_whole_layer_and_a_model_two(results):
 def order_of_events():
     """What a rank does in the forward and in the backward with layer l: gather (g), compute (c),
     reduce its gradient (r), wait until that has arrived (a)."""
-    model = ShardedModel(CONFIG, Mesh(2, CPU), FP32)
+    model = make_model(CONFIG, Mesh(2, CPU), FP32)
     events = []
 
     def note(event, name):
@@ -328,7 +328,7 @@ def test_next_layer_is_gathered_before_this_one_computes_and_reduces_overlap():
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e9])
 def test_gradient_is_clipped_to_its_norm_and_zeroed_if_that_is_not_finite(max_norm):
-    model = ShardedModel(ModelConfig(1, 1, 8, 8, 11), Mesh(1, CPU))
+    model = make_model(ModelConfig(1, 1, 8, 8, 11), Mesh(1, CPU))
     loss = torch.zeros(())
     for value in (1.0, math.nan, math.inf):
         model.grad.fill_(0.5)
