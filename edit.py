@@ -15,7 +15,7 @@ clip, or, if all replicas are flagged, keep the anchor (roll back).
         flag i if G_i > limit_i                                 # (G_i - mean_i) / sigma_i > delta
         if all replicas are flagged: their statistics of layer l start anew
         w_i   = exp(-G_i) / sum_j exp(-G_j) over the unflagged  # on the device, no host read
-        start dbar = sum_i w_i d_i for l = 0, 1, ...            # [sync] all-reduce per layer, async
+        start dbar = sum_i w_i d_i for l = 0, 1                 # [sync] all-reduce per layer, async
     complete(l), in the next forward, when it gets to layer l:
         wait for dbar
         dhat    = dbar * min(1, phi / (||dbar|| + 1e-6))        # [shard] all-gather of one scalar
@@ -23,6 +23,7 @@ clip, or, if all replicas are flagged, keep the anchor (roll back).
             b      <- mu b + dhat
             anchor <- anchor - lr (dhat + mu b)
         x_i    <- anchor
+        start to gather layer l; then start dbar of layer l + 2
 
     M replicas, L layers (with embedding and head), P elements of a layer, N shards
     paper     here             variable            shape        where
@@ -42,12 +43,20 @@ What the overlap saves, on NCCL and gloo. Let each of L equal layers take c seco
 and f seconds to compute. DiLoCo waits L c. EDiT waits for layer 0 and then, if c > f, at each layer
 for the rest of its all-reduce: max(c, L c - (L-1) f) in all. So it saves at most one forward.
 
+Why only two means are in flight. NCCL may start operations in the order in which the host issues
+them, over all groups (see plumbing/launch.py). If all means were issued at once, the gather of
+layer 0 would start after the last mean but one, and nothing would overlap. With two, one travels
+and one is queued. The link has nothing to do only if a layer computes longer than the next one
+travels. (The price: a last layer that is much larger than the others starts two layers early.)
+
 The deviations from the paper are listed at the end of this file.
 Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
 Source: EDiT, arXiv 2412.07210, and its authors' code, atorch local_sgd.
 Plain version: tests/reference/edit.py.
 """
 
+import functools
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -203,13 +212,26 @@ class EDiT(Method):
             squares.append(d.norm() ** 2)
         self.flag_and_weigh(torch.stack(squares))
         self.clips = []
-        self.handles = [self.start_mean(l, d) for l, d in enumerate(self.model.masters)]
-        # This line is EDiT: the forward in shard.py calls complete(l) just before it gathers layer
-        # l. While a layer computes, the all-reduces of later layers travel.
+        self.to_start = deque(self.operations())
+        self.in_flight = deque()  # handles, at most two
+        self.start_next()
+        self.start_next()
+        # This line is EDiT: the forward in shard.py calls complete(l) just before it computes layer
+        # l. While a layer computes, the all-reduces of the next layers travel.
         self.model.pre_layer_hook = self.complete
 
     def measure(self):
         """sync() shares the norms: EDiT needs them itself."""
+
+    def operations(self) -> list:
+        """Functions that start one sync operation each and return its handle, in their order."""
+        masters = enumerate(self.model.masters)
+        return [functools.partial(self.start_mean, l, d) for l, d in masters]
+
+    def start_next(self):
+        if self.to_start:
+            start = self.to_start.popleft()
+            self.in_flight.append(start())
 
     def flag_and_weigh(self, squares):
         """Flags and weights (M, L), from the squared norms of this rank's shards (L,)."""
@@ -244,12 +266,23 @@ class EDiT(Method):
         # [sync] all-reduce, P/N fp32, once per round and layer
         return self.mesh.all_reduce(d, self.mesh.sync)
 
+    def wait_for_mean(self, l):
+        self.in_flight.popleft().wait()
+
     def complete(self, l: int):
-        """The next forward calls it before it gathers layer l: x_l becomes the new anchor."""
+        """The next forward calls it before it computes layer l: x_l becomes the new anchor."""
+        self.outer_step(l)
+        # First the gather of this layer, then the next mean: see "Why only two" above.
+        self.model.start_gather(l)
+        if self.to_start:
+            with self.record.stall():
+                self.start_next()
+
+    def outer_step(self, l):
         lr, mu = self.config.outer_lr, self.config.outer_momentum
         x = self.model.masters[l]  # it has received dbar
         with self.record.stall():
-            self.handles[l].wait()
+            self.wait_for_mean(l)
             clip = x.new_ones(())
             if self.config.pseudo_grad_clipping:
                 clip = clip_factor(self.model.norm(x), self.config.pseudo_grad_clip)
@@ -264,7 +297,6 @@ class EDiT(Method):
     def end_sync(self):
         """All layers are complete: describe the sync for the record."""
         self.model.pre_layer_hook = None
-        self.handles = []  # frees what was received
         self.record.describe(
             pseudo_grad_norm=self.exchanged.norms.norm(dim=1),
             weight=self.weights.mean(dim=1),
@@ -277,7 +309,8 @@ class EDiT(Method):
     def drain(self):
         if self.model.pre_layer_hook:
             for l in range(len(self.model.layers)):
-                self.complete(l)
+                self.outer_step(l)
+                self.start_next()
 
 
 # Deviations from the paper and its authors' code:

@@ -21,7 +21,9 @@ Assumptions:
     the inner optimizer clips the gradient first, and its norm needs all layers.
 (7) A-EDiT's rounds last as long as tau steps of a fast replica. A slow one takes tau / slowness
     steps, rounded up. The clock does not count the time of waiting.
-(8) Two hops (one_bit_edit, M > 2): the link sends half of every layer, then the other halves.
+(8) Two hops (one_bit_edit, M > 2): the link sends the layers' halves in the order of
+    relatives/one_bit_edit.py. Sending a layer never waits for the forward: what is in flight is
+    not limited to two layers. (For equal layers that makes no difference.)
 
 A recorded run beside this simulation:
 
@@ -38,6 +40,7 @@ import math
 import sys
 from collections import defaultdict, namedtuple
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 
 from config import UserError, run_command
@@ -124,7 +127,7 @@ def simulate(plan, model, gbit_per_s, replicas=2, slowness=1.0, rounds=3):
         sent = fragments.get(step % plan.every, ())
         if plan.early:
             sent = reversed(sent)
-        for l in [*sent] * hops:
+        for l in order_on_link(list(sent), hops):
             below = 2 / 3 * l / L * plan.early  # the backward of the layers below, in steps
             ready = max(now[0] - below * step_s[0], now[1] - below * step_s[1])
             begin = max(free, ready)
@@ -134,6 +137,17 @@ def simulate(plan, model, gbit_per_s, replicas=2, slowness=1.0, rounds=3):
         if (step + 1) % plan.every == 0:
             ends.append(now[1])
     return spans, ends
+
+
+def order_on_link(layers, hops) -> list:
+    """One hop: the layers. Two: the first halves of layers 0 and 1, the second half of layer 0, the
+    first half of layer 2, the second half of layer 1, ..."""
+    if hops == 1:
+        return layers
+    order = layers[:1]
+    for one, next in pairwise(layers):
+        order += [next, one]
+    return order + layers[-1:]
 
 
 def compute(replica, now, arrivals, forward_s, L):

@@ -12,16 +12,19 @@ and replica j is the owner of piece j: it sums up what all replicas send of this
         d_i  = anchor - x_i;  norms, flags and weights w_i from d_i, as in edit.py
         e_i <- 0 if i is flagged, and then w_i = 0;  E <- 0 if all are flagged
         z_i  = w_i d_i + e_i
-        send each piece of C(z_i) to its owner           # [sync] all-to-all, asynchronous
-        e_i <- z_i - C(z_i)
-    in the next forward, before it gets to layer 0, for all layers l, as owner of a piece:
-        s    = sum_i C(z_i) + E                          # of the piece
-        send C(s) to all;  E <- s - C(s)                 # [sync] all-gather, asynchronous
+        hop 1 of layer l:
+            send each piece of C(z_i) to its owner       # [sync] all-to-all, asynchronous
+            e_i <- z_i - C(z_i)
+        hop 2 of layer l, as owner of a piece:
+            s    = sum_i C(z_i) + E                      # of the piece
+            send C(s) to all;  E <- s - C(s)             # [sync] all-gather, asynchronous
     complete(l), in the next forward, when it gets to layer l:
         wait for dbar = C(s);  clip and outer step, as in edit.py
 
-So a layer takes two hops. The second hops travel while earlier layers compute. With two replicas
-there is no owner and no E: each sends C(z_i) to the other (all-gather), and dbar = sum_i C(z_i).
+So a layer takes two hops. As in edit.py two operations are in flight at any time. They start in
+this order: hop 1 of layers 0 and 1, hop 2 of layer 0, hop 1 of layer 2, hop 2 of layer 1, and so
+on. With two replicas there is no owner, no hop 2 and no E: each sends C(z_i) to the other
+(all-gather), and dbar = sum_i C(z_i).
 One replica alone sends nothing, and is EDiT; so is --quantize none, which sends w_i d_i as edit.py
 does.
 
@@ -49,6 +52,7 @@ Source: 1-bit Adam, arXiv 2102.02888, for error feedback at both hops.
 Plain version: tests/reference/one_bit.py.
 """
 
+import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -85,18 +89,38 @@ class OneBitEDiT(EDiT):
         # Without padding: in 1 bit a 0 would become another number.
         self.errors = self.model.used_views(self.error)
         self.mean_errors = self.model.used_views(self.mean_error)
-        self.started = []  # means whose second hop has not started
+        self.means = {}  # of layers, in flight
+        self.started = []  # those of the warm-up whose second hop has not started
         if self.config.warmup_format != "none":
             self.model.sum_layer = self.sum_gradient
 
     def sum_gradient(self, l):
         """In the warm-up: start to replace layer l's gradient by its sum over the replicas."""
-        return self.start_coded_sum(l, self.model.grads[l], self.config.warmup_format)
+        grad = self.model.grads[l]
+        mean = self.start_coded(l, grad, self.config.warmup_format)
+        self.started.append(mean)
+
+        def wait():
+            while self.started:  # all second hops, before one of them is waited for
+                self.started.pop(0).halfway()
+            self.receive(l, mean, grad)
+
+        return SimpleNamespace(wait=wait)
 
     def begin(self):
         super().begin()
         self.error.zero_()
         self.mean_error.zero_()
+
+    def operations(self) -> list:
+        """With two hops: hop 1 of layers 0 and 1, hop 2 of layer 0, hop 1 of layer 2, ..."""
+        first_hops = super().operations()
+        if self.config.quantize == "none" or self.mesh.replicas <= 2:
+            return first_hops
+        order = first_hops[:1]
+        for l, first_hop in enumerate(first_hops[1:]):
+            order += [first_hop, functools.partial(self.start_second_hop, l)]
+        return [*order, functools.partial(self.start_second_hop, l + 1)]
 
     def start_mean(self, l, d):
         if self.config.quantize == "none":
@@ -106,19 +130,32 @@ class OneBitEDiT(EDiT):
         self.mean_errors[l].masked_fill_(flagged.all(), 0)
         # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
         d.mul_(self.weights[self.mesh.replica, l]).nan_to_num_(0.0, 0.0, 0.0)
-        return self.start_coded_sum(l, d, self.config.quantize)
+        mean = self.means[l] = self.start_coded(l, d, self.config.quantize)
+        return mean.first_hop or mean.last_hop
 
-    def start_coded_sum(self, l, v, format):
-        """Start to replace v, of layer l, by its sum over the replicas, errors fed back."""
+    def start_second_hop(self, l):
+        self.means[l].halfway()
+        return self.means[l].last_hop
+
+    def wait_for_mean(self, l):
+        if self.config.quantize == "none":
+            return super().wait_for_mean(l)
+        mean = self.means[l]
+        handle = self.in_flight.popleft()
+        while handle is not mean.last_hop:  # operations that started before it
+            handle.wait()
+            self.start_next()
+            handle = self.in_flight.popleft()
+        self.receive(l, self.means.pop(l), self.model.masters[l])
+
+    def start_coded(self, l, v, format) -> MeanInFlight:
+        """The mean of v, of layer l, over the replicas starts, with errors fed back."""
         v = v[: len(self.errors[l])]
         # z_i = v_i + e_i;  e_i <- z_i - C(z_i);  E <- s - C(s), both in units of a mean
         z = self.errors[l].add_(v)
-        mean = MeanInFlight(z, format, self.mesh, self.mean_errors[l])
-        self.started.append(mean)
+        return MeanInFlight([z], format, self.mesh, [self.mean_errors[l]])
 
-        def wait():
-            while self.started:  # all second hops, before one of them is waited for
-                self.started.pop(0).halfway()
-            torch.mul(mean.wait(), self.mesh.replicas, out=v)
-
-        return SimpleNamespace(wait=wait)
+    def receive(self, l, mean, out):
+        """out <- the sum over the replicas, of which this is the mean."""
+        out = out[: len(self.errors[l])]
+        torch.mul(mean.wait(), self.mesh.replicas, out=out)

@@ -147,8 +147,13 @@ def decoded_bytes(format: str, device, dtype) -> torch.Tensor:
     return torch.tensor(VALUES[format], dtype=dtype)[codes].to(device)
 
 
+@functools.cache
+def bytes_of_block(format: str, dtype=torch.float32) -> int:
+    return encode(torch.zeros(1, BLOCK, dtype=dtype), format).numel()
+
+
 def bytes_per_element(format: str) -> float:
-    return encode(torch.zeros(1, BLOCK), format).numel() / BLOCK
+    return bytes_of_block(format) / BLOCK
 
 
 @dataclass
@@ -162,31 +167,38 @@ class QuantizedConfig(LocalConfig):
 
 
 class MeanInFlight:
-    """The mean of a flat vector (P/N,) over the sync group: create it, halfway(), wait().
+    """The means of some layers' flat vectors (P/N,) over the sync group, with one collective a hop
+    for all of them: create it, halfway(), wait() for each layer.
 
-    error: for error feedback, a vector like it for the errors that this replica has as an owner, 0
-    before the first mean. Then `vector` becomes what this replica has not sent."""
+    errors: for error feedback, vectors like them for the errors that this replica has as an owner,
+    0 before the first mean. Then `vectors` become what this replica has not sent.
+    row: this replica's scalars (n,), which travel with the first hop. weigh(rows) is called once
+    they are there. It gets those of all replicas, (M, n), and returns each layer's weights (M,
+    layers) with mean 1."""
 
-    weights = None  # (M,) with mean 1; may be set before halfway()
-
-    def __init__(self, vector: torch.Tensor, format: str, mesh, error=None):
+    def __init__(self, vectors: list, format: str, mesh, errors=None, row=None, weigh=None):
         self.mesh = mesh
         self.M = mesh.replicas
-        self.error = error
+        self.errors = errors
+        self.row, self.weigh = row, weigh
+        self.weights = None
         self.format = format if self.M > 1 else "none"
-        self.dtype = vector.dtype
-        self.size = len(vector)
-        self.first_hop = None
+        self.dtype = vectors[0].dtype
+        self.sizes = [len(vector) for vector in vectors]
+        self.first_hop = self.last_hop = None  # handles
         self.senders = self.M
         pieces = self.M if self.M > 2 else 1
-        count = max(1, -(-self.size // (pieces * BLOCK)))  # blocks; a shard may be padding
-        self.length = count * BLOCK  # elements of a piece
-        codes = self._encode(vector, pieces * self.length)
+        # blocks in a piece of each layer; a shard may be padding
+        self.blocks = [max(1, -(-size // (pieces * BLOCK))) for size in self.sizes]
+        codes = self._encode(vectors, errors, pieces)
+        if row is not None:
+            row = row.view(torch.uint8).expand(pieces, -1)
+            codes = torch.cat([codes, row], dim=1)
         if pieces == 1:
             self._gather(codes)
         else:
             self.received = torch.empty_like(codes)
-            # [sync] all-to-all, codes of the vector, asynchronous
+            # [sync] all-to-all, codes of the vectors, asynchronous
             self.first_hop = mesh.all_to_all(self.received, codes, mesh.sync)
 
     def halfway(self):
@@ -195,41 +207,61 @@ class MeanInFlight:
             return
         self.first_hop.wait()
         self.first_hop = None
-        first = self.mesh.replica * self.length
-        mean = self._mean()[: max(0, self.size - first)]  # without padding
+        self._read_rows()
+        means = []
+        errors = []  # of this replica's pieces
+        for l, (size, blocks) in enumerate(zip(self.sizes, self.blocks)):
+            first = self.mesh.replica * blocks * BLOCK
+            mean = self._mean(l)[: max(0, size - first)]  # without padding
+            if self.errors is not None:
+                E = self.errors[l][first : first + blocks * BLOCK]
+                s = mean + E
+                self.errors[l].zero_()  # after a resume on another mesh: errors beside E
+                mean = E.copy_(s)  # _encode() leaves in it what is not sent
+            means.append(mean)
         self.senders = 1  # of each piece of the mean: its owner
         self.weights = None
-        if self.error is not None:
-            E = self.error[first : first + self.length]
-            s = mean + E
-            self.error.zero_()  # after a resume on another mesh there may be errors beside E
-            mean = E.copy_(s)  # _encode() leaves in it what is not sent
-        self._gather(self._encode(mean, self.length))
+        self._gather(self._encode(means, self.errors, 1))
 
-    def wait(self) -> torch.Tensor:
-        """The mean, (P/N,)."""
+    def wait(self, l=0) -> torch.Tensor:
+        """The mean of vector l, (P/N,)."""
         self.halfway()
-        self.handle.wait()
-        return self._mean()[: self.size]
+        self.last_hop.wait()
+        self._read_rows()
+        return self._mean(l)[: self.sizes[l]]
 
-    def _encode(self, vector, length: int) -> torch.Tensor:
-        """The codes of the vector and of zeros up to this length. With error feedback the vector
-        becomes what its codes have lost."""
-        codes = encode(pad(vector, (0, length - len(vector))).view(-1, BLOCK), self.format)
-        if self.error is not None:
-            vector.sub_(decode(codes, self.format, self.dtype).view(-1)[: len(vector)])
-        return codes
+    def _encode(self, vectors, errors, pieces: int) -> torch.Tensor:
+        """Row j: the codes of piece j of every vector, padded with zeros. With error feedback the
+        vectors become what their codes have lost."""
+        parts = []
+        for vector, blocks in zip(vectors, self.blocks):
+            padding = pieces * blocks * BLOCK - len(vector)
+            codes = encode(pad(vector, (0, padding)).view(-1, BLOCK), self.format)
+            if errors is not None:
+                vector.sub_(decode(codes, self.format, self.dtype).view(-1)[: len(vector)])
+            parts.append(codes.view(pieces, -1))
+        return torch.cat(parts, dim=1)
 
     def _gather(self, own):
         """received <- the codes of all replicas."""
         self.received = own.repeat(self.M, 1)
         # [sync] all-gather, codes of each piece's mean (M = 2: of the vectors), asynchronous
-        self.handle = self.mesh.all_gather(self.received.view(-1), self.mesh.sync)
+        self.last_hop = self.mesh.all_gather(self.received.view(-1), self.mesh.sync)
 
-    def _mean(self) -> torch.Tensor:
-        """The mean of what the senders have sent, with padding."""
-        vectors = decode(self.received, self.format, self.dtype).view(self.senders, -1)
+    def _read_rows(self):
+        if self.row is not None:
+            rows = self.received[:, -self.row.nbytes :].contiguous().view(self.row.dtype)
+            self.row = None
+            self.weights = self.weigh(rows)
+
+    def _mean(self, l) -> torch.Tensor:
+        """The mean of what the senders have sent of vector l, with padding."""
+        width = bytes_of_block(self.format, self.dtype)
+        first = sum(self.blocks[:l]) * width
+        codes = self.received[:, first : first + self.blocks[l] * width]
+        vectors = decode(codes.contiguous().view(-1, width), self.format, self.dtype)
+        vectors = vectors.view(self.senders, -1)
         if self.weights is not None:
-            w = self.weights[:, None]
+            w = self.weights[:, l, None]
             vectors.mul_(w).masked_fill_(w == 0, 0)  # leaves a vector out even if it has a NaN
         return vectors.mean(dim=0)

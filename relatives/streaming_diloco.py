@@ -7,7 +7,7 @@ mean is there, and the fragment's outer step is taken.
     sync_warmup_steps steps of mini-batch; anchor = x; b = 0; I = tau / F; after inner step k:
         if k % I == 0:                               # send fragment p: layers p, p + F, ...
             p = (k / I - 1) mod F;  sent_at = k
-            start d = 1/M sum_i (anchor_p - x_{i,p})     # [sync] quantize.py, per layer
+            start d = 1/M sum_i (anchor_p - x_{i,p})     # [sync] quantize.py, once per fragment
         if k >= sent_at + ceil(delay / 2): halfway()     # [sync] the second hop of the mean
         if k == sent_at + delay: land():
             wait for d;  b_p <- mu b_p + d;  anchor_p <- anchor_p - lr (d + mu b_p)
@@ -69,7 +69,7 @@ class StreamingDiLoCo(Method):
     barrier = False
     equal_replicas = False
     syncs_at_round_end = False
-    means = ()  # of the layers of the fragment in flight
+    mean = None  # of the fragment in flight
     landed = None  # the fragment that landed in this step
 
     def __init__(self, *arguments):
@@ -91,9 +91,9 @@ class StreamingDiLoCo(Method):
         delay = self.config.steps_late
         self.landed = None
         self.send_if_due(delay == 0)
-        if self.means and self.local_steps >= self.sent_at + (delay + 1) // 2:
+        if self.mean and self.local_steps >= self.sent_at + (delay + 1) // 2:
             with self.record.stall():
-                self.halfway()
+                self.mean.halfway()  # the second hop starts, unless it has
                 if self.local_steps == self.sent_at + delay:
                     self.land()
         return over
@@ -109,16 +109,11 @@ class StreamingDiLoCo(Method):
         self.sent_at = self.local_steps
         with self.record.stall():
             d = [a - x for x, a, _ in self.layers[p]]  # d_i = a - x_i
-            self.judge(d)
-            self.means = [MeanInFlight(d_l, self.config.quantize, self.mesh) for d_l in d]
+            self.mean = MeanInFlight(d, self.config.quantize, self.mesh, **self.judge(d))
 
-    def halfway(self):
-        """The second hops start, unless they have."""
-        for mean in self.means:
-            mean.halfway()
-
-    def judge(self, d):
-        """Streaming EDiT flags replicas."""
+    def judge(self, d) -> dict:
+        """Streaming EDiT flags replicas. Returns more arguments of MeanInFlight."""
+        return {}
 
     def penalize(self, l, d):
         """Streaming EDiT clips the mean of layer l. Returns 1, or 0 to leave the layer as it is."""
@@ -126,20 +121,19 @@ class StreamingDiLoCo(Method):
 
     def land(self):
         lr, mu, alpha = self.config.outer_lr, self.config.outer_momentum, self.config.alpha
-        self.halfway()
         for l, (x, a, b) in enumerate(self.layers[self.p]):
-            d = self.means[l].wait()
+            d = self.mean.wait(l)
             accepted = self.penalize(l, d)
             nesterov_unless_flagged(a, b, d, lr, mu, accepted)
             x.mul_(alpha).add_(a, alpha=1 - alpha)  # x_i <- alpha x_i + (1 - alpha) a
         self.landed = self.p
-        self.means = ()
+        self.mean = None
 
     def measure(self):
         self.exchange()  # no distance: the anchor moves within the round, too
 
     def sync(self):
-        if self.means:  # only if the training ends in the middle of a round
+        if self.mean:  # only if the training ends in the middle of a round
             self.land()
 
     def evaluation_model(self):

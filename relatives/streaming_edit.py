@@ -11,8 +11,7 @@ in quantized pieces from quantize.py.
         G_i  = ||d_i||                                  # [shard] all-reduce, one scalar per layer
         flag i by replica i's own running statistics    # a norm that is not finite is flagged;
                                                         # if all are flagged, they start anew
-        exchange G and flags of all replicas            # [sync] all-gather, asynchronous
-        send d_i                                        # [sync] quantize.py, asynchronous
+        send d_i, with G and flags                      # [sync] quantize.py, asynchronous
     on the way:
         w_i  = exp(-G_i) / sum_j exp(-G_j) over the unflagged
         dbar = sum_i w_i d_i                            # a flagged replica is left out
@@ -83,7 +82,7 @@ class StreamingEDiT(StreamingDiLoCo):
     def resume_with(self, changed):
         forget_norms(self, changed)
 
-    def judge(self, d):
+    def judge(self, d) -> dict:
         squares = torch.stack([d_l.norm() ** 2 for d_l in d])
         # [shard] all-reduce, one scalar per layer, once per fragment
         self.mesh.all_reduce(squares, self.mesh.shard).wait()
@@ -91,23 +90,17 @@ class StreamingEDiT(StreamingDiLoCo):
         own = self.statistics[:, self.p :: self.config.fragments]
         flagged = is_anomaly(G, anomaly_limits(own, self.config))
         own.copy_(update_statistics(own, G, ~flagged, self.config))
-        self.rows = torch.cat([G, flagged]).repeat(self.mesh.replicas, 1)
-        # [sync] all-gather, 2 scalars per layer and replica, asynchronous, once per fragment
-        self.gather = self.mesh.all_gather(self.rows.view(-1), self.mesh.sync)
-        self.weights = None  # not known yet
+        return {"row": torch.cat([G, flagged]), "weigh": self.weigh}
 
-    def halfway(self):
-        if self.weights is None:
-            self.gather.wait()
-            self.norms, flags = self.rows.chunk(2, dim=1)
-            self.flagged = flags > 0
-            own = self.statistics[:, self.p :: self.config.fragments]
-            G = self.norms[self.mesh.replica]
-            own.copy_(forget_lost_layers(own, G, self.flagged.all(dim=0)))
-            self.weights = replica_weights(self.norms, self.flagged, self.config.weighted_averaging)
-            for mean, w in zip(self.means, self.weights.T):
-                mean.weights = w * self.mesh.replicas
-        super().halfway()
+    def weigh(self, rows):
+        """The norms and flags of all replicas are there."""
+        self.norms, flags = rows.chunk(2, dim=1)
+        self.flagged = flags > 0
+        own = self.statistics[:, self.p :: self.config.fragments]
+        G = self.norms[self.mesh.replica]
+        own.copy_(forget_lost_layers(own, G, self.flagged.all(dim=0)))
+        self.weights = replica_weights(self.norms, self.flagged, self.config.weighted_averaging)
+        return self.weights * self.mesh.replicas
 
     def penalize(self, l, dbar):
         """Clip the mean of layer l. Returns 0 if all replicas have flagged the layer, else 1."""

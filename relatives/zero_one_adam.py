@@ -138,7 +138,8 @@ class ZeroOneAdam(Method):
         z = self.error.add_(d.mul_(V.sqrt().add_(EPS)).masked_fill_(frozen, 0))
         # e_i <- z_i - C(z_i);  u = C(s), E <- s - u
         u = self.model.grad  # its storage is free between two steps
-        self.average_coded(u, z, self.config.quantize, self.model.used_views(self.mean_error))
+        errors = [[E] for E in self.model.used_views(self.mean_error)]
+        self.average_coded(u, z, self.config.quantize, errors)
         for vector in u, self.error, self.mean_error:
             vector.masked_fill_(frozen, 0)
         if not self.config.error_feedback:
@@ -156,7 +157,7 @@ class ZeroOneAdam(Method):
         views = self.model.used_views
         means = []
         for v, E in zip(views(vector), errors):
-            means.append(MeanInFlight(v, format, self.mesh, E))
+            means.append(MeanInFlight([v], format, self.mesh, E))
         for mean in means:
             mean.halfway()
         for place, mean in zip(views(out), means):

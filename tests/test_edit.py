@@ -208,12 +208,12 @@ class LargestNew(TorchDispatchMode):
         return out
 
 
-def on_meta(replicas=1, **options):
+def on_meta(replicas=1, shards=1, **options):
     """A method on the meta device, which has no data, so every way to read it on the host raises an
     error; one of so many replicas. Returns it and [what it sends or waits for, ...]."""
     mesh = Mesh(1, torch.device("meta"))
-    mesh.replicas = replicas
-    mesh.sync.size = replicas
+    mesh.replicas = mesh.sync.size = replicas
+    mesh.shards = mesh.shard.size = shards
     events = []
     issued = Counter()
 
@@ -274,12 +274,12 @@ def test_fragment_reads_nothing_on_the_host(elimination, quantize):
     method, events = on_meta(4, method="streaming_edit", **flags)
     for p in range(2):
         method.send(p)
-        method.halfway()
+        method.mean.halfway()
         method.land()
     assert len(method.landings) == 4  # layers
-    # of each fragment: of the norms, then of the means of its two layers
-    waits = [event for event in events if event.startswith("wait: sync all-gather")]
-    assert waits == [f"wait: sync all-gather {number}" for number in range(6)]
+    # Of each fragment of two layers: one operation in each hop.
+    sent = [event for event in events if event.startswith("sync")]
+    assert sent == [f"sync {hop} {p}" for p in range(2) for hop in ("all-to-all", "all-gather")]
 
 
 def synced_vectors():
@@ -301,9 +301,9 @@ def test_sync_of_offloaded_vectors_writes_their_new_values_back(monkeypatch):
     assert all(map(torch.equal, found, expected))
 
 
-def test_all_layers_are_sent_before_the_first_wait_and_arrive_in_the_forward():
-    """Each layer is waited for only when the forward has computed the layers before it."""
-    method, events = on_meta(method="edit")
+def sync_and_forward(replicas, **options):
+    """What a method of two shards does at a round's end and in the next forward."""
+    method, events = on_meta(replicas, shards=2, **options)
     layers = method.model.layers
 
     def note_compute(layer, inputs):
@@ -314,12 +314,71 @@ def test_all_layers_are_sent_before_the_first_wait_and_arrive_in_the_forward():
     method.end_round()
     tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
     method.model.forward(tokens, tokens)
+    return events
 
-    expected = [f"sync all-reduce {l}" for l in range(L)]
+
+def test_layer_is_waited_for_when_it_is_needed_and_the_layer_after_next_starts_before_it_computes():
+    events = sync_and_forward(2, method="edit")
+    expected = ["sync all-reduce 0", "sync all-reduce 1"]
     for l in range(L):
-        expected += [f"wait: sync all-reduce {l}", f"compute {l}"]
-    found = [event for event in events if "sync all-reduce" in event or "compute" in event]
-    assert found == expected
+        expected.append(f"wait: sync all-reduce {l}")
+        expected.append(f"shard all-gather {2 * l}")  # the norm for the clip
+        expected.append(f"shard all-gather {2 * l + 1}")  # the layer
+        if l + 2 < L:
+            expected.append(f"sync all-reduce {l + 2}")
+        expected.append(f"compute {l}")
+    starts = "sync all-reduce", "wait: sync all-reduce", "shard all-gather", "compute"
+    assert [event for event in events if event.startswith(starts)] == expected
+
+
+def test_one_bit_edit_starts_the_hops_of_neighbouring_layers_in_turn():
+    events = sync_and_forward(4, method="one_bit_edit")
+    hops = [event for event in events if event.startswith("sync all-to-all")]
+    first = events.index(hops[0])
+    hops = [event for event in events[first:] if event.startswith("sync")]
+    first_hop = [f"sync all-to-all {l}" for l in range(L)]
+    second_hop = [f"sync all-gather {l + 1}" for l in range(L)]  # 0: the norms
+    expected = first_hop[:1]
+    for l in range(L - 1):
+        expected += [first_hop[l + 1], second_hop[l]]
+    assert hops == [*expected, second_hop[-1]]
+
+
+def assert_window(events):
+    """At most two sync operations are in flight. At most one of them is when a shard operation is
+    issued: with NCCL's launch order a shard operation waits until all but the last have ended. So
+    what has not been waited for never holds it up."""
+    in_flight = set()
+    most = 0
+    for event in events:
+        if event.startswith("sync"):
+            in_flight.add(event)
+        elif event.startswith("wait: sync"):
+            in_flight.discard(event.removeprefix("wait: "))
+        elif event.startswith("shard"):
+            assert len(in_flight) <= 1, (event, in_flight)
+        most = max(most, len(in_flight))
+    assert not in_flight
+    return most
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("name", ["edit", "one_bit_edit"])
+def test_two_means_are_in_flight_and_no_shard_operation_waits_for_what_is_not_needed(
+    name, replicas
+):
+    assert assert_window(sync_and_forward(replicas, method=name)) == 2
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("name", ["streaming_diloco", "streaming_edit"])
+def test_one_operation_of_a_fragment_is_in_flight(name, replicas):
+    method, events = on_meta(replicas, shards=2, method=name, tau=8, fragments=2, delay=3)
+    for p in range(2):
+        method.send(p)
+        method.mean.halfway()
+        method.land()
+    assert assert_window(events) == 1
 
 
 def test_evaluation_between_round_end_and_forward_changes_neither_losses_nor_bytes(corpus_folder):

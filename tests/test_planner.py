@@ -91,6 +91,14 @@ def test_strided_fragments_by_hand():
     assert used == pytest.approx(1800 / (1800 + 3 + 1), rel=1e-9)
 
 
+def test_two_hops_of_three_layers_by_hand():
+    # Half a layer takes 1 s on the link: layers 0, 1, 0, 2, 1, 2; a forward takes 0.5 s a layer.
+    rate = 1e9 * 1.5 * 1.125 / 6 / 1e9
+    used = utilization(SCHEDULES["one_bit_edit"], Model(1e9, 3, 4.5), rate, 4)
+    # Layer 0 arrives after 3 s, layer 1 after 5 s, layer 2 after 6 s. Forwards end at 3.5, 5.5, 6.5.
+    assert used == pytest.approx(450 / (450 + 6 - 2 * 0.5), rel=1e-9)
+
+
 TWO_LAYERS = Model(1e9, 2, 6.0)  # forward 1 + 1 s, backward 2 + 2 s
 ONE_BIT_LAYER_S = 0.5e9 * 1.5 * 1.125 / 1e9  # at 1 Gbit/s between four replicas
 

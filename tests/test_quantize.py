@@ -152,7 +152,7 @@ def feed_back(rounds, size):
     total = torch.zeros_like(value)
     for _ in range(rounds):
         e += value
-        total += MeanInFlight(e, "sign", mesh, error=E).wait()
+        total += MeanInFlight([e], "sign", mesh, [E]).wait()
     return total, value, e, E
 
 
