@@ -1,6 +1,6 @@
 r"""EDiT on one page: four replicas take turns in one process, and one of them diverges.
 
-    python one_page.py      # about a minute; set a breakpoint anywhere
+    python one_page.py      # 1 to 4 minutes; set a breakpoint anywhere
 
 Each replica is a copy of one small model. At first the replicas average their gradients in each
 step, so they stay equal. Then each one trains alone for tau steps: a round. At its end, in the
@@ -66,6 +66,7 @@ class Replica:
 
 
 def train(M=4, steps=140, sync_warmup=20, tau=8, disturbed_round=13, penalty=True):
+    torch.set_num_threads(1)  # of a model so small more threads make no step faster
     corpus = data.standard_library()
     replicas = [Replica(i, M, corpus) for i in range(M)]
 

@@ -5,8 +5,8 @@
 # mini-batch training, then by local SGD, DiLoCo and EDiT. At the end one of them falls sick.
 #
 # Run it cell by cell (an editor that knows `# %%`; `jupytext --to ipynb` makes a notebook of it) or
-# as a whole, from the project's folder: `python docs/tour.py`. It takes about a minute on one core
-# and writes the losses to out/tour.svg.
+# as a whole, from the project's folder: `python docs/tour.py`. It takes 1 to 3 minutes on one
+# core and writes the losses to out/tour.svg.
 
 # %% The numbers of this tour
 # Everything below depends on these. Change them later and run all cells again.
@@ -75,7 +75,7 @@ def validate(method, steps):
 
 # %% Mini-batch training
 # In each step the replicas average their gradients, so that they stay equal. Expect the lowest loss
-# of this tour, about 2.2 (untrained: 5.5), at the highest price: an exchange in each step.
+# of this tour, 2.2 to 2.3 (untrained: 5.5), at the highest price: an exchange in each step.
 for step in range(STEPS):
     for i in range(M):
         compute_gradient(i, step)
@@ -117,8 +117,8 @@ print(f"local SGD    {losses['local SGD'][-1][1]:.3f} after {WARMUP + len(rounds
 # %% DiLoCo
 # The anchor is the model after the last exchange. Anchor minus parameters is a pseudo-gradient: the
 # outer optimizer takes the mean of all four as the gradient of the anchor. Where the mean points in
-# the same direction from round to round, the outer momentum makes the steps longer. Expect a loss
-# a little below that of local SGD. OUTER_MOMENTUM = 0.8 goes too far in so short a run: try it.
+# the same direction from round to round, the outer momentum makes the steps longer. Expect about
+# the loss of local SGD: in so few rounds the momentum gains little. OUTER_MOMENTUM = 0.8 goes too far in so short a run: try it.
 models, optimizers = copy.deepcopy(warm)
 anchor = [p.detach().clone() for p in models[0].parameters()]
 outer = torch.optim.SGD(anchor, lr=0.7, momentum=OUTER_MOMENTUM, nesterov=True)

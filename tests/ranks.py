@@ -149,7 +149,7 @@ class Launch:
                 if self.ranks[rank].is_alive():
                     os.kill(self.ranks[rank].pid, number)
 
-    def wait(self, timeout_s=300) -> list:
+    def wait(self, timeout_s=900) -> list:
         """The exit codes; -9 for a rank that had to be killed because it hung."""
         deadline = time.monotonic() + timeout_s
         for process in self.ranks:
@@ -168,7 +168,7 @@ class Launch:
                 found += path.read_text().splitlines()
         return found
 
-    def wait_for(self, text, timeout_s=300):
+    def wait_for(self, text, timeout_s=900):
         """Until rank 0 has printed a line with this text."""
         deadline = time.monotonic() + timeout_s
         while not any(text in line for line in self.lines("out")):
@@ -296,7 +296,7 @@ def _mesh(config, transport):
             return transport
         return "gloo" if crosses_replicas and overlaps else "shm"
 
-    mesh = Mesh(config.shards, CPU, 60, backend, link)
+    mesh = Mesh(config.shards, CPU, 3600, backend, link)
     if config.timeline:
         mesh.spans = []
     if link:

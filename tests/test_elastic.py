@@ -35,7 +35,7 @@ def rows(folder) -> list:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def wait_until(done, agents, seconds=120):
+def wait_until(done, agents, seconds=900):
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, [agent.log.read_text()[-3000:] for agent in agents]
@@ -92,7 +92,7 @@ def test_run_goes_on_when_a_node_is_lost_and_when_one_joins(node, tmp_path):
     run = tmp_path / "run"
     first = node(calm, **OWN_STORE)
     second = node(calm, **OWN_STORE)
-    assert [first.wait(300), second.wait(300)] == [0, 0], first.log.read_text()
+    assert [first.wait(900), second.wait(900)] == [0, 0], first.log.read_text()
 
     stays = node(run, **OWN_STORE)
     lost = node(run, **OWN_STORE)
@@ -108,7 +108,7 @@ def test_run_goes_on_when_a_node_is_lost_and_when_one_joins(node, tmp_path):
     began = time.monotonic()
     wait_until(lambda: worlds() == [2, 1, 2], agents)
     together_s = time.monotonic() - began
-    assert [stays.wait(300), agents[-1].wait(300)] == [0, 0], stays.log.read_text()
+    assert [stays.wait(900), agents[-1].wait(900)] == [0, 0], stays.log.read_text()
 
     found = rows(run)
     steps = [row for row in found if row["event"] == "step"]

@@ -77,7 +77,7 @@ def chromium(*arguments) -> str:
     flags += " --disable-background-networking --disable-component-update --disable-sync"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         command = [found, *flags.split(), f"--user-data-dir={folder}", *arguments]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
     return run.stdout
 
 

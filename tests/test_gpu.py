@@ -26,7 +26,7 @@ def run(method, device, folder, corpus_folder, more) -> tuple:
     """Validation losses, and the vectors and scalars of rank 0's last checkpoint."""
     own = dict(method=method, device=device, backend="shm", out_dir=folder, data=corpus_folder)
     launch = Launch(4, folder / "ranks", *flags(**own | FLAGS | more))
-    assert launch.wait(120) == [0, 0, 0, 0], launch.lines("err")
+    assert launch.wait() == [0, 0, 0, 0], launch.lines("err")
     assert launch.lines("err") == []
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     losses = [row["val_loss"] for row in rows if row["event"] == "eval"]

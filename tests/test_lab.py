@@ -116,16 +116,16 @@ def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path, monkeyp
 
 
 def test_stopped_or_failed_run_ends_the_experiment_with_one_line(tmp_path):
-    sleep = "import sys, time; open(sys.argv[-1] + '/began', 'w'); time.sleep(60)"
+    sleep = "import sys, time; open(sys.argv[-1] + '/began', 'w'); time.sleep(6000)"
     stopped = started(tmp_path, "*/began", [sys.executable, "-c", sleep])
     stopped.terminate()
-    stopped.join(20)
+    stopped.join(300)
     assert stopped.exitcode == 2
     error = "lab: error: interrupted; the same command goes on from here\n"
     assert (tmp_path / "err").read_text() == error
 
     failed = started(tmp_path, "err", ["false"])
-    failed.join(20)
+    failed.join(300)
     assert failed.exitcode == 2
     assert "lab: error: a run failed, see" in (tmp_path / "err").read_text()
 

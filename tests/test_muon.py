@@ -17,10 +17,10 @@ DECAY = 0.1
 BETAS = (0.9, 0.95)
 
 
-def take_steps(count):
+def take_steps(count, dtype=torch.float32):
     """(model, [gradient of each step], the master before): on one rank."""
     torch.manual_seed(0)
-    model = make_model(SHAPE, Mesh(1, CPU))
+    model = make_model(SHAPE, Mesh(1, CPU), dtype)
     muon = optimizer.Muon(model, DECAY, BETAS, MUON_LR / LR)
     muon.lr = LR
     before = model.master.clone()
@@ -86,6 +86,60 @@ def test_step_equals_torchs_muon_within_the_rounding_of_bf16(monkeypatch):
     assert compared == 3 * 4
 
 
+def test_step_in_bf16_is_that_in_fp32_within_its_rounding():
+    """Layers in bf16 have gather buffers on one rank, too; no collective copies between them."""
+    found = []
+    for dtype in torch.float32, torch.bfloat16:
+        model, _, before = take_steps(2, dtype)
+        moved = parameters(model, model.master - before)
+        found.append({key: value for key, value in moved.items() if takes_muon(model, key[0], value)})
+    for key, exact in found[0].items():
+        assert (found[1][key] - exact).norm() < 0.05 * exact.norm(), key
+
+
+def test_weights_decay_with_the_learning_rate_of_adamw():
+    model = ShardedModel(SHAPE, Mesh(1, CPU))
+    muon = optimizer.Muon(model, DECAY, BETAS, MUON_LR / LR)
+    muon.lr = LR
+    before = parameters(model, model.master.clone())
+    muon.step()  # the gradient is 0
+    for (l, name), ours in parameters(model, model.master).items():
+        if takes_muon(model, l, ours):
+            torch.testing.assert_close(ours, before[l, name] * (1 - LR * DECAY))
+
+
+def test_steps_are_counted_on_a_rank_without_matrices():
+    """Its gains have AdamW's bias correction, too."""
+    model = ShardedModel(SHAPE, Mesh(1, CPU))
+    adamw = optimizer.AdamW(model, DECAY, BETAS)
+    adamw.lr = LR
+    adamw.matrices = []
+    theirs = [torch.nn.Parameter(gains[0].clone()) for gains in adamw.gains]
+    torchs = torch.optim.AdamW(theirs, LR, BETAS, weight_decay=0.0)
+    for _ in range(3):
+        model.grad.normal_()
+        for parameter, gains in zip(theirs, adamw.gains):
+            parameter.grad = gains[1].clone()
+        adamw.step()
+        torchs.step()
+    assert theirs
+    for parameter, gains in zip(theirs, adamw.gains):
+        torch.testing.assert_close(gains[0], parameter.detach())
+
+
+def count_matrices(method, model, mesh):
+    """How many matrices this rank orthogonalizes."""
+    calls = []
+    orthogonalize = optimizer.orthogonalize
+    optimizer.orthogonalize = lambda M: calls.append(M) or orthogonalize(M)
+
+    def end():
+        optimizer.orthogonalize = orthogonalize
+        return len(calls)
+
+    return end
+
+
 def test_embedding_head_and_gains_take_adamws_step():
     model, (gradient,), before = take_steps(1)
     start = parameters(model, before)
@@ -110,7 +164,9 @@ def test_shards_change_only_the_order_of_sums(dtype, rtol, corpus_folder):
     options = dict(method="minibatch", optimizer="muon", n_layer=3, max_steps=4, batch_size=4)
     losses = {}
     for shards in (1, 2, 4):
-        run = run_training(4, corpus_folder, shards=shards, dtype=dtype, **options)
+        run = run_training(4, corpus_folder, count_matrices, shards=shards, dtype=dtype, **options)
         losses[shards] = run.losses
+    worked = [rank["watched"] > 0 for rank in run.ranks]
+    assert worked == [True, True, True, False]  # of 4 shards
     assert losses[2] == pytest.approx(losses[1], rel=rtol)
     assert losses[4] == pytest.approx(losses[1], rel=rtol)

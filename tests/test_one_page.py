@@ -3,6 +3,7 @@
 import inspect
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +71,42 @@ def test_page_prints_the_rounds_of_the_distributed_run(small_page, corpus_folder
     assert max(max(row["weight"]) for row in syncs) > 0.253
     assert min(row["clip"] for row in syncs) < 0.9
     assert syncs[11]["dropped"] == [0, 0, 0, 4]
+
+
+def test_page_leaves_out_what_is_not_finite_and_keeps_a_layer_that_all_have_lost(capsys):
+    """A lost layer does not move by the outer momentum either."""
+    layers = [torch.nn.Linear(3, 2, bias=False) for _ in range(2)]
+    replicas = [SimpleNamespace(model=SimpleNamespace(layers=[l]), accepted=[[]]) for l in layers]
+    anchor = one_page.as_vector(layers[0]).clone()
+    outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.8, nesterov=True)
+
+    def sync(*moved):
+        for layer, step in zip(layers, moved):
+            start = anchor.clone().view(2, 3)
+            layer.weight.data = start + step
+        return one_page.synchronize(replicas, [anchor], outer, penalty=True)
+
+    before = anchor.clone()
+    sync(0.1, 0.1)
+    torch.testing.assert_close(anchor, before + 0.7 * 1.8 * 0.1)
+    before = anchor.clone()
+    norms, weights, flags = sync(0.1, torch.nan)
+    assert weights.flatten().tolist() == [1, 0] and flags.flatten().tolist() == [0, 1]
+    assert anchor.isfinite().all() and not torch.equal(anchor, before)
+    before = anchor.clone()
+    norms, weights, flags = sync(torch.inf, torch.nan)
+    assert weights.flatten().tolist() == [0, 0] and flags.flatten().tolist() == [1, 1]
+    assert torch.equal(anchor, before)
+    assert [len(replica.accepted[0]) for replica in replicas] == [2, 1]
+    for layer in layers:
+        assert torch.equal(one_page.as_vector(layer), anchor)
+
+
+def test_page_runs_on_one_thread(small_page, capsys):
+    """More only wait for each other: with torch's default a loaded machine takes ten times as long."""
+    torch.set_num_threads(2)
+    one_page.train(M=1, steps=1, sync_warmup=1)
+    assert torch.get_num_threads() == 1
 
 
 def test_limits_of_the_page_are_those_of_edit():

@@ -10,6 +10,7 @@ import pytest
 from config import UserError
 from lab import planner
 from lab.planner import LEVELS, MODELS, SCHEDULES, Model, Schedule, needed, rows, utilization
+from relatives import quantize
 
 # The schedules of arXiv 2501.18512: no clipping, so a layer is sent when its backward is done.
 PAPER = {
@@ -114,6 +115,7 @@ ONE_BIT_LAYER_S = 0.5e9 * 1.5 * 1.125 / 1e9  # at 1 Gbit/s between four replicas
         # 600 s of both; replica 1's 50 steps; layer 0 after 1 s:
         ("a_edit", 8, 2, 2, 600 + 1, 600, 600),
         ("a_edit", 8, 2, 1.5, 67 * 9 + 1, 600, 67 * 9),
+        ("a_edit", 8, 2, 1.6, 63 * 9.6 + 1, 600, 63 * 9.6),  # 62.5 steps, rounded up
         # four replicas send 2 * 3/4 times a vector: 6 s a layer
         ("diloco", 2, 4, 1, 600 + 12, 600, 600),
         ("diloco", 2, 4, 2, 1200 + 12, 600, 1200),  # three of them wait for the fourth
@@ -171,30 +173,51 @@ def test_bytes_and_time_of_a_round_by_hand():
     assert slow["round_s"] == pytest.approx(601)
 
 
-@pytest.mark.parametrize("method", ["minibatch", "diloco", "edit", "a_edit", "co2"])
-def test_recorded_run_that_is_a_simulation_is_predicted(method, tmp_path, capsys, monkeypatch):
-    """The spans of a simulation as files of a run; replica 1 is slow."""
+def test_bits_of_this_repository_are_those_of_its_formats():
+    assert planner.SENT_BITS[4] == 8 * quantize.bytes_per_element("e3m0")
+    assert planner.SENT_BITS[1.125] == 8 * quantize.bytes_per_element("sign")
+    assert planner.SENT_BITS[16] == 8 * quantize.bytes_per_element("none")
+
+
+@pytest.mark.parametrize(
+    "method, slow, mbps",
+    [
+        ("minibatch", 1, 60),
+        ("diloco", 0, 60),
+        ("edit", 1, 0),  # no --link_mbps
+        ("edit", 1, 60),
+        ("a_edit", 0, 60),
+        ("co2", 1, 60),
+    ],
+)
+def test_recorded_run_that_is_a_simulation_is_predicted(
+    method, slow, mbps, tmp_path, capsys, monkeypatch
+):
+    """The spans of a simulation as files of a run with a slow replica."""
     plan = planner.schedules(4)[method]
     plan.bits = 32 * planner.FRAMING
     model = Model(1e6, 3, 0.6)
-    simulated, _ = planner.simulate(plan, model, 0.06, 2, 1.5, rounds=60)
-    config = dict(event="config", method=method, slow_replica="1:1.5", link_mbps=60.0)
+    simulated, _ = planner.simulate(plan, model, mbps / 1000 or math.inf, 2, 1.5, rounds=60)
+    config = dict(event="config", method=method, slow_replica=f"{slow}:1.5", link_mbps=mbps)
     config |= dict(n_params=model.parameters, n_layer=model.layers)
     if method == "a_edit":
-        config["tau_time_s"] = 4 * 0.6 - 0.01
+        config["tau_time_s"] = 4 * 0.6 - 0.4  # 3.3 steps, rounded up
     elif method != "minibatch":
         config["tau"] = 4
     steps = [planner.steps_per_round(plan, slowness) for slowness in (1.0, 1.5)]
+    if slow == 0:
+        steps.reverse()
     record = [config, *({"event": "sync", "steps": steps} for _ in range(60))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, record)))
     for replica in (0, 1):
         spans = []
         begin = 0.0
         for name, who, _, first, last in simulated:
-            if who == replica and name == "backward":
+            ours = who == (replica == slow)  # of the simulation's, 1 is the slow one
+            if ours and name == "backward":
                 spans.append(("step", begin, last))
                 begin = last
-            elif who == replica and name != "forward":
+            elif ours and name != "forward":
                 spans.append((name, first, last))
         text = json.dumps({"replica": replica, "spans": spans})
         (tmp_path / f"timeline-{replica}.json").write_text(text)

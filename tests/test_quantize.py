@@ -106,6 +106,8 @@ def test_coarse_formats_show_a_divergence_and_keep_zero_blocks(format):
     assert (Q(block(), format) == 0).all()
     for wrong in torch.nan, torch.inf:
         assert Q(block(3.0, 1.0, wrong), format).isnan().all()
+    too_large = torch.full((1, 256), 1e300, dtype=torch.float64)  # for an fp32 scale
+    assert Q(too_large, format).isnan().all()
 
 
 def test_two_bits_codes_by_hand():

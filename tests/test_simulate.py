@@ -123,6 +123,27 @@ def test_one_step_of_one_replica_may_be_hit():
     assert hits == {0: [], 1: [5]}
 
 
+def test_scaled_rate_waits_for_the_end_of_the_warm_up():
+    """There replicas must stay equal."""
+    cluster = Cluster(config(scale_lr="0:1:9:3"), quiet_mesh())
+    for averages_gradients, expected in (True, 0.5), (False, 1.5):
+        inner = SimpleNamespace(lr=0.5)
+        with cluster.step(inner, SimpleNamespace(steps=0, averages_gradients=averages_gradients)):
+            assert inner.lr == expected
+
+
+def test_random_tokens_are_of_the_whole_vocabulary_and_new_in_each_micro_step():
+    mesh = quiet_mesh()
+    mesh.shards, mesh.shard_index = 1, 0
+    cluster = Cluster(config(random_tokens="0:1:9"), mesh)
+    method = SimpleNamespace(steps=0, model=SimpleNamespace(config=SimpleNamespace(vocab_size=5)))
+    text = torch.zeros(4, 100, dtype=torch.int64)
+    batches = SimpleNamespace(train=lambda step, micro_step: (text, text))
+    first, second = [torch.stack(tuple(cluster.batch(batches, method, m))) for m in (0, 1)]
+    assert first.unique().tolist() == second.unique().tolist() == [0, 1, 2, 3, 4]
+    assert not torch.equal(first, second) and not torch.equal(first[0], first[1])
+
+
 def test_flags_are_read_as_numbers_or_refused():
     flags = config(slow_replica="1:2", scale_lr="0:3:4:0.5")
     slow = read_disturbance(flags, "slow_replica", 2)
