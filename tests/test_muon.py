@@ -98,7 +98,7 @@ def test_step_in_bf16_is_that_in_fp32_within_its_rounding():
 
 
 def test_weights_decay_with_the_learning_rate_of_adamw():
-    model = ShardedModel(SHAPE, Mesh(1, CPU))
+    model = make_model(SHAPE, Mesh(1, CPU))
     muon = optimizer.Muon(model, DECAY, BETAS, MUON_LR / LR)
     muon.lr = LR
     before = parameters(model, model.master.clone())
@@ -110,7 +110,7 @@ def test_weights_decay_with_the_learning_rate_of_adamw():
 
 def test_steps_are_counted_on_a_rank_without_matrices():
     """Its gains have AdamW's bias correction, too."""
-    model = ShardedModel(SHAPE, Mesh(1, CPU))
+    model = make_model(SHAPE, Mesh(1, CPU))
     adamw = optimizer.AdamW(model, DECAY, BETAS)
     adamw.lr = LR
     adamw.matrices = []
