@@ -14,7 +14,6 @@ the chosen method does not have is refused.
 import argparse
 import dataclasses
 import json
-import math
 import os
 import signal
 import sys
@@ -272,6 +271,7 @@ def read_flags(argv: list, methods: dict, simulation_class) -> dict:
 def group_titles(simulation_class) -> dict:
     """Flag that all methods have -> its title in --help."""
     titles = {}
+    title = ""
     for config_class in Config, simulation_class:
         for f in dataclasses.fields(config_class):
             title = f.metadata["group"] or title

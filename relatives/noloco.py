@@ -88,7 +88,6 @@ class NoLoCo(Method):
         u = self.momentum
         config = self.config
         mean = self.model.grad  # its storage is free between two steps
-        d = torch.sub(a, x, out=mean)
         # z_i = lr x_i + (pull - lr) a_i, in the storage of x_i
         z = x.mul_(config.outer_lr).add_(a, alpha=config.pull - config.outer_lr)
         i = self.mesh.replica

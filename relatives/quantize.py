@@ -209,7 +209,6 @@ class MeanInFlight:
         self.first_hop = None
         self._read_rows()
         means = []
-        errors = []  # of this replica's pieces
         for l, (size, blocks) in enumerate(zip(self.sizes, self.blocks)):
             first = self.mesh.replica * blocks * BLOCK
             mean = self._mean(l)[: max(0, size - first)]  # without padding

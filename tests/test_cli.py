@@ -20,11 +20,12 @@ import torch
 
 import data
 import export
+import method as method_module
 import ranks
 import sample
 import train
 from config import Config, UserError, make_config, option, parse, run_command
-from mesh import Handle, Mesh
+from mesh import Mesh
 from model import ModelConfig
 from plumbing import checkpoint, launch, load_model, simulate
 from plumbing.log import Clock, Log, RoundRecord
