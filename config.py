@@ -170,9 +170,23 @@ class Config:
     beta2: float = option(0.95, "AdamW", below=1)
     grad_clip: float = option(1.0, "largest global gradient norm; 0: no clipping")
 
+    slow_replica: str = option("", "R:F, replica R is F times slower", group="simulation")
+    virtual_clock: bool = option(
+        False, "count virtual seconds: a step takes 1, on a slow replica its factor"
+    )
+    random_tokens: str = option("", "R:FIRST:LAST, in these steps replica R gets random tokens")
+    scale_lr: str = option("", "R:FIRST:LAST:FACTOR, multiplies replica R's lr in these steps")
+    flip: str = option("", "R:FIRST:LAST, in these steps replica R syncs progress of wrong sign")
+    link_mbps: float = option(0.0, "Mbit/s of each replica's link to the others; 0: no limit")
+    link_latency_ms: float = option(0.0, "latency of that link per hop", below=1e6)
+
     # Not flags: what a method says of itself. Its dataclass may replace them.
     offload = False  # keep vectors in host memory?
     buffer_vectors = 0.0  # vectors like model.master that a sync needs beside the method's own
+
+    @property
+    def limits_link(self) -> bool:
+        return self.link_mbps > 0 or self.link_latency_ms > 0
 
     def sent_vectors(self, replicas: int) -> float:
         """What a rank sends to other replicas per round, in vectors like model.master."""
@@ -204,22 +218,14 @@ NOT_RESUMED = {"out_dir", "device", "backend", "replicas", "resume", "overwrite"
 NOT_RESUMED |= {"dry_run", "init_from", "timeline"}
 
 
-def make_run_class(method, simulation_class):
-    """The dataclass of all flags of a run with this method."""
-    bases = (method.Config, simulation_class, Config)
-    run_class = dataclasses.make_dataclass("RunConfig", [], bases=bases)
-    run_class.method_class = method
-    return run_class
-
-
-def parse(argv: list, methods: dict, simulation_class) -> tuple:
+def parse(argv: list, methods: dict) -> tuple:
     """Flags -> (the run's config, the flags given as name -> value). methods: name -> Method class.
     Raises UserError that names the flag."""
-    given = read_flags(argv, methods, simulation_class)
-    return make_config(given, methods, simulation_class, {}), given
+    given = read_flags(argv, methods)
+    return make_config(given, methods, {}), given
 
 
-def read_flags(argv: list, methods: dict, simulation_class) -> dict:
+def read_flags(argv: list, methods: dict) -> dict:
     """The flags given, as name -> value. They may be of any method: a run that resumes knows its
     method from the checkpoint only. Raises UserError that names the flag. --help ends here."""
     options = {"argument_default": argparse.SUPPRESS, "allow_abbrev": False}
@@ -229,7 +235,7 @@ def read_flags(argv: list, methods: dict, simulation_class) -> dict:
 
     fields = {}  # flag -> its field in each method that has it; the chosen method is the first one
     for name in [method, *methods]:
-        for f in dataclasses.fields(make_run_class(methods[name], simulation_class)):
+        for f in dataclasses.fields(methods[name].Config):
             fields.setdefault(f.name, {})[name] = f
 
     help_of_all = argv[-2:] == ["--help", "all"]
@@ -239,7 +245,7 @@ def read_flags(argv: list, methods: dict, simulation_class) -> dict:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **options,
     )
-    titles = group_titles(simulation_class)
+    titles = group_titles()
     own_title = "of some methods" if help_of_all else f"of --method {method}"
     groups = {}
     for name, found in fields.items():
@@ -268,14 +274,13 @@ def read_flags(argv: list, methods: dict, simulation_class) -> dict:
     return given
 
 
-def group_titles(simulation_class) -> dict:
+def group_titles() -> dict:
     """Flag that all methods have -> its title in --help."""
     titles = {}
     title = ""
-    for config_class in Config, simulation_class:
-        for f in dataclasses.fields(config_class):
-            title = f.metadata["group"] or title
-            titles[f.name] = title
+    for f in dataclasses.fields(Config):
+        title = f.metadata["group"] or title
+        titles[f.name] = title
     return titles
 
 
@@ -312,7 +317,7 @@ def list_methods(names: list, methods: dict) -> str:
     return ", ".join(names)
 
 
-def make_config(given: dict, methods: dict, simulation_class, base: dict):
+def make_config(given: dict, methods: dict, base: dict):
     """The config of a run. given: flags as name -> value; base: those of a checkpoint or a model.
     Flags of a preset or of the base that the method does not have are left out. Raises UserError
     if one of them was given."""
@@ -322,7 +327,7 @@ def make_config(given: dict, methods: dict, simulation_class, base: dict):
     values = PRESETS[values["model"]] | values
 
     method = values["method"]
-    run_class = make_run_class(methods[method], simulation_class)
+    run_class = methods[method].Config
     fields = run_class.__dataclass_fields__
     foreign = []
     for name in sorted(given.keys() - fields):
@@ -333,13 +338,12 @@ def make_config(given: dict, methods: dict, simulation_class, base: dict):
     return run_class(**{name: value for name, value in values.items() if name in fields})
 
 
-def lost_flags(saved: dict, config, methods: dict, simulation_class) -> list:
+def lost_flags(saved: dict, config, methods: dict) -> list:
     """Flags of a checkpoint that this version of the code does not have. saved: name -> value.
     Those of the checkpoint's method are no loss if the run takes another method."""
     known = vars(config).keys()
     if saved["method"] in methods:
-        run_class = make_run_class(methods[saved["method"]], simulation_class)
-        known |= run_class.__dataclass_fields__.keys()
+        known |= methods[saved["method"]].Config.__dataclass_fields__.keys()
     return sorted(saved.keys() - known)
 
 

@@ -68,7 +68,9 @@ SIGMA_FLOOR = 0.05  # sigma is at least so much of the mean
 
 
 @dataclass
-class Penalty:
+class PenaltyConfig:
+    """Flags of EDiT, A-EDiT and Streaming EDiT: everything but when to synchronize."""
+
     anomaly_threshold: float = option(3.0, "delta, standard deviations above the mean norm")
     anomaly_ema: float = option(0.02, "alpha, a new norm's share in the statistics", below=1)
     anomaly_warmup_rounds: int = option(10, "norms seen before the first one can be flagged")
@@ -76,12 +78,6 @@ class Penalty:
     anomaly_elimination: bool = option(True, "leave out replicas with anomalous norms")
     weighted_averaging: bool = option(True, "weight replicas by exp(-norm), else equally")
     pseudo_grad_clipping: bool = option(True, "clip each layer's dbar")
-
-
-@dataclass
-class PenaltyConfig(Penalty):
-    """Flags of EDiT, A-EDiT and Streaming EDiT: everything but when to synchronize."""
-
     outer_lr: float = option(0.7, "outer learning rate (paper: 0.8)")
     outer_momentum: float = option(0.8, "outer Nesterov momentum (paper: 0.85)", below=1)
     offload: bool = option(False, "keep anchor and momentum in host memory (on a GPU)")

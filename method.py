@@ -28,13 +28,13 @@ from types import SimpleNamespace
 
 import torch
 
-from config import UserError, option
+from config import Config, UserError, option
 
 MOMENTS = {"none": [], "m": ["exp_avg"], "both": ["exp_avg", "exp_avg_sq"]}
 
 
 @dataclass
-class RoundConfig:
+class RoundConfig(Config):
     """Flags of every method with rounds, whatever ends them."""
 
     sync_warmup_steps: int = option(200, "first steps with averaged gradients")

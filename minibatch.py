@@ -15,11 +15,12 @@ Plain version: tests/reference/simulation.py.
 import math
 from dataclasses import dataclass
 
+import config
 from method import Method
 
 
 @dataclass
-class Config:
+class Config(config.Config):
     sync_warmup_steps = math.inf  # not a flag
 
 

@@ -188,6 +188,8 @@ class ShardedModel:
     def _check_start(self):
         """Raise UserError if replicas start from different parameters. It compares the first one of
         each layer and shard, roughly, for processors may round differently."""
+        if self.mesh.world_size == 1:
+            return
         firsts = torch.stack([x[0] for x in self.masters]).cpu()
         # [start] all-gather of objects, all ranks, L numbers, once
         rows = self.mesh.all_gather_object(firsts)

@@ -449,7 +449,7 @@ EARLIER = [  # ten norms of each replica
 
 def judge(norms):
     """Limits, flags and weights of one layer, by edit.py."""
-    config = edit.Penalty()
+    config = edit.PenaltyConfig()
     limits = []
     for earlier in EARLIER:
         statistics = torch.zeros(3, 1)

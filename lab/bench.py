@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import minibatch
 from config import option, parse, run_command
 from mesh import Mesh
 from minibatch import MiniBatch
@@ -37,11 +38,14 @@ STEPS = 2  # timed ones in a turn
 
 
 @dataclass
-class Flags:
-    """The benchmark's flags, beside train.py's."""
+class Flags(minibatch.Config):
+    """The benchmark's flags: train.py's and its own."""
 
     repeats: int = option(5, "turns", group="benchmark", low=1)
-    limits_link = False  # no link is simulated
+
+
+class Bench(MiniBatch):
+    Config = Flags
 
 
 # ---- the candidates: each call is one step ----
@@ -158,7 +162,7 @@ def compare(plan: Plan, mesh: Mesh) -> str:
 def main(argv: list):
     everyone = launch.connect()
     with launch.alike(everyone):
-        config, _ = parse([*DEFAULTS, *argv], {"minibatch": MiniBatch}, Flags)
+        config, _ = parse([*DEFAULTS, *argv], {"minibatch": Bench})
         launch.check_mesh(config, everyone.world_size)
         launch.resolve_device(config)
         plan = Plan(config, MiniBatch, config.vocab_size, everyone.world_size)

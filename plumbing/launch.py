@@ -62,7 +62,7 @@ class Setup:
     def __init__(self, argv: list, methods: dict, world_size: int):
         self.saved = self.source = None
         self.lost = []
-        self.given = read_flags(argv, methods, simulate.Config)
+        self.given = read_flags(argv, methods)
         shared = self.given.keys() & Config.__dataclass_fields__.keys()
         config = Config(**{name: self.given[name] for name in shared})  # the method's come later
         out_dir, self.path = checkpoint.choose(config)
@@ -76,10 +76,10 @@ class Setup:
                 raise UserError("--overwrite deletes the model of --init_from: change --out_dir")
             base = vars(self.source.config) | {"vocab_size": 0}
         with checkpoint.readable(self.path):  # its method may be gone
-            self.config = config = make_config(self.given, methods, simulate.Config, base)
+            self.config = config = make_config(self.given, methods, base)
             if self.saved:
                 flags = {name: base[name] for name in base.keys() - FACTS}
-                self.lost = lost_flags(flags, config, methods, simulate.Config)
+                self.lost = lost_flags(flags, config, methods)
         config.out_dir = out_dir
 
         if config.dry_run:  # for any mesh
@@ -88,10 +88,12 @@ class Setup:
             config.shards = math.gcd(config.shards, world_size)  # the mesh follows the ranks
         check_mesh(config, world_size)
         resolve_device(config)
-        config.check(world_size // config.shards)
+        replicas = world_size // config.shards
+        config.check(replicas)
+        simulate.check(config, methods[config.method], replicas)
         self.corpus = data.load(config.data or None, config.vocab_size)
         data.check_windows(self.corpus, config.block_size)
-        self.plan = Plan(config, config.method_class, self.corpus.vocab_size, world_size)
+        self.plan = Plan(config, methods[config.method], self.corpus.vocab_size, world_size)
         if not config.dry_run:
             self.plan.check_memory()
         if self.source:

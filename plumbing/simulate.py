@@ -47,39 +47,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from config import UserError, option
+from config import UserError
 
 FRAMING = 1538 / 1448  # TCP over Ethernet: 1448 bytes of payload take 1538 on the wire
-
-
-@dataclass
-class Config:
-    slow_replica: str = option("", "R:F, replica R is F times slower", group="simulation")
-    virtual_clock: bool = option(
-        False, "count virtual seconds: a step takes 1, on a slow replica its factor"
-    )
-    random_tokens: str = option("", "R:FIRST:LAST, in these steps replica R gets random tokens")
-    scale_lr: str = option("", "R:FIRST:LAST:FACTOR, multiplies replica R's lr in these steps")
-    flip: str = option("", "R:FIRST:LAST, in these steps replica R syncs progress of wrong sign")
-    link_mbps: float = option(0.0, "Mbit/s of each replica's link to the others; 0: no limit")
-    link_latency_ms: float = option(0.0, "latency of that link per hop", below=1e6)
-
-    @property
-    def limits_link(self) -> bool:
-        return self.link_mbps > 0 or self.link_latency_ms > 0
-
-    def check(self, replicas: int):
-        super().check(replicas)
-        for flag in FORMS:
-            read_disturbance(self, flag, replicas)
-        method = self.method_class
-        has_anchor = "anchor" in method.shared + method.private
-        if self.flip and not (has_anchor and method.syncs_at_round_end):
-            hint = "has no anchor, or syncs within a round; choose diloco, edit or robust"
-            raise UserError(f"--flip: {self.method} {hint}")
-        if self.virtual_clock and not method.barrier:
-            hint = "do not wait for each other; choose another --method"
-            raise UserError(f"--virtual_clock: replicas of {self.method} {hint}")
 
 
 FORMS = {
@@ -108,6 +78,19 @@ def read_disturbance(config, flag: str, replicas: int) -> dict:
         limits = f"R below {replicas}, 1 <= F < 1e9, 0 <= FACTOR < 1e9, 0 <= FIRST <= LAST"
         raise UserError(f"--{flag} {text}: must be {FORMS[flag]}, {limits}")
     return found
+
+
+def check(config, method, replicas: int):
+    """Raise UserError if the flags of the simulation do not fit the method or the mesh."""
+    for flag in FORMS:
+        read_disturbance(config, flag, replicas)
+    has_anchor = "anchor" in method.shared + method.private
+    if config.flip and not (has_anchor and method.syncs_at_round_end):
+        hint = "has no anchor, or syncs within a round; choose diloco, edit or robust"
+        raise UserError(f"--flip: {config.method} {hint}")
+    if config.virtual_clock and not method.barrier:
+        hint = "do not wait for each other; choose another --method"
+        raise UserError(f"--virtual_clock: replicas of {config.method} {hint}")
 
 
 class Cluster(nullcontext):

@@ -180,7 +180,7 @@ TINY = "--n_layer 2 --n_head 1 --n_embd 6 --block_size 8 --batch_size 2 --dtype 
 TINY += "--log_interval 1 --eval_batches 1 --lr 0.01 --lr_warmup_steps 3 --device cpu".split()
 
 
-COMMON = Config.__dataclass_fields__.keys() | simulate.Config.__dataclass_fields__.keys()
+COMMON = Config.__dataclass_fields__.keys()
 
 
 def flags(**options) -> list:
@@ -209,7 +209,7 @@ def flags(**options) -> list:
 
 def run_config(**options):
     """All flags of a run as attributes."""
-    return parse(flags(**options), train.METHODS, simulate.Config)[0]
+    return parse(flags(**options), train.METHODS)[0]
 
 
 def method_alone(mesh=None, steps=0, **options):

@@ -27,7 +27,7 @@ import train
 from config import Config, UserError, make_config, option, parse, run_command
 from mesh import Mesh
 from model import ModelConfig
-from plumbing import checkpoint, launch, load_model, simulate
+from plumbing import checkpoint, launch, load_model
 from plumbing.log import Clock, Log, RoundRecord
 from ranks import ROOT, Launch, flags, method_alone
 
@@ -39,7 +39,7 @@ train edit                              | edit
 train --method diloco --anomaly_threshold 5 --quantize sign | --method diloco does not have --anomaly_threshold (a flag of edit, a_edit, streaming_edit, one_bit_edit), --quantize (a flag of streaming_diloco,
 train --method minibatch --tau 16       | minibatch does not have --tau (a flag of all but minibatch, a_edit)
 train --density 0.1                     | --method edit does not have --density (a flag of sparse_loco, top_k)
-train --method diloco --no-staleness_penalty | does not have --staleness_penalty (a flag of co2)
+train --method diloco --no-refresh | does not have --refresh (a flag of zero_one_adam)
 train --tau 0                           | --tau 0: must be at least 1
 train --lr nan                          | --lr nan
 train --outer_lr=-1                     | --outer_lr -1
@@ -319,7 +319,7 @@ def test_full_and_closed_output_and_torchrun_give_one_line_or_none(corpus_folder
 
 def show_help(capsys, *argv):
     with pytest.raises(SystemExit) as done:
-        parse(["--help", *argv], train.METHODS, simulate.Config)
+        parse(["--help", *argv], train.METHODS)
     assert done.value.code == 0
     return " ".join(capsys.readouterr().out.split())
 
@@ -332,7 +332,7 @@ def listed_in(text):
 def test_help_of_a_method_lists_its_flags_with_its_defaults(method, capsys):
     text = show_help(capsys, "--method", method)
     text = text.split(f"The flags of --method {method}: options:")[1]
-    fields = parse(["--method", method], train.METHODS, simulate.Config)[0].__dataclass_fields__
+    fields = parse(["--method", method], train.METHODS)[0].__dataclass_fields__
     assert listed_in(text) == {"help", *fields}
     for name, f in fields.items():
         entry = re.search(rf" --{name}\b.*?(?= --(?!no-)|$)", text)[0]
@@ -357,7 +357,7 @@ def test_help_alone_is_that_of_the_default_method(capsys):
 
 def test_help_all_says_which_method_has_which_default(capsys):
     text = show_help(capsys, "all")
-    configs = [Config, simulate.Config, *(method.Config for method in train.METHODS.values())]
+    configs = [Config, *(method.Config for method in train.METHODS.values())]
     known = {f.name for config in configs for f in dataclasses.fields(config)}
     assert listed_in(text) >= known
     assert "inner steps per round (default: 16 in all but minibatch, a_edit)" in text
@@ -374,9 +374,9 @@ def test_flag_of_an_own_method_may_have_the_name_of_another_methods_flag():
         Config = OwnConfig
 
     methods = train.METHODS | {"own": Own}
-    config, _ = parse(["--density", "high", "--method", "own"], methods, simulate.Config)
+    config, _ = parse(["--density", "high", "--method", "own"], methods)
     assert config.density == "high"
-    config, _ = parse("--density 0.1 --method top_k".split(), methods, simulate.Config)
+    config, _ = parse("--density 0.1 --method top_k".split(), methods)
     assert config.density == 0.1
 
 
@@ -416,7 +416,7 @@ def test_resumed_run_names_flags_that_the_code_no_longer_has(
 
 def test_presets_set_what_is_not_given():
     argv = "--model 124m --n_layer 3 --lr 0.5 --tau 9".split()
-    config, given = parse(argv, train.METHODS, simulate.Config)
+    config, given = parse(argv, train.METHODS)
     assert (config.n_layer, config.n_embd, config.lr, config.tau) == (3, 768, 0.5, 9)
     assert given == dict(model="124m", n_layer=3, lr=0.5, tau=9)
 
@@ -424,17 +424,17 @@ def test_presets_set_what_is_not_given():
 def test_average_moments_without_a_value_means_both():
     both = ["exp_avg", "exp_avg_sq"]
     for argv, found in ([], []), (["--average_moments"], both), (["--average_moments", "m"], both[:1]):
-        config, _ = parse(["--method", "edit", *argv], train.METHODS, simulate.Config)
+        config, _ = parse(["--method", "edit", *argv], train.METHODS)
         assert config.averaged_moments() == found
     with pytest.raises(UserError, match="--trim 2: leaves none of 4"):
         argv = ["--method", "robust", "--aggregate", "trimmed_mean", "--trim", "2"]
-        parse(argv, train.METHODS, simulate.Config)[0].check(4)
+        parse(argv, train.METHODS)[0].check(4)
 
 
 @pytest.mark.parametrize("tau, delay", [(4, 0), (8, 1), (16, 2), (64, 2)])
 def test_default_delay_follows_the_rounds(tau, delay):
     for method in ("streaming_diloco", "streaming_edit"):
-        config, _ = parse(["--method", method, "--tau", str(tau)], train.METHODS, simulate.Config)
+        config, _ = parse(["--method", method, "--tau", str(tau)], train.METHODS)
         config.check(2)
         assert config.steps_late == delay
 
@@ -451,7 +451,7 @@ def test_rounds_of_zero_one_adam_grow_as_scheduled():
 
 def test_a_resumed_run_does_not_take_what_belongs_to_a_start():
     saved = {"overwrite": True, "tau": 3, "lr": 0.5}
-    config = make_config({"lr": 0.1}, train.METHODS, simulate.Config, saved)
+    config = make_config({"lr": 0.1}, train.METHODS, saved)
     assert (config.overwrite, config.tau, config.lr) == (False, 3, 0.1)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import test_planner
-from edit import Penalty, anomaly_limits, clip_factor, is_anomaly, replica_weights
+from edit import PenaltyConfig, anomaly_limits, clip_factor, is_anomaly, replica_weights
 from lab import planner
 from ranks import ROOT
 
@@ -168,7 +168,7 @@ def pictures(plan, model, setting) -> dict:
 def penalty(setting) -> dict:
     norms = torch.tensor([[setting[f"G{i}"]] for i in range(4)], dtype=torch.float64)
     statistics = torch.tensor([100.0, setting["mean"], setting["sigma"] ** 2], dtype=torch.float64)
-    limits = anomaly_limits(statistics[:, None], Penalty())
+    limits = anomaly_limits(statistics[:, None], PenaltyConfig())
     flagged = is_anomaly(norms, limits)
     weights = replica_weights(norms, flagged)
     dbar_norm = (weights * norms).sum()

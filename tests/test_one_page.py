@@ -11,9 +11,8 @@ import torch
 import one_page
 import train
 from config import parse
-from edit import Penalty, anomaly_limits, update_statistics
+from edit import PenaltyConfig, anomaly_limits, update_statistics
 from model import ModelConfig
-from plumbing import simulate
 from ranks import train_all
 
 # The last round, the 13th, is shorter.
@@ -116,14 +115,14 @@ def test_limits_of_the_page_are_those_of_edit():
     statistics = torch.zeros(3, 1, dtype=torch.float64)
     accepted = torch.tensor([True])
     for seen, G in enumerate(norms):
-        limit = anomaly_limits(statistics, Penalty()).item()
+        limit = anomaly_limits(statistics, PenaltyConfig()).item()
         assert one_page.largest_norm(norms[:seen].tolist()) == pytest.approx(limit, rel=1e-12)
-        statistics = update_statistics(statistics, G[None], accepted, Penalty())
+        statistics = update_statistics(statistics, G[None], accepted, PenaltyConfig())
 
 
 def test_page_has_the_rates_and_defaults_of_the_command_in_its_docstring():
     command = one_page.__doc__.split("train.py ")[1].replace("\\\n", " ")
-    config = parse(shlex.split(command), train.METHODS, simulate.Config)[0]
+    config = parse(shlex.split(command), train.METHODS)[0]
     for step in (0, 30, 49, 50, 100, 139):
         theirs = train.learning_rate(step, config)
         assert one_page.learning_rate(step, config.max_steps) == pytest.approx(theirs, rel=1e-12)

@@ -20,7 +20,6 @@ from export import whole_model
 from mesh import Mesh
 from model import Llama, ModelConfig, initialize
 from optimizer import AdamW, Muon
-from plumbing import simulate
 from plumbing.load_model import open_model
 from ranks import CPU, ROOT, method_alone, run_ranks
 from shard import ShardedModel
@@ -423,7 +422,7 @@ def run_own():
     found = {}
     for method in OWN:
         options = [f"--method={method}", *SHORT]
-        config, _ = parse(options, train.METHODS, simulate.Config)
+        config, _ = parse(options, train.METHODS)
         trained = own.train(config, Mesh(2, CPU))
         loss = trained.forward(*own.make_batch(seed=0, size=3000), train=False).item()
         found[method] = loss, trained.master

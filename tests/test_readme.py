@@ -15,7 +15,6 @@ import lab.__main__  # the experiments
 import ranks
 from config import UserError, parse
 from lab import bench, runs
-from plumbing import simulate
 from ranks import OUR_METHODS, ROOT, Launch, script
 from train import METHODS
 
@@ -39,8 +38,8 @@ def command_with(part, text=TEXT):
     return next(command for command in commands(text) if part in command)
 
 
-def read_flags(argv, simulation=simulate.Config):
-    return parse(argv, METHODS, simulation)[0]
+def read_flags(argv, methods=METHODS):
+    return parse(argv, methods)[0]
 
 
 def test_all_methods_but_zero_one_adam_take_muon():
@@ -86,7 +85,7 @@ def test_every_command_names_real_files_modules_and_flags(name, text):
             read_flags(words[first:])
         if "lab.bench" in modules:
             first = words.index("lab.bench") + 1
-            read_flags(words[first:], bench.Flags)
+            read_flags(words[first:], {"minibatch": bench.Bench})
         if modules == ["lab"]:
             experiment = set(words[3:4])
             assert experiment <= set(runs.EXPERIMENTS), command

@@ -8,7 +8,7 @@ import torch
 
 import data
 import optimizer
-from config import UserError
+from config import Config, UserError
 from plumbing import simulate
 from plumbing.simulate import FRAMING, Cluster, SimulatedLink, read_disturbance
 from ranks import run_training, train_all
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def config(seed=3, **flags):
     """The simulation's flags, beside those of a run that it reads."""
-    return SimpleNamespace(**vars(simulate.Config(**flags)), seed=seed, sync_warmup_steps=0)
+    return SimpleNamespace(**vars(Config(seed=seed, **flags)), sync_warmup_steps=0)
 
 
 @pytest.fixture

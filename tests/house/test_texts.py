@@ -73,7 +73,7 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
     programs = [
         lambda: read_flags(["--help", "all"]),
-        lambda: read_flags(["--help", "all"], bench.Flags),
+        lambda: read_flags(["--help", "all"], {"minibatch": bench.Bench}),
         data.main,
         sample.main,
         export.main,
