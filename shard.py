@@ -122,10 +122,11 @@ def check_layers(layers: list):
             other = owners.setdefault(id(parameter), l)
             if other != l:
                 raise UserError(f"layer {l} shares {name} with layer {other}: give it a copy")
-        for name in layer.state_dict().keys() - names.keys():
+        buffers = sorted(layer.state_dict().keys() & dict(layer.named_buffers()).keys())
+        if buffers:
             raise UserError(
-                f"layer {l} has {name}, which is no parameter and so would differ between ranks: "
-                "register the buffer with persistent=False, or use a layer without it"
+                f"layer {l} has the buffers {', '.join(buffers)}, which ranks neither share nor "
+                "save: use LayerNorm for BatchNorm, or persistent=False for a constant"
             )
 
 

@@ -87,7 +87,9 @@ class AnotherModel(UserError):
 
     def __init__(self, path, reason: str):
         hint = "open it with the code that trained it"
-        super().__init__(f"{path} is of another model than the Llama of model.py ({reason}): {hint}")
+        super().__init__(
+            f"{path} is of another model than the Llama of model.py ({reason}): {hint}"
+        )
 
 
 def check_tensors(source: Source):
