@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project's
 from config import parse, run_command
 from mesh import Mesh
 from plumbing.log import Clock, RoundRecord
-from plumbing.simulate import Config as SimulationConfig
 from shard import ShardedModel
 from train import METHODS, learning_rate, make_optimizer
 
@@ -68,7 +67,7 @@ def train(config, mesh) -> ShardedModel:
 
 
 def main():
-    config, _ = parse(sys.argv[1:], METHODS, SimulationConfig)
+    config, _ = parse(sys.argv[1:], METHODS)
     model = train(config, Mesh(config.shards, torch.device("cpu")))
     loss = model.forward(*make_batch(seed=0, size=3000), train=False)
     print(f"{config.method}: loss {loss:.3f} on new points (guessing: 1.099)")

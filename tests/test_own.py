@@ -413,15 +413,15 @@ def test_changed_model_py_samples_from_its_own_file_and_is_not_exported_as_llama
 # ---- docs/own.py ----
 
 OWN = ["edit", "diloco", "one_bit_edit", "a_edit"]
-SHORT = "--max_steps 120 --sync_warmup_steps 20 --lr_warmup_steps 20 --tau 8 --lr 0.01 --shards 2"
-SHORT = [*SHORT.split(), "--tau_time_s", "0.1"]
+SHORT = "--max_steps 120 --sync_warmup_steps 20 --lr_warmup_steps 20 --lr 0.01 --shards 2".split()
 
 
 def run_own():
     """Of each method: the loss on new points, and this rank's parameters."""
     found = {}
     for method in OWN:
-        options = [f"--method={method}", *SHORT]
+        rounds = "--tau_time_s=0.1" if method == "a_edit" else "--tau=8"
+        options = [f"--method={method}", rounds, *SHORT]
         config, _ = parse(options, train.METHODS)
         trained = own.train(config, Mesh(2, CPU))
         loss = trained.forward(*own.make_batch(seed=0, size=3000), train=False).item()
