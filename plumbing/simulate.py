@@ -51,6 +51,8 @@ from config import UserError, option
 
 FRAMING = 1538 / 1448  # TCP over Ethernet: 1448 bytes of payload take 1538 on the wire
 
+SLOWEST_MBPS = 0.01  # on slower links a transfer could take longer than a process can sleep
+
 
 @dataclass
 class Config:
@@ -70,6 +72,8 @@ class Config:
 
     def check(self, replicas: int):
         super().check(replicas)
+        if 0 < self.link_mbps < SLOWEST_MBPS:
+            raise UserError(f"--link_mbps {self.link_mbps}: must be 0 or at least {SLOWEST_MBPS}")
         for flag in FORMS:
             read_disturbance(self, flag, replicas)
         method = self.method_class
