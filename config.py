@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 STOPS = {signal.SIGINT, signal.SIGTERM}
-if hasattr(signal, "SIGHUP"):  # the terminal was closed. Windows has no such signal
+# The terminal was closed. Windows has no such signal, and after `nohup` it stops nothing.
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
     STOPS.add(signal.SIGHUP)
 
 

@@ -370,10 +370,8 @@ class StopRequest:
     def __init__(self, enabled: bool):
         self.enabled = enabled
         self.signal = 0  # its number. In the warm-up it is this rank's vote, which reaches all
-        if not enabled:
-            return
-        for number in STOPS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup: the run survives its terminal
+        if enabled:
+            for number in STOPS:
                 signal.signal(number, self._note)
                 signal.siginterrupt(number, False)
 
@@ -382,8 +380,7 @@ class StopRequest:
         when the wait ends."""
         self.signal = number
         for each in STOPS:
-            if signal.getsignal(each) != signal.SIG_IGN:
-                signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, signal.SIG_DFL)
 
     def agreed(self, method) -> int:
         """At a round end: the signal with which all ranks stop here, or 0."""

@@ -8,6 +8,7 @@ import os
 import pty
 import random
 import resource
+import runpy
 import select
 import signal
 import subprocess
@@ -201,7 +202,8 @@ def test_closed_terminal_costs_no_step(start, tmp_path):
 
 
 def ignore_hangups(rank):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does before it starts the program
+    launch.STOPS = runpy.run_path(f"{ROOT}/config.py", run_name="config")["STOPS"]
 
 
 def test_nohup_keeps_its_promise(start):
