@@ -13,8 +13,11 @@ the chosen method does not have is refused.
 
 import argparse
 import dataclasses
+import errno
+import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -23,6 +26,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 STOPS = {signal.SIGINT, signal.SIGTERM}
+# The terminal was closed. Windows has no such signal, and after `nohup` it stops nothing.
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+    STOPS.add(signal.SIGHUP)
+
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with escapes in place of its control characters, which a terminal would execute, but
+    those to keep."""
+    return CONTROL.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 
 class UserError(Exception):
@@ -45,25 +60,43 @@ def explain(error: Exception) -> tuple:
     return error.exit_code, str(error)
 
 
+class Terminal(io.FileIO):
+    """Standard output. What a program prints after its terminal was closed is lost, which must not
+    end it: it may still have to save its work."""
+
+    def write(self, line) -> int:
+        try:
+            return super().write(line)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return len(line)
+
+
 def run_command(program: str, main):
     """Run a program's main(). Under torchrun only rank 0 prints to standard output. Errors that
     explain() knows end the process with a code and one line, the last of torchrun's report."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         sys.stdout = open(os.devnull, "w")
+    elif sys.stdout.isatty():
+        terminal = io.BufferedWriter(Terminal(sys.stdout.fileno(), "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(terminal, sys.stdout.encoding)
     sys.stdout.reconfigure(errors="replace", line_buffering=True)  # a terminal may lack characters
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, also while a rank waits in gloo
     try:
         return main()
     except Exception as error:
         code, line = explain(error)
+    line = printable(line)
     if line:
         with suppress(OSError, KeyError):
             report = json.dumps({"message": line, "timestamp": int(time.time())})
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(report)
         time.sleep(rank != "0")  # rank 0 first: when it has ended, torchrun ends this rank
         kind = "error: " if code < 128 else ""  # a signal is none
-        print(f"{program}: {kind}{line}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # a closed terminal
+            print(f"{program}: {kind}{line}", file=sys.stderr, flush=True)
     os._exit(code)  # destructors could wait for lost ranks
 
 
@@ -131,7 +164,7 @@ class Config:
         0, "in steps; 0: only one, at the end", group="checkpoints and resuming"
     )
     keep: int = option(2, "checkpoints to keep", low=1)
-    save_on_exit: bool = option(False, "at SIGTERM or Ctrl-C, save and stop at the next round end")
+    save_on_exit: bool = option(False, "at SIGTERM, SIGHUP, Ctrl-C save and stop at the round end")
     resume: str = option("", "checkpoint or run's folder to continue; auto: OUT_DIR's, if any")
     overwrite: bool = option(False, "delete the earlier run in OUT_DIR")
 
@@ -207,8 +240,8 @@ class Config:
 
     def check(self, replicas: int):
         """Raise UserError if the flags do not fit together."""
-        if self.optimizer == "muon" and self.lr == 0:
-            raise UserError("--lr 0: muon's rate follows it; give --muon_lr 0 or --optimizer adamw")
+        if self.optimizer == "muon" and (self.lr == 0 or self.muon_lr / self.lr > 1e100):
+            raise UserError(f"--lr {self.lr}: muon's rate follows it; give --muon_lr 0 or --optimizer adamw")
 
 
 # ---- from the command line to a config ----
@@ -267,6 +300,7 @@ def read_flags(argv: list, methods: dict) -> dict:
 
     given = vars(parser.parse_args(argv))
     if "data" in given:
+        check_limits("--data", given["data"], {})
         given["data"] = ":".join(given["data"])
     for name, value in given.items():
         f = next(iter(fields[name].values()))
@@ -356,10 +390,16 @@ def read_number(config: dict, key: str, flag: str):
     return value
 
 
+PATHS = {f"--{name}" for name in "data init_from resume out_dir model input out".split()}
+
+
 def check_limits(name: str, value, limits: dict):
     """Raise UserError unless a number is at least `low` (by default 0), not `above` (0, if it is
     given) and below `below` (2^31; 1e30 for fractions)."""
-    if isinstance(value, str):
+    names = value if isinstance(value, list) else [value]
+    if "" in names and name in PATHS:
+        raise UserError(f"{name} is empty, as of an unset variable: leave it out for its default")
+    if isinstance(value, (str, list)):
         return
     low = limits.get("low", 0)
     below = limits.get("below", 2**31 if isinstance(value, int) else 1e30)

@@ -424,6 +424,8 @@ def main():
     add("--out", required=True, help="new folder")
     add("--max_tokens", type=float, default=1e18, help="stop at so many tokens (default: none)")
     args = parser.parse_args()
+    for name in "input", "out":
+        check_limits(f"--{name}", getattr(args, name), {})
     check_limits("--max_tokens", args.max_tokens, {"low": 1})
     meta = write_corpus(text_documents(args.input), args.tokenizer, args.out, args.max_tokens)
     print(f"{args.out}: {meta['tokens']:,} tokens ({args.tokenizer})")

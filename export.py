@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from config import Parser, UserError, explain, run_command
+from config import Parser, UserError, check_limits, explain, run_command
 from data import new_folder
 from plumbing.load_model import FIELDS, Source, open_model, their_names
 from plumbing.tokenizer import UNKNOWN, JsonTokenizer, to_json
@@ -46,7 +46,9 @@ def save_model(path, model, tokenizer: str, flags: dict):
     saved |= {"tokenizer": tokenizer, "config": flags}
     unfinished = f"{path}.tmp"
     try:
-        with open(unfinished, "wb") as file:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
+        Path(unfinished).unlink(missing_ok=True)
+        with open(unfinished, "xb") as file:  # x: not through a link
             torch.save(saved, file)
         os.replace(unfinished, path)
     except (OSError, RuntimeError) as error:  # torch.save raises its own error after an OSError
@@ -90,6 +92,8 @@ def main():
     parser.add_argument("--model", required=True, metavar="FILE", help="a run's model.pt")
     parser.add_argument("--out", required=True, metavar="DIR", help="new folder")
     args = parser.parse_args()
+    for name, value in vars(args).items():
+        check_limits(f"--{name}", value, {})
     write_folder(open_model(args.model), args.out)
     print(f"{args.out}: transformers.AutoModelForCausalLM.from_pretrained({args.out!r})")
 

@@ -24,6 +24,7 @@ others raise RankLostError (in a shard group after a sixth of it; with NCCL, its
 process).
 """
 
+import re
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -57,6 +58,8 @@ def translate_comm_errors():
         raise
     except RuntimeError as error:
         text = str(error).strip().split("\n")[0]
+        if found := re.match(r"\[\S+:\d+\] (.*?)(\. |$)", text):  # gloo: its source file, advice
+            text = found[1]
         hint = "--resume auto continues from the last checkpoint, if there is one"
         raise RankLostError(f"lost contact with another rank ({text}); {hint}") from error
 

@@ -5,7 +5,7 @@ Also from a folder in Hugging Face's Llama format.
 
 import torch
 
-from config import Parser, UserError, check_limits, run_command
+from config import Parser, UserError, check_limits, printable, run_command
 from plumbing.load_model import make_llama, open_model
 from plumbing.tokenizer import make_tokenizer
 
@@ -53,7 +53,7 @@ def print_sample(path):
     except (UserError, ModuleNotFoundError) as error:  # offline: the run itself is fine
         text = f"none: {error}"
     print(f"model   {path}")
-    print("sample  " + text.replace("\n", "\n        "))
+    print("sample  " + printable(text, keep="\n\t").replace("\n", "\n        "))
 
 
 def main():
@@ -70,7 +70,7 @@ def main():
         check_limits(f"--{name}", value, {})
     model, encoding = load(options.pop("model"))
     count = options.pop("tokens")
-    print(continue_text(model, encoding, count=count, **options))
+    print(printable(continue_text(model, encoding, count=count, **options), keep="\n\t"))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from sample import print_sample
 from shard import ShardedModel
 
 HINT = "lower --lr, or raise --lr_warmup_steps"
+LARGEST_SAMPLED = 200e6  # parameters. The other ranks wait for the sample, which one CPU makes
 METHODS = {"minibatch": MiniBatch, "diloco": DiLoCo, "edit": EDiT, "a_edit": AEDiT} | RELATIVES
 
 
@@ -126,7 +127,7 @@ def check_finite(model, method):
     repaired = method.repairs_replicas and not method.averages_gradients
     if not math.isfinite(norm + loss) and not repaired:
         raise UserError(
-            f"diverged at step {method.steps - model.metrics_lag}: loss {loss:.4g}, "
+            f"diverged at step {method.steps - len(model.metrics) + 1}: loss {loss:.4g}, "
             f"gradient norm {norm:.4g}; {HINT}"
         )
 
@@ -189,8 +190,10 @@ def finish(setup, batches, model, method, log):
     if model.mesh.replica == 0:
         save_model(path, model, setup.corpus.tokenizer, setup.describe(model.mesh))
     log.end(method, val_loss)
-    if model.mesh.rank == 0:
+    if model.mesh.rank == 0 and setup.plan.n_params <= LARGEST_SAMPLED:
         print_sample(path)
+    elif model.mesh.rank == 0:
+        print(f"model   {path}\nsample  python sample.py --model {path} (at this size in minutes)")
 
 
 def learning_rate(progress: float, config) -> float:

@@ -20,7 +20,6 @@ So list_checkpoints() finds only complete ones, whenever a rank is killed.
 Nothing in a file is executed: JSON, and tensors through torch.load(weights_only=True).
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -33,6 +32,7 @@ import torch
 from torch.nn.functional import pad
 
 from config import UserError, explain
+from plumbing.posix import fcntl
 
 # Maps a file: tensors are read when they are used.
 open_file = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)

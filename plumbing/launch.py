@@ -10,11 +10,13 @@ the ranks exchange what they have found: either all train, or all end.
     divergence              the ranks that find it end, the others lose them        2 (others 1)
     a rank is lost          gloo, shm: the others end at once or after --timeout_s  1
                             (a silent rank of the same replica: after a sixth of that)
-    SIGTERM, Ctrl-C         at once; with --save_on_exit at the next round end,     128 + signal
-                            after a checkpoint
+    SIGTERM, Ctrl-C,        at once; with --save_on_exit at the next round end,     128 + signal
+    SIGHUP                  after a checkpoint. SIGHUP: the terminal was closed
+    torchrun is killed      as after SIGTERM                                        128 + SIGTERM
 
 torchrun kills the ranks 30 s after its signal, unless --shutdown_timeout says otherwise. When a
-node joins, it is always 30 s. A round and its checkpoint should take less.
+node joins, it is always 30 s. A round and its checkpoint should take less. A signal that torchrun
+does not know, such as SIGUSR1, kills it.
 
 With --save_on_exit the signal of one rank is enough. At a round end all ranks exchange their
 signals, so replicas wait for each other there, also in a method without a barrier.
@@ -25,8 +27,8 @@ import hashlib
 import math
 import os
 import signal
+import sys
 import time
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 import data
-from config import STOPS, Config, UserError, lost_flags, make_config, read_flags
+from config import STOPS, Config, UserError, explain, lost_flags, make_config, read_flags
 from mesh import Mesh, translate_comm_errors
 from plumbing import checkpoint, shm, simulate
 from plumbing.checkpoint import alike
@@ -81,6 +83,8 @@ class Setup:
                 flags = {name: base[name] for name in base.keys() - FACTS}
                 self.lost = lost_flags(flags, config, methods)
         config.out_dir = out_dir
+        if "data" in self.given:  # the checkpoint may be continued from another folder
+            config.data = absolute(config.data)
 
         if config.dry_run:  # for any mesh
             world_size = config.replicas * config.shards or max(world_size, config.shards)
@@ -91,15 +95,27 @@ class Setup:
         replicas = world_size // config.shards
         config.check(replicas)
         simulate.check(config, methods[config.method], replicas)
-        self.corpus = data.load(config.data or None, config.vocab_size)
+        self.corpus = self.load_corpus()
         data.check_windows(self.corpus, config.block_size)
         self.plan = Plan(config, methods[config.method], self.corpus.vocab_size, world_size)
         if not config.dry_run:
             self.plan.check_memory()
+        if config.compile and not config.dry_run:
+            check_compiler(config)
         if self.source:
             self.source.check(self.plan.model_config, self.corpus)
         if self.saved:
             checkpoint.check_resume(self)
+
+    def load_corpus(self) -> data.Corpus:
+        try:
+            return data.load(self.config.data or None, self.config.vocab_size)
+        except (OSError, UserError) as error:
+            if not self.saved or "data" in self.given:
+                raise
+            reason = explain(error)[1]
+            line = f"{reason}: so says the --data of checkpoint {self.path}; name the corpus with --data"
+            raise UserError(line) from None
 
     def describe(self, mesh) -> dict:
         """What the record and the checkpoints say of the run: its flags and the FACTS."""
@@ -113,12 +129,42 @@ class Setup:
         }  # fmt: skip
 
 
+def absolute(data):
+    """--data with absolute paths."""
+    if isinstance(data, list):
+        return [os.path.abspath(path) for path in data]
+    return ":".join(os.path.abspath(path) for path in data.split(":"))
+
+
+def check_compiler(config):
+    """Raise UserError unless torch.compile works here. It needs a C++ compiler and Python's header
+    files, and reports what is missing in many ways."""
+    device = torch.device(config.device)
+    if config.device == "cuda":
+        device = torch.device("cuda", local_rank() % torch.cuda.device_count())
+    try:
+        torch.compile(torch.sin)(torch.ones(8, device=device))
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"--compile: torch.compile does not work here ({reason[:200]}); install a C++ compiler "
+            "(g++) and Python's header files, or leave out --compile"
+        ) from None
+
+
 def check_mesh(config, world_size: int):
     M, N = config.replicas, config.shards
-    if world_size % N or M and world_size != M * N:
+    if world_size > 2**20:
+        raise UserError(f"{world_size:,} ranks: a mesh may have 2^20; lower --replicas or --shards")
+    if M and world_size != M * N:
         raise UserError(
-            f"--replicas {M} --shards {N}: {world_size} ranks do not form such a mesh; "
-            f"change --nproc_per_node or give --shards {math.gcd(world_size, N)}"
+            f"--replicas {M} --shards {N}: that takes {M * N} ranks, but there are {world_size}; "
+            f"start {M * N} (torchrun's --nproc_per_node), or change the two flags"
+        )
+    if world_size % N:
+        raise UserError(
+            f"--shards {N}: {world_size} ranks do not form replicas of {N}; change --nproc_per_node "
+            f"or give --shards {math.gcd(world_size, N)}"
         )
 
 
@@ -163,16 +209,52 @@ def has_native_bf16(device: str) -> bool:
 def connect() -> Mesh:
     """Start torch.distributed's default group. Returns a mesh of all ranks as one replica, for what
     they tell each other before the run's mesh is known."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets it
+    end_with_torchrun()
+    rank, world_size = place_among_ranks()
     timeout = timedelta(seconds=START_S)
     with translate_comm_errors():
         if world_size > 1:
-            store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
             store = without_old_keys(store, rank, world_size)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
             )
         return Mesh(world_size, torch.device("cpu"), START_S)
+
+
+def place_among_ranks() -> tuple:
+    """(rank, world size), which torchrun tells in the environment; alone without it. Raises
+    UserError if a launcher has left something out."""
+    found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    if set(found.values()) == {None}:
+        tasks = os.environ.get("SLURM_NTASKS", "1")
+        if tasks != "1":
+            raise UserError(
+                f"Slurm has started {tasks} tasks that do not know of each other: let srun start "
+                "torchrun, as plumbing/slurm.sh does, or unset SLURM_NTASKS to train in one process"
+            )
+        return 0, 1
+    needed = {}  # numbers
+    if found["WORLD_SIZE"] != "1":
+        needed = {"MASTER_PORT": os.environ.get("MASTER_PORT")}
+        found["MASTER_ADDR"] = os.environ.get("MASTER_ADDR")
+    numbers = {name: found[name] for name in ("RANK", "WORLD_SIZE")} | needed
+    numbers |= {name: os.environ.get(name, "0") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    right = all(number and number.isdecimal() for number in numbers.values())
+    right = right and int(found["RANK"]) < int(found["WORLD_SIZE"])
+    if not right or None in found.values():
+        told = ", ".join(f"{name}={value or ''}" for name, value in (found | numbers).items())
+        raise UserError(
+            f"{told}: these variables do not describe a rank; start with torchrun, which sets them"
+        )
+    return int(found["RANK"]), int(found["WORLD_SIZE"])
+
+
+def end_with_torchrun():
+    """This rank gets SIGTERM when its torchrun has been killed. Without it the rank would train on,
+    and keep the run's folder and its GPU."""
+    if dist.is_torchelastic_launched() and hasattr(LIBC, "prctl"):
+        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; only Linux has it
 
 
 def without_old_keys(store, rank: int, world_size: int):
@@ -271,11 +353,15 @@ def shorten_timeout(mesh):
 def leave_together():
     """All ranks wait here, so no process group is destroyed while rank 0 still samples. Nobody
     waits for a rank that has failed, and a failed rank does not come here."""
-    if dist.is_initialized():
-        with suppress(RuntimeError):  # a rank has failed
-            # [start] barrier, all ranks, once per run
-            dist.barrier()
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+    try:
+        # [start] barrier, all ranks, once per run
+        dist.barrier()
+    except RuntimeError:  # a rank has failed, not this one. Its groups could wait for it for ever
+        sys.stdout.flush()
+        os._exit(0)
+    dist.destroy_process_group()
 
 
 class Stopped(Exception):

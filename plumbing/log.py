@@ -36,7 +36,6 @@ To read a record: pandas.read_json("out/edit/metrics.jsonl", lines=True). To see
 import json
 import math
 import os
-import resource
 import time
 from collections import Counter, deque
 from contextlib import contextmanager
@@ -46,6 +45,7 @@ import torch
 
 from config import NOT_RESUMED
 from plumbing.plan import size
+from plumbing.posix import MAXRSS_BYTES, resource
 
 
 class Clock:
@@ -185,9 +185,11 @@ class Log:
             self.profiler.start()  # step 1 warms it up
 
         path = Path(self.config.out_dir, "metrics.jsonl")
+        continues = setup.saved and setup.path.parent.samefile(path.parent)
         if mesh.rank != 0:
             path = Path(os.devnull)
-        continues = setup.saved and setup.path.parent.samefile(path.parent)
+        elif not continues or path.is_symlink() or not path.is_file():
+            path.unlink(missing_ok=True)  # nothing is written through a link or into a pipe
         self.file = open(path, "a" if continues else "w", buffering=1)  # whole lines
         if continues:
             self.file.truncate(min(self.file.tell(), setup.saved["metrics_bytes"]))
@@ -292,12 +294,15 @@ class Log:
         if method.record.spread is not None:
             row["spread"] = method.record.spread
         self.write("eval", row)
-        print(f"eval {row['step']:05d} | val loss {val_loss:.4f} nats/token | {bits:.3f} bits/byte")
+        line = f"eval {row['step']:05d} | val loss {val_loss:.4f} nats/token"
+        if not math.isnan(bits):
+            line += f" | {bits:.3f} bits/byte"
+        print(line)
 
     def end(self, method, val_loss: float):
         if self.config.timeline:
             self.write_timeline()
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
         if self.mesh.device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated()
         if self.rolled_back:
@@ -317,6 +322,7 @@ class Log:
         zero = time.time() - time.perf_counter()  # one scale for all machines
         spans = [(name, begin + zero, end + zero) for name, begin, end in self.mesh.spans]
         path = Path(self.config.out_dir, f"timeline-{self.mesh.rank}.json")
+        path.unlink(missing_ok=True)  # nothing is written through a link
         path.write_text(json.dumps({"replica": self.mesh.replica, "spans": spans}))
 
 

@@ -8,6 +8,7 @@ P: elements of a layer's flat vector. Not counted: the program itself (on CPUs t
 `import torch` takes), the corpus, what the allocator does not give back.
 """
 
+import math
 import os
 
 import numpy as np
@@ -73,9 +74,12 @@ class Plan:
                 f"--tokens_per_step {tokens}: it sets --accum; leave out --accum, "
                 "or give --accum 1 or --tokens_per_step 0"
             )
-        while sequences % self.micro_steps or sequences > self.micro_steps * self.micro_batch:
-            self.micro_steps += 1
-        self.micro_batch = sequences // self.micro_steps
+        divisors = set()
+        for d in range(1, math.isqrt(sequences) + 1):
+            if sequences % d == 0:
+                divisors |= {d, sequences // d}
+        self.micro_batch = max(d for d in divisors if d <= self.micro_batch)
+        self.micro_steps = sequences // self.micro_batch
 
     def memory(self) -> dict:
         """About how many bytes one rank holds at its peak, by kind."""
@@ -192,13 +196,14 @@ class Plan:
             f"step    {M * N} ranks x {self.micro_steps} micro-steps x {self.micro_batch} "
             f"sequences x {config.block_size} tokens = {self.tokens_per_step:,} tokens"
         )
-        warmup = getattr(config, "sync_warmup_steps", 0)  # mini-batch has no such flag
-        if warmup:
+        warmup = config.sync_warmup_steps
+        if 0 < warmup < math.inf:  # mini-batch's never ends
             then = f"{config.method} begins"
             if warmup >= config.max_steps:
                 then = "the run is over"
             last = min(warmup, config.max_steps)
             print(f"warm-up steps 1 to {last} average gradients, then {then}")
+        self.show_note(warmup)
         if M > 1:
             sent = self.sync_bytes()
             print(
@@ -212,6 +217,21 @@ class Plan:
                     f"{sync_s:.3g} s"
                 )
         print(flush=True)
+
+
+    def show_note(self, sync_warmup: float):
+        """A line if the learning rate rises for longer than one would expect."""
+        config = self.config
+        if config.lr_warmup_steps > config.max_steps:
+            print(
+                f"note    --lr_warmup_steps {config.lr_warmup_steps}: the run ends after "
+                f"{config.max_steps} steps, so the learning rate never reaches --lr"
+            )
+        elif config.lr_warmup_steps > sync_warmup:
+            print(
+                f"note    --lr_warmup_steps {config.lr_warmup_steps}: rounds begin after "
+                f"{sync_warmup} steps, while the learning rate still rises"
+            )
 
 
 def size(count: float) -> str:

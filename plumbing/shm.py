@@ -28,12 +28,13 @@ dead neighbour is noticed in /proc, a silent one after the group's timeout; both
 import mmap
 import os
 import platform
-import resource
 import time
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from plumbing.posix import resource
 
 GATHER = 0
 SUM = 1

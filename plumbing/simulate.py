@@ -51,6 +51,8 @@ from config import UserError
 
 FRAMING = 1538 / 1448  # TCP over Ethernet: 1448 bytes of payload take 1538 on the wire
 
+SLOWEST_MBPS = 0.01  # on slower links a transfer could take longer than a process can sleep
+
 
 FORMS = {
     "slow_replica": "R:F",
@@ -82,6 +84,8 @@ def read_disturbance(config, flag: str, replicas: int) -> dict:
 
 def check(config, method, replicas: int):
     """Raise UserError if the flags of the simulation do not fit the method or the mesh."""
+    if 0 < config.link_mbps < SLOWEST_MBPS:
+        raise UserError(f"--link_mbps {config.link_mbps}: must be 0 or at least {SLOWEST_MBPS}")
     for flag in FORMS:
         read_disturbance(config, flag, replicas)
     has_anchor = "anchor" in method.shared + method.private

@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import json
 import math
 import os
 import pickle
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -15,6 +17,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,11 +28,13 @@ import ranks
 import sample
 import train
 from config import Config, UserError, make_config, option, parse, run_command
-from mesh import Mesh
+from mesh import Mesh, RankLostError, translate_comm_errors
 from model import ModelConfig
-from plumbing import checkpoint, launch, load_model
+from plumbing import checkpoint, launch, load_model, posix
 from plumbing.log import Clock, Log, RoundRecord
+from plumbing.plan import Plan
 from ranks import ROOT, Launch, flags, method_alone
+from shard import ShardedModel
 
 WRONG = """
 train --learning_rate 1                 | --learning_rate
@@ -49,8 +54,24 @@ train --beta1 1                         | --beta1 1.0: must be at least 0 and be
 train --timeout_s 1e14                  | --timeout_s 1000
 train --batch_size 2000000000           | a rank needs about
 train --block_size 1000000000           | lower --block_size
-train --shards 3                        | do not form such a mesh; change --nproc_per_node or give --shards 1
-train --replicas 2                      | --replicas 2 --shards 1
+train --shards 3                        | error: --shards 3: 1 ranks do not form replicas of 3; change --nproc_per_node or give --shards 1
+train --replicas 2                      | --replicas 2 --shards 1: that takes 2 ranks, but there are 1; start 2
+train --replicas 2 --shards 3           | --replicas 2 --shards 3: that takes 6 ranks, but there are 1; start 6
+train --replicas 100000 --shards 100000 --dry_run | 10,000,000,000 ranks
+train --link_mbps 1e-300                | --link_mbps 1e-300: must be 0 or at least
+train --lr 1e-320 --optimizer muon      | muon's rate follows it
+train --data xNEWLINEy                     | x\\ny: No such file
+train --data EMPTY                      | --data is empty, as of an unset variable
+train --data IN/tokens.bin EMPTY        | --data is empty
+train --init_from EMPTY                 | --init_from is empty
+train --resume EMPTY                    | --resume is empty
+train --out_dir EMPTY                   | --out_dir is empty
+data --input EMPTY --out new            | --input is empty
+data --input IN/text.txt EMPTY --out new | --input is empty
+data --input IN/text.txt --out EMPTY    | --out is empty
+sample --model EMPTY                    | --model is empty
+export --model EMPTY --out new          | --model is empty
+export --model IN/half.pt --out EMPTY   | --out is empty
 train --n_head 2 --n_embd 6             | --n_embd 6
 train --slow_replica 1:2                | --slow_replica 1:2: must be R:F, R below 1, 1 <= F < 1e9
 train --slow_replica 0:0.5              | --slow_replica 0:0.5
@@ -180,6 +201,7 @@ def test_wrong_input_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     line = line.replace("DIGITS", "9" * 400).replace("NAME", "n" * 300)
     program, *argv = [re.sub("^IN", str(inputs), word) for word in line.split()]
+    argv = [word.replace("EMPTY", "").replace("NEWLINE", "\n") for word in argv]
     if program == "train":  # would end soon if it was not refused
         argv = [*flags(max_steps=1, data=corpus_folder), *argv]
     assert run_here(program, argv) == 2
@@ -207,11 +229,200 @@ def test_loss_that_is_not_finite_at_the_end_is_a_divergence(
     assert not (tmp_path / "model.pt").exists()
 
 
-def test_divergence_names_its_step_also_if_the_metrics_are_known_a_step_late():
+@pytest.mark.parametrize("known, step", [(2, 4), (1, 5)])
+def test_divergence_names_its_step_also_if_the_metrics_are_known_a_step_late(known, step):
+    """In its first step a process has one row of metrics, and that is known."""
     model = SimpleNamespace(known_metrics=lambda: [1.0, math.nan, 0.0], metrics_lag=1)
+    model.metrics = [None] * known
     method = SimpleNamespace(steps=5, repairs_replicas=False, averages_gradients=False)
-    with pytest.raises(UserError, match="diverged at step 4: loss nan, gradient norm 1; lower"):
+    with pytest.raises(UserError, match=f"diverged at step {step}: loss nan, gradient norm 1; lower"):
         train.check_finite(model, method)
+
+
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({"SLURM_NTASKS": "2"}, "Slurm has started 2 tasks that do not know of each other"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR=, .* start with torchrun"),
+        ({"RANK": "1"}, "RANK=1, WORLD_SIZE=, "),
+        ({"WORLD_SIZE": "2"}, "RANK=, WORLD_SIZE=2"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "y"}, "_PORT=y"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK=x"),
+    ],
+)
+def test_environment_that_describes_no_rank_is_refused_in_a_line(
+    variables, message, run_here, monkeypatch, capsys
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert run_here("train", ["--dry_run"]) == 2
+    written = capsys.readouterr()
+    (error,) = written.err.splitlines()
+    assert re.search(message, error) and written.out == ""
+
+
+def on_windows(argv, rank, *more):
+    """What `python train.py` does where Python lacks these modules and signals."""
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(ROOT)):
+            del sys.modules[name]
+    sys.modules |= {"fcntl": None, "resource": None}
+    del signal.SIGHUP
+    runpy.run_path(str(ROOT / "one_page.py"))
+    ranks.script(argv, rank, *more, ROOT / "train.py", ROOT)
+
+
+def test_windows_gets_a_line_and_one_page(tmp_path):
+    run = Launch(1, tmp_path, special={0: (on_windows,)})
+    assert run.wait() == [2]
+    (line,) = run.lines("err")
+    assert "no fcntl" in line and "python one_page.py" in line
+
+
+def test_peak_memory_has_the_unit_of_the_system(monkeypatch):
+    for system, unit in ("darwin", 1), ("linux", 1024):
+        monkeypatch.setattr(sys, "platform", system)
+        assert importlib.reload(posix).MAXRSS_BYTES == unit
+
+
+def test_error_of_gloo_is_told_without_its_source_files():
+    text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+    text += "[127.0.0.1]:5133. This means that the peer has crashed. GLHF!\nmore"
+    with pytest.raises(RankLostError) as lost, translate_comm_errors():
+        raise RuntimeError(text)
+    assert "rank (Connection closed by peer [127.0.0.1]:5133); --resume" in str(lost.value)
+
+
+def test_rank_whose_neighbours_are_lost_leaves_without_destroying_its_groups(monkeypatch):
+    """Destroying could wait for ever."""
+    left = []
+    monkeypatch.setattr(launch.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: left.append("destroyed"))
+
+    def barrier():
+        if left == ["lost"]:
+            raise RuntimeError("lost")
+
+    monkeypatch.setattr(launch.dist, "barrier", barrier)
+    launch.leave_together()
+    assert left == ["destroyed"]
+    left[:] = ["lost"]
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as done:
+        launch.leave_together()
+    assert done.value.code == 0 and left == ["lost"]
+
+
+def test_compiler_that_is_missing_is_told_in_a_line(
+    run_here, corpus_folder, tmp_path, monkeypatch, capsys
+):
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    argv = [*flags(data=corpus_folder, max_steps=1, dtype="fp32"), "--compile"]
+    assert run_here("train", [*argv, "--out_dir", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "--compile: torch.compile does not work here" in error and "leave out --compile" in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "argv, said, unsaid",
+    [
+        ("--method minibatch", "", "warm-up steps"),
+        ("--method edit", "then edit begins", "note"),
+        ("--lr_warmup_steps 701", "note    --lr_warmup_steps 701: the run ends after 700", "rounds begin"),
+        ("--lr_warmup_steps 201", "note    --lr_warmup_steps 201: rounds begin after 200", "the run ends"),
+    ],
+)
+def test_header_says_what_the_warm_ups_do(argv, said, unsaid, run_here, corpus_folder, capsys):
+    argv = ["--dry_run", "--device", "cpu", "--data", str(corpus_folder), *argv.split()]
+    assert run_here("train", argv) is None
+    printed = capsys.readouterr().out
+    assert said in printed and unsaid not in printed
+
+
+def test_large_model_gets_a_command_in_place_of_a_sample(
+    run_here, corpus_folder, tmp_path, monkeypatch, capsys
+):
+    """All ranks would wait for it."""
+    monkeypatch.setattr(train, "LARGEST_SAMPLED", 100)
+    monkeypatch.setattr(train, "print_sample", None)
+    argv = flags(data=corpus_folder, max_steps=1, out_dir=tmp_path)
+    assert run_here("train", argv) is None
+    assert f"sample  python sample.py --model {tmp_path}/model.pt" in capsys.readouterr().out
+
+
+def test_run_resumes_from_another_folder(run_here, corpus_folder, tmp_path, monkeypatch, capsys):
+    """The checkpoint's relative --data goes by the folder in which the run started."""
+    shutil.copytree(corpus_folder, tmp_path / "corpus")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoint, "lock", lambda *_: os.open(os.devnull, os.O_RDONLY))
+    argv = flags(data="corpus", max_steps=2, out_dir="run")
+    assert run_here("train", argv) is None
+    monkeypatch.chdir("/")
+    argv = ["--resume", str(tmp_path / "run"), "--max_steps", "3"]
+    assert run_here("train", argv) is None
+    os.rename(tmp_path / "corpus", tmp_path / "moved")
+    capsys.readouterr()
+    assert run_here("train", argv) == 2
+    error = capsys.readouterr().err
+    assert "so says the --data of checkpoint" in error and "name the corpus with --data" in error
+
+
+def test_control_characters_of_a_sample_do_not_reach_the_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sample, "load", lambda path: (None, SimpleNamespace(name="byte")))
+    monkeypatch.setattr(sample, "continue_text", lambda *_, **__: "a\x1b[2Jb\n\tc\x9f")
+    sample.print_sample("model.pt")
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--model", "model.pt"])
+    sample.main()
+    printed = capsys.readouterr().out
+    assert printed.count(r"a\x1b[2Jb") == 2 and printed.count(r"c\x9f") == 2
+    assert "\x1b" not in printed and "\n\tc" in printed
+
+
+def test_token_files_have_no_bits_per_byte(run_here, tmp_path, capsys):
+    """Nobody knows how many bytes of text a token of them is."""
+    (1 + np.arange(4000) % 97).astype(np.uint16).tofile(tmp_path / "x.bin")
+    argv = flags(data=tmp_path / "x.bin", max_steps=1, out_dir=tmp_path / "out")
+    assert run_here("train", argv) is None
+    printed = capsys.readouterr().out
+    assert "nats/token" in printed and "bits/byte" not in printed and "nan" not in printed
+
+
+def test_model_is_saved_although_its_folder_was_removed(tmp_path):
+    model = ShardedModel(ModelConfig(1, 1, 8, 8, 11), Mesh(1, torch.device("cpu")))
+    export.save_model(tmp_path / "removed" / "model.pt", model, "byte", {})
+    assert (tmp_path / "removed" / "model.pt").exists()
+
+
+def test_nothing_is_written_through_a_link(run_here, corpus_folder, tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.write_text("precious")
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in "metrics.jsonl", "model.pt.tmp", "timeline-0.json":
+        (out / name).symlink_to(theirs)
+    argv = [*flags(data=corpus_folder, max_steps=1, out_dir=out), "--timeline"]
+    assert run_here("train", argv) is None
+    assert theirs.read_text() == "precious"
+    assert (out / "metrics.jsonl").read_text().count("\n") > 2 and (out / "model.pt").exists()
+
+
+def test_tokens_per_step_are_divided_at_once():
+    """As few micro-steps as the limit allows, also for numbers that have few divisors."""
+    for tokens, batch_size, expected in (
+        (2_147_483_520, 8, (8, 33_554_430)),
+        (8 * 2_147_483, 8, (1, 2_147_483)),  # a prime
+        (8 * 12, 8, (6, 2)),
+        (8 * 12, 5, (4, 3)),
+        (8 * 3, 5, (3, 1)),
+    ):
+        config = ranks.run_config(tokens_per_step=tokens, batch_size=batch_size)
+        config.dtype = "fp32"
+        plan = Plan(config, train.METHODS["edit"], 10, 1)
+        assert (plan.micro_batch, plan.micro_steps) == expected
 
 
 def test_characters_that_a_terminal_lacks_are_replaced(run_here, monkeypatch):
@@ -310,7 +521,7 @@ def test_full_and_closed_output_and_torchrun_give_one_line_or_none(corpus_folder
     options = dict(stderr=subprocess.PIPE, text=True)
     started = [subprocess.Popen([*shell, line], cwd=ROOT, **options) for line, *_ in cases]
     for process, (line, code, message) in zip(started, cases):
-        errors = process.communicate(timeout=90)[1]
+        errors = process.communicate(timeout=900)[1]
         lines = [error for error in errors.splitlines() if ".py: error: " in error]
         assert process.returncode == code and len(lines) == bool(message), (line, errors)
         assert message in "".join(lines) and 'train.py", line' not in errors

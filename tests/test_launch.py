@@ -1,11 +1,15 @@
 """Real processes, really killed and stopped: they leave in bounded time with one line each, and a
 resumed run continues as if nothing had happened."""
 
+import fcntl
 import functools
 import json
 import os
+import pty
 import random
 import resource
+import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -52,7 +56,7 @@ def assert_same(*folders):
 
 def finish(run):
     """Wait for the end, without a line of error."""
-    assert (run.wait(300), run.lines("err")) == ([0] * len(run.ranks), [])
+    assert (run.wait(), run.lines("err")) == ([0] * len(run.ranks), [])
 
 
 def errors(run) -> list:
@@ -130,7 +134,7 @@ VIRTUAL = "--tau_time_s 4 --virtual_clock --slow_replica 1:2"  # rounds of 4 and
     [
         ("minibatch", signal.SIGINT, [2], 1, 14),  # the vote of step 13 is known one step late
         ("noloco", signal.SIGTERM, [0, 1, 2, 3], 0, 15),
-        (f"a_edit {VIRTUAL}", signal.SIGTERM, [1], 0, 15),
+        (f"a_edit {VIRTUAL}", signal.SIGHUP, [1], 0, 15),  # a closed terminal
     ],
 )
 def test_signal_stops_all_ranks_at_the_next_round_end(
@@ -153,7 +157,7 @@ def test_signal_stops_all_ranks_at_the_next_round_end(
 
 
 def test_second_signal_kills(start):
-    run = start("--save_on_exit --timeout_s 60", steps=10**5, ranks=2)
+    run = start("--save_on_exit --timeout_s 6000", steps=10**5, ranks=2)
     run.wait_for("step 00003/")
     run.signal(signal.SIGSTOP, 1)  # so rank 0 waits in a collective before the round end
     run.signal(signal.SIGINT, 0)
@@ -164,6 +168,99 @@ def test_second_signal_kills(start):
         time.sleep(0.01)
     run.signal(signal.SIGKILL, 1)
     assert run.wait() == [-signal.SIGINT, -9]
+
+
+ALONE = "--shards 1 --save_on_exit"
+
+
+def on_terminal(argv, rank, world_size, port, folder, path):
+    """ranks._command on a terminal of its own."""
+    os.setsid()
+    terminal = os.open(path, os.O_RDWR)  # the first one that a new session opens is its own
+
+    def write_there(folder, rank):
+        for number in 1, 2:
+            os.dup2(terminal, number)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)
+
+    ranks._write_to = write_there
+    ranks._command(argv, rank, world_size, port, folder)
+
+
+def test_closed_terminal_costs_no_step(start, tmp_path):
+    """The rank can no longer print, and it saves nevertheless."""
+    ours, theirs = pty.openpty()
+    run = start(ALONE, 10**5, ranks=1, special={0: (on_terminal, os.ttyname(theirs))})
+    printed = b""
+    while b"step 00005/" not in printed:
+        assert run.ranks[0].is_alive(), printed
+        if select.select([ours], [], [], 1)[0]:
+            printed += os.read(ours, 1000)
+    for end in theirs, ours:
+        os.close(end)
+    assert run.wait() == [128 + signal.SIGHUP]
+    (path,) = checkpoint.list_checkpoints(tmp_path / "run")
+    assert int(path.name.split("-")[1]) >= 5
+
+
+def ignore_hangups(rank):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does before it starts the program
+    launch.STOPS = runpy.run_path(f"{ROOT}/config.py", run_name="config")["STOPS"]
+
+
+def test_nohup_keeps_its_promise(start):
+    run = start(ALONE, steps=200, ranks=1, special=patched(ignore_hangups, of=[0]))
+    run.wait_for("step 00003/")
+    run.signal(signal.SIGHUP)
+    finish(run)
+
+
+def be_torchrun(argv, rank, world_size, port, folder):
+    """Of torchrun's agent: the parent of a rank."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    os.environ["TORCHELASTIC_RUN_ID"] = "some run"
+    ranks._command(argv, rank, world_size, port, folder)
+    os._exit(0)
+
+
+def test_no_rank_outlives_its_torchrun(start, tmp_path):
+    """It would keep the run's folder, and a GPU. With --save_on_exit it still saves."""
+    folder = tmp_path / "run"
+    run = start(ALONE, steps=20_000, ranks=1, special={0: (be_torchrun,)})
+    run.wait_for("step 00003/")
+    run.signal(signal.SIGKILL, 0)
+    run.wait()
+    deadline = time.monotonic() + 300
+    while not (found := checkpoint.list_checkpoints(folder)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert int(found[0].name.split("-")[1]) < 20_000 and not (folder / "model.pt").exists()
+    assert "stopped by SIGTERM" in errors(run)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
+def test_ranks_save_when_torchrun_is_killed(number, tmp_path, corpus_folder):
+    """SIGUSR1 is Slurm's usual warning, of which torchrun knows nothing."""
+    more = "--shards 1 --save_on_exit"
+    argv = "-m torch.distributed.run --standalone --nproc_per_node 2 train.py".split()
+    argv += command(tmp_path / "run", corpus_folder, more, steps=10**5)
+    with open(tmp_path / "printed", "w") as out:
+        torchrun = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdout=out)
+    while "step 00012/" not in (tmp_path / "printed").read_text():
+        assert torchrun.poll() is None
+        time.sleep(0.01)
+    torchrun.send_signal(number)
+    torchrun.wait()
+    descriptor = os.open(tmp_path / "run", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # until the ranks have ended
+    os.close(descriptor)
+    assert len(checkpoint.list_checkpoints(tmp_path / "run")) == 1
+    assert not (tmp_path / "run" / "model.pt").exists()
 
 
 # ---- lost ranks, full disks, divergence ----
@@ -184,7 +281,7 @@ def test_silent_or_missing_rank_ends_the_others_with_a_line(silent, start):
         run.wait_for("step 00013/")
         run.signal(signal.SIGSTOP, 3)
     for process in run.ranks[:3]:
-        process.join(40)
+        process.join(300)
     run.signal(signal.SIGKILL, 3)
     assert run.wait(1) == [1, 1, 1, -9 if silent else 9]
     *lines, last = errors(run)
@@ -327,7 +424,7 @@ def test_random_kills_cost_no_step_and_change_no_bit(start, tmp_path):
             time.sleep(dice.uniform(0, 0.5))
             kills += run.ranks[victim].is_alive()
             run.signal(signal.SIGKILL, victim)
-        codes = run.wait(300)
+        codes = run.wait()
         ended = codes == [0] * 4 or codes[victim] == -9 and codes.count(-9) == 1
         assert ended and set(codes) <= {-9, 0, 1}, (codes, run.lines("err"))
     assert kills >= 1
@@ -339,19 +436,19 @@ def test_random_kills_cost_no_step_and_change_no_bit(start, tmp_path):
 
 
 def test_run_never_starts_beside_another_run(start, tmp_path):
-    more = "--checkpoint_interval 3 --resume"
-    first = start(f"{more}=", steps=10**5, ranks=2)
+    more = "--checkpoint_interval 3"
+    first = start(more, steps=10**5, ranks=2)
     first.wait_for("saved ")
-    for resume in "", "auto":
-        second = start(f"{more}={resume}", ranks=2)
-        assert second.wait(20) == [2, 2] and second.lines("out") == []
+    for resume in "", " --resume auto":
+        second = start(more + resume, ranks=2)
+        assert second.wait() == [2, 2] and second.lines("out") == []
         line, other = errors(second)
         assert "another run is writing there" in line and other == ""
     first.signal(signal.SIGKILL)
     first.wait()
     # The lock has gone with the killed process.
     last = checkpoint.list_checkpoints(tmp_path / "run")[-1]
-    finish(start(f"{more}=auto", steps=int(last.name.split("-")[1]) + 3, ranks=2))
+    finish(start(f"{more} --resume auto", steps=int(last.name.split("-")[1]) + 3, ranks=2))
 
 
 @pytest.mark.slow
@@ -372,7 +469,7 @@ def test_torchrun_on_two_nodes_restarts_from_the_last_checkpoint(start, tmp_path
     pgrep = ["pgrep", "-P", str(agents[0].pid)]
     children = subprocess.run(pgrep, capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    assert [agent.wait(90) for agent in agents] == [0, 0]
+    assert [agent.wait(900) for agent in agents] == [0, 0]
     assert "resume  " in (tmp_path / "printed").read_text()
     finish(start(ranks=2, out="whole"))
     assert_same(tmp_path / "run", tmp_path / "whole")
