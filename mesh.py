@@ -20,8 +20,8 @@ Collectives are asynchronous and return a handle; gather_rows and all_gather_obj
 blocks the stream on NCCL and the host on gloo and shm (plumbing/shm.py). On a GPU, issue a
 collective and wait for it on the stream on which its tensors were allocated. In a group of one rank
 an operation does nothing and is not counted. If a rank has died, or is silent for timeout_s, the
-others raise RankLostError (in a shard group after a sixth of it; with NCCL, its watchdog ends the
-process).
+others raise RankLostError (in a shard group after a sixth of it). With NCCL its watchdog ends the
+process after timeout_s, in every group.
 """
 
 import re
@@ -38,8 +38,8 @@ from torch.profiler import record_function
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# A collective between replicas occupies at most so many SMs of a GPU. Not measured yet: it may cost
-# mini-batch on fast links some speed.
+# A collective between machines occupies at most so many SMs of a GPU, see _nccl_options(). Not
+# measured yet.
 SYNC_CTAS = 4
 
 
@@ -91,6 +91,8 @@ class Handle:
 class Group:
     """A row or a column of the grid."""
 
+    backend = "gloo"
+
     def __init__(self, name: str, ranks: list, rank: int, process_group):
         self.name = name
         self.ranks = ranks
@@ -105,10 +107,20 @@ class Group:
 
 class Mesh:
     """The grid as seen by one rank. backend(ranks, crosses_replicas) names the backend of a group;
-    link: a simulate.SimulatedLink between replicas; alone: ignore the other ranks. Things that
-    travel on the host use torch.distributed's default group, which must be gloo."""
+    link: a simulate.SimulatedLink between replicas; on_one_machine(ranks): whether they are;
+    alone: ignore the other ranks. Things that travel on the host use torch.distributed's default
+    group, which must be gloo."""
 
-    def __init__(self, shards, device, timeout_s=600, backend=None, link=None, alone=False):
+    def __init__(
+        self,
+        shards,
+        device,
+        timeout_s=600,
+        backend=None,
+        link=None,
+        on_one_machine=lambda ranks: True,
+        alone=False,
+    ):
         self.world_size = 1
         self.rank = 0
         if dist.is_initialized() and not alone:
@@ -121,6 +133,7 @@ class Mesh:
         self.timeout = timedelta(seconds=timeout_s)
         self.backend = backend
         self.link = link
+        self.on_one_machine = on_one_machine
         grid = torch.arange(self.world_size).view(self.replicas, self.shards)
         self.shard = self._group("shard", grid, self.replica)
         self.sync = self._group("sync", grid.T, self.shard_index)
@@ -141,20 +154,26 @@ class Mesh:
             options = None
             if self.backend:
                 backend = self.backend(ranks, name == "sync")
-            if backend == "nccl" and name == "sync":
-                options = self._sync_options()
+            if backend == "nccl":
+                options = self._nccl_options(ranks, name == "sync")
             process_groups.append(dist.new_group(ranks, self.timeout, backend, options))
-        group = Group(name, grid[row].tolist(), self.rank, process_groups[row])
-        if group.size > 1 and dist.get_backend(group.process_group) == "nccl":
+        ranks = grid[row].tolist()
+        group = Group(name, ranks, self.rank, process_groups[row])
+        if group.size > 1:
+            group.backend = dist.get_backend(group.process_group)
+        if group.backend == "nccl":
             # NCCL connects a group in its first operation, for which it needs all ranks.
             # [start] all-reduce, 1 scalar, once per group
             dist.all_reduce(torch.zeros(1, device=self.device), group=group.process_group)
         return group
 
-    def _sync_options(self):
-        """Few SMs: NCCL's kernels occupy them until the slow link has delivered."""
+    def _nccl_options(self, ranks, crosses_replicas):
+        """Between machines few SMs: NCCL's kernels occupy them until the slow link has delivered.
+        In a replica priority: the next layer's computation waits for its operations."""
         options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = SYNC_CTAS
+        if crosses_replicas and not self.on_one_machine(ranks):
+            options.config.max_ctas = SYNC_CTAS
+        options.is_high_priority_stream = not crosses_replicas
         options._timeout = self.timeout  # new_group() warns if it differs
         return options
 

@@ -9,7 +9,8 @@ the ranks exchange what they have found: either all train, or all end.
     replicas differ         all ranks end before a checkpoint, likewise             1
     divergence              the ranks that find it end, the others lose them        2 (others 1)
     a rank is lost          gloo, shm: the others end at once or after --timeout_s  1
-                            (a silent rank of the same replica: after a sixth of that)
+                            (a silent rank of the same replica: after a sixth of that);
+                            nccl: after --timeout_s its watchdog ends them
     SIGTERM, Ctrl-C,        at once; with --save_on_exit at the next round end,     128 + signal
     SIGHUP                  after a checkpoint. SIGHUP: the terminal was closed
     torchrun is killed      as after SIGTERM                                        128 + SIGTERM
@@ -183,7 +184,9 @@ def resolve_device(config):
     if on_gpu and not config.dry_run:  # which is for any machine
         if gpus == 0:
             raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
-        if config.backend == "nccl" and local_rank() >= gpus:
+        # NCCL refuses two ranks on one GPU of one host. With NCCL_HOSTID each may name its own.
+        shared = local_rank() >= gpus and not os.environ.get("NCCL_HOSTID")
+        if config.backend == "nccl" and shared:
             raise UserError(
                 "--backend nccl: some ranks share a GPU; lower --nproc_per_node, "
                 "or use --backend shm"
@@ -299,21 +302,32 @@ def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:
         device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if config.backend == "nccl":
-        # The GPU runs operations of the two groups in the order in which the host issued them.
+        # NCCL forbids operations of two groups that wait for each other on the GPU: two ranks must
+        # not start them in different orders. With this variable every rank starts them in the order
+        # in which the host issued them, the same on all ranks. The price: an operation starts only
+        # when the one before it has started, and so when all but the last have ended. Methods keep
+        # this free of charge: when a shard operation is issued, at most one sync operation has not
+        # been waited for (see edit.py). Not measured yet: on a GPU, compare runs with 0 and 1 in
+        # the environment. If 0 is not faster, this line stays.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    machine = shm.machine_id()
+    if config.backend == "nccl":  # NCCL believes this variable, too
+        machine = os.environ.get("NCCL_HOSTID", machine)
     # [start] all-gather of objects, all ranks, once per start
-    machines = everyone.all_gather_object(shm.machine_id())
+    machines = everyone.all_gather_object(machine)
+
+    def on_one_machine(ranks):
+        return len({machines[r] or r for r in ranks}) == 1
 
     def backend(ranks, crosses_replicas):
         if config.backend != "shm":
             return config.backend
-        one_machine = len({machines[r] or r for r in ranks}) == 1
         background = crosses_replicas and (config.limits_link or not barrier)
-        return "shm" if one_machine and not background else "gloo"
+        return "shm" if on_one_machine(ranks) and not background else "gloo"
 
     link = simulate.SimulatedLink(config, config.shards, device) if config.limits_link else None
     with translate_comm_errors():
-        mesh = Mesh(config.shards, device, config.timeout_s, backend, link)
+        mesh = Mesh(config.shards, device, config.timeout_s, backend, link, on_one_machine)
     if dist.is_initialized():
         dist.group.WORLD.set_timeout(mesh.timeout)
     mesh.spans = [] if config.timeline else None
@@ -345,8 +359,9 @@ def return_freed_memory():
 
 def shorten_timeout(mesh):
     """Ranks of a replica are in step, so a silent one is soon known to be lost. Replicas may wait
-    for each other for --timeout_s."""
-    if mesh.shard.size > 1:  # With NCCL a sync before it on the stream counts, too.
+    for each other for --timeout_s. With NCCL an operation's time counts from its issue: one that is
+    queued behind a sync with a slow replica would seem lost. So there --timeout_s stays."""
+    if mesh.shard.size > 1 and mesh.shard.backend != "nccl":
         mesh.shard.process_group.set_timeout(mesh.timeout / 6)
 
 

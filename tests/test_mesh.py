@@ -249,36 +249,59 @@ def replace_functions(monkeypatch, module, **results):
         monkeypatch.setattr(module, name, lambda *args, result=result, **options: result)
 
 
-def groups_made(monkeypatch, backend):
-    """Arguments of dist.new_group() on rank 0 of 2 x 2."""
+def groups_made(monkeypatch, backend, machines="aabb"):
+    """Arguments of dist.new_group() on rank 0 of 2 x 2, and the mesh."""
     made = []
     replace_functions(monkeypatch, dist, is_initialized=True, get_world_size=4, get_rank=0)
     replace_functions(monkeypatch, dist, get_backend=backend, all_reduce=None)
     monkeypatch.setattr(dist, "new_group", lambda *args: made.append(args))
-    Mesh(2, CPU, 7, lambda ranks, crosses_replicas: backend)
+    one_machine = lambda ranks: len({machines[r] for r in ranks}) == 1
+    mesh = Mesh(2, CPU, 7, lambda ranks, crosses_replicas: backend, on_one_machine=one_machine)
     ranks = [args[0] for args in made]
     assert ranks == [[0, 1], [2, 3], [0, 2], [1, 3]]  # no third communicator
     for args in made:
         assert args[1:3] == (timedelta(seconds=7), backend)
-    return made
+    return made, mesh
 
 
-def test_nccl_takes_few_sms_between_replicas_and_has_no_third_communicator(monkeypatch):
-    config = SimpleNamespace()
-    nccl = SimpleNamespace(Options=lambda: SimpleNamespace(config=config))
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
-    made = groups_made(monkeypatch, "nccl")
-    shard_options = made[0][3]
-    sync_options = made[2][3]
-    assert shard_options is None
-    assert sync_options.config.max_ctas == 4
-    assert sync_options._timeout == timedelta(seconds=7)
+@pytest.mark.parametrize("machines, limited", [("aabb", True), ("aaaa", False)])
+def test_nccl_takes_few_sms_between_machines_and_has_no_third_communicator(
+    monkeypatch, machines, limited
+):
+    if not dist.is_nccl_available():  # else torch's own options
+        new_options = lambda: SimpleNamespace(config=SimpleNamespace(max_ctas=-1))
+        nccl = SimpleNamespace(Options=new_options)
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    made, mesh = groups_made(monkeypatch, "nccl", machines)
+    unlimited = dist.ProcessGroupNCCL.Options().config.max_ctas
+    for group, (_, _, _, options) in zip("shard shard sync sync".split(), made):
+        few = limited and group == "sync"
+        assert options.config.max_ctas == (4 if few else unlimited)
+        assert options.is_high_priority_stream == (group == "shard")
+        assert options._timeout == timedelta(seconds=7)
+
+    # Its watchdog counts from the moment of issue, so a short timeout would end healthy runs.
+    mesh.shard.process_group = SimpleNamespace(set_timeout=pytest.fail)
+    launch.shorten_timeout(mesh)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch has no NCCL")
+def test_torch_knows_the_options_of_nccl_that_we_set():
+    """A typing error or a new name in torch would make a new attribute."""
+    fresh = dist.ProcessGroupNCCL.Options()
+    assert hasattr(fresh.config, "max_ctas")
+    for name in "is_high_priority_stream", "_timeout":
+        assert hasattr(fresh, name)
+    mesh = Mesh(1, CPU, on_one_machine=lambda ranks: False)
+    options = mesh._nccl_options([0, 1], crosses_replicas=True)
+    assert options.config.max_ctas == 4 and not options.is_high_priority_stream
+    assert mesh._nccl_options([0, 1], crosses_replicas=False).is_high_priority_stream
 
 
 def test_gloo_groups_need_nothing_of_nccl(monkeypatch):
     """A CPU build of torch has no such name."""
     monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
-    for *_, options in groups_made(monkeypatch, "gloo"):
+    for *_, options in groups_made(monkeypatch, "gloo")[0]:
         assert options is None
 
 
@@ -348,10 +371,15 @@ def test_nccl_launches_in_the_order_of_issue_by_default(monkeypatch, given):
         ("auto", 1, 0, False),  # it may see only its own GPU, like all others
     ],
 )
-def test_ranks_that_share_a_gpu_are_refused_for_nccl(
-    monkeypatch, backend, gpus, local_rank, refused
+@pytest.mark.parametrize("own_host", [False, True])
+def test_ranks_that_share_a_gpu_are_refused_for_nccl_unless_each_says_it_is_a_host(
+    monkeypatch, backend, gpus, local_rank, refused, own_host
 ):
     """One of them is, at least."""
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    if own_host:
+        monkeypatch.setenv("NCCL_HOSTID", f"host-{local_rank}")
+        refused = False
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     replace_functions(monkeypatch, torch.cuda, device_count=gpus, is_available=True)
