@@ -99,6 +99,12 @@ class Group:
         self.size = len(ranks)
         self.index = ranks.index(rank)
         self.process_group = process_group
+        self.call = {"group": process_group, "async_op": True}  # for torch's functions
+
+    @property
+    def elsewhere(self) -> float:
+        """The share of a vector that the other ranks hold."""
+        return (self.size - 1) / self.size
 
     def own_piece(self, whole: torch.Tensor) -> torch.Tensor:
         """A view of this rank's piece of a flat vector."""
@@ -194,59 +200,72 @@ class Mesh:
         self.sent.update(sent)
         self.waited_s.update(waited_s)
 
-    def _issue(self, group, operation, function, *tensors, passes=1) -> Handle:
-        """Start function(*tensors). passes: 2 for an all-reduce (reduce-scatter, then
-        all-gather), else 1."""
-        if group.size == 1:
-            return Handle()
-        start = lambda: [function(*tensors, group=group.process_group, async_op=True)]
-        elsewhere = (group.size - 1) / group.size  # share of a vector that other ranks hold
-        sent_bytes = passes * max(tensor.nbytes for tensor in tensors) * elsewhere
-        return self._start(group, operation, start, sent_bytes, passes * (self.replicas - 1))
-
-    def _start(self, group, operation, start, sent_bytes, hops) -> Handle:
-        """start() returns a list of torch's works; this rank sends sent_bytes in them. hops: how
-        many transfers must follow one another."""
-        name = f"{group.name} {operation}"
+    @contextmanager
+    def _collective(self, group, operation, sent_bytes, hops):
+        """What surrounds the start of every collective: its name in the profiler, errors of lost
+        ranks, the ledger, the host's waiting, the simulated link. Yields a Handle, into which the
+        block puts torch's works. This rank sends sent_bytes. hops: how many transfers between
+        replicas follow one another."""
+        handle = Handle(name=f"{group.name} {operation}")
         began = time.perf_counter()
-        with translate_comm_errors(), record_function(name):
-            works = start()
-        self.calls[name] += 1
-        if group is self.shard:
-            self.sent["shard"] += sent_bytes
-            return Handle(works, name)
-        self.waited("others", began, time.perf_counter())  # shm may wait for a free slot
-        self.sent["sync"] += sent_bytes
-        if self.link:
-            works = [self.link.carry(works, sent_bytes, hops)]
-        return Handle(works, name, self)
+        with translate_comm_errors(), record_function(handle.name):
+            yield handle
+        self.calls[handle.name] += 1
+        self.sent[group.name] += sent_bytes
+        if group is self.sync:
+            handle.mesh = self
+            self.waited("others", began, time.perf_counter())  # shm may wait for a free slot
+            if self.link:
+                handle.works = [self.link.carry(handle.works, sent_bytes, hops)]
 
     def all_gather(self, whole: torch.Tensor, group: Group) -> Handle:
         """Fill `whole` (flat, group.size equal pieces); this rank's own piece is in place."""
+        if group.size == 1:
+            return Handle()
         own = group.own_piece(whole)
-        return self._issue(group, "all-gather", all_gather_single, whole, own)
+        sent_bytes = whole.nbytes * group.elsewhere
+        with self._collective(group, "all-gather", sent_bytes, self.replicas - 1) as handle:
+            handle.works = [all_gather_single(whole, own, **group.call)]
+        return handle
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor, group: Group) -> Handle:
         """part <- this rank's piece of the sum of `whole` over the group. `whole` may be reused
         after wait()."""
-        return self._issue(group, "reduce-scatter", reduce_scatter_single, part, whole)
+        if group.size == 1:
+            return Handle()
+        sent_bytes = whole.nbytes * group.elsewhere
+        with self._collective(group, "reduce-scatter", sent_bytes, self.replicas - 1) as handle:
+            handle.works = [reduce_scatter_single(part, whole, **group.call)]
+        return handle
 
     def all_reduce(self, x: torch.Tensor, group: Group) -> Handle:
         """x <- its sum over the group, in place; bit-identical on all its ranks."""
-        return self._issue(group, "all-reduce", dist.all_reduce, x, passes=2)
+        if group.size == 1:
+            return Handle()
+        # A reduce-scatter, then an all-gather.
+        sent_bytes = 2 * x.nbytes * group.elsewhere
+        with self._collective(group, "all-reduce", sent_bytes, 2 * (self.replicas - 1)) as handle:
+            handle.works = [dist.all_reduce(x, **group.call)]
+        return handle
 
     def all_to_all(self, received: torch.Tensor, pieces: torch.Tensor, group: Group) -> Handle:
         """received and pieces have one block of rows per rank, in rank order: received's block i
         <- the block of rank i's `pieces` that is for this rank."""
-        return self._issue(group, "all-to-all", dist.all_to_all_single, received, pieces)
+        if group.size == 1:
+            return Handle()
+        sent_bytes = pieces.nbytes * group.elsewhere
+        with self._collective(group, "all-to-all", sent_bytes, self.replicas - 1) as handle:
+            handle.works = [dist.all_to_all_single(received, pieces, **group.call)]
+        return handle
 
     def send_receive(self, received: torch.Tensor, x: torch.Tensor, partner: int, group: Group):
         """received <- the partner's x. partner: its index in the group; it calls this too."""
         peer = group.ranks[partner]
         receive = dist.P2POp(dist.irecv, received, peer, group.process_group)
         send = dist.P2POp(dist.isend, x, peer, group.process_group)
-        start = lambda: dist.batch_isend_irecv([receive, send])  # a send may wait for a receive
-        return self._start(group, "send-receive", start, x.nbytes, 1)
+        with self._collective(group, "send-receive", x.nbytes, 1) as handle:
+            handle.works = dist.batch_isend_irecv([receive, send])  # a send may need a receive
+        return handle
 
     def gather_rows(self, row: torch.Tensor, group: Group) -> torch.Tensor:
         """The rows (n,) of all ranks of the group, (group.size, n); waits for them."""

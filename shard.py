@@ -262,7 +262,8 @@ class ShardedModel:
     # ---- gathering ----
 
     def start_gather(self, l: int):
-        """Start to fill layer l's buffer, unless it is filled or there is no such layer."""
+        """Start to fill layer l's buffer, unless that has begun or there is no such layer.
+        handles[l % 2].wait() ends it, and returns at once if it has ended."""
         if self.aliased or not 0 <= l < len(self.layers) or self.gathered_layer[l % 2] == l:
             return
         whole = self.gathered[l % 2][: self.layouts[l].padded]
@@ -270,10 +271,6 @@ class ShardedModel:
         # [shard] all-gather, P in the compute dtype, both passes, once per layer and micro-step
         self.handles[l % 2] = self.mesh.all_gather(whole, self.mesh.shard)
         self.gathered_layer[l % 2] = l
-
-    def finish_gather(self, l: int):
-        self.start_gather(l)
-        self.handles[l % 2].wait()  # returns at once if it has returned before
 
     # ---- the two passes ----
 
@@ -291,7 +288,8 @@ class ShardedModel:
             if hook:  # it updates layer l's parameters, so later layers cannot be prefetched
                 with record_function(f"sync, layer {l}"):
                     hook(l)
-            self.finish_gather(l)
+            self.start_gather(l)
+            self.handles[l % 2].wait()
             if not hook:
                 self.start_gather(l + 1)
             recompute = self.recompute and 0 < l < last
@@ -311,7 +309,8 @@ class ShardedModel:
         summing = []
         for l in reversed(range(len(self.layers))):
             if l >= self.gathered_from:
-                self.finish_gather(l)
+                self.start_gather(l)
+                self.handles[l % 2].wait()
             if l > self.gathered_from:
                 self.start_gather(l - 1)
             gradients, grad_x = self._backward_layer(l, grad_x)

@@ -5,6 +5,14 @@ r"""Train a small Llama-style model with one of several synchronization methods.
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 \
         train.py --shards 8
 
+What happens is this; the rest of the project is what these words mean:
+
+    for each step:
+        method.before_step()                        # begin(), once, when the warm-up is over
+        loss = forward, backward                    # EDiT: a layer is completed when it is needed
+        clip; method.inner_step()                   # AdamW or Muon
+        if method.after_step(): method.end_round()  # sync(), at the end of a round
+
 A method decides when and how replicas synchronize (method.py). To add one, write its file and name
 it in METHODS. Evaluations, checkpoints and stops are at round ends.
 """
@@ -37,55 +45,147 @@ LARGEST_SAMPLED = 200e6  # parameters. The other ranks wait for the sample, whic
 METHODS = {"minibatch": MiniBatch, "diloco": DiLoCo, "edit": EDiT, "a_edit": AEDiT} | RELATIVES
 
 
-def train(setup, mesh, stop):
-    """setup: plumbing.launch.Setup; stop: plumbing.launch.StopRequest."""
-    config = setup.config
-    plan = setup.plan
-    model = make_model(plan.model_config, mesh, plan.dtype, config.seed, config.recompute)
-    if config.compile:
-        for layer in model.layers:
-            layer.compile()
-    optimizer = make_optimizer(model, config)
-    cluster = Cluster(config, mesh)  # simulates stragglers and sick replicas, if asked to
-    clock = cluster if config.virtual_clock else Clock(mesh.device)
-    batches = make_batches(setup, mesh)
-    method = METHODS[config.method](model, mesh, config, RoundRecord(mesh), clock)
-    checkpoint.load(setup, model, optimizer, method, clock)  # with --resume or --init_from
-    log = Log(setup, mesh, clock, method.steps)
-    round_end = method.progress  # at the last round end
+class Training:
+    """A run on this rank. setup: plumbing.launch.Setup; stop: plumbing.launch.StopRequest."""
 
-    while method.progress < config.max_steps:
-        began = time.perf_counter()
-        method.before_step()
-        lr = optimizer.lr = learning_rate(method.progress, config)
-        average = method.averages_gradients
-        loss = 0.0
-        # The gradient is a mean over micro-steps and ranks: this replica's, in the warm-up all.
-        scale = 1 / (plan.micro_steps * (mesh.world_size if average else mesh.shards))
-        with cluster.step(optimizer, method):
-            for micro_step in range(plan.micro_steps):
-                inputs, targets = cluster.batch(batches, method, micro_step)
-                loss += model.forward(inputs, targets) / plan.micro_steps
-                last = micro_step == plan.micro_steps - 1
-                model.backward(scale, first=micro_step == 0, sum_replicas=average and last)
-            method.after_backward()
-        # Norm, loss and votes share one small exchange. A vote ends the round or, in the warm-up,
-        # says that this rank has a signal to stop.
-        vote = stop.signal if average else method.vote()
-        metrics = model.step_metrics(loss, vote, average)
-        model.clip_gradient(config.grad_clip)
-        method.inner_step(optimizer)
-        if method.after_step(lr, metrics):
-            with cluster.sync(method):
+    def __init__(self, setup, mesh, stop):
+        self.setup, self.mesh, self.stop = setup, mesh, stop
+        self.config = config = setup.config
+        plan = setup.plan
+        self.model = make_model(plan.model_config, mesh, plan.dtype, config.seed, config.recompute)
+        if config.compile:
+            for layer in self.model.layers:
+                layer.compile()
+        self.optimizer = make_optimizer(self.model, config)
+        self.batches = make_batches(setup, mesh)
+        cluster = Cluster(config, mesh)  # simulates slow and sick replicas, if flags ask for them
+        clock = cluster if config.virtual_clock else Clock(mesh.device)
+        make_method = METHODS[config.method]
+        self.method = make_method(self.model, mesh, config, RoundRecord(mesh), clock)
+        cluster.disturb(self.batches, self.method)
+        # with --resume or --init_from
+        checkpoint.load(setup, self.model, self.optimizer, self.method, clock)
+        self.log = Log(setup, mesh, clock, self.method.steps)
+        self.round_end = self.method.progress  # at the last round end
+
+    def run(self):
+        config, model, method = self.config, self.model, self.method
+        while method.progress < config.max_steps:
+            began = time.perf_counter()
+            method.before_step()
+            lr = self.optimizer.lr = learning_rate(method.progress, config)
+            loss = self.forward_backward()
+            metrics = model.step_metrics(loss, self.request(), method.averages_gradients)
+            model.clip_gradient(config.grad_clip)
+            method.inner_step(self.optimizer)
+            if method.after_step(lr, metrics):
                 method.end_round()  # a sync starts here; EDiT's ends in the next forward
-        mesh.note("step", began, time.perf_counter())  # for --timeline
-        write_syncs(method, log)
-        log.step(method, lr, metrics)
-        check_finite(model, method)
-        if method.local_steps == 0:
-            at_round_end(setup, batches, model, method, log, stop, round_end)
-            round_end = method.progress
-    finish(setup, batches, model, method, log)
+            self.mesh.note("step", began, time.perf_counter())  # for --timeline
+            write_syncs(method, self.log)
+            self.log.step(method, lr, metrics)
+            check_finite(model, method)
+            if method.local_steps == 0:
+                self.at_round_end()
+        self.finish()
+
+    def forward_backward(self):
+        """The gradient of a step, in model.grad. Returns this rank's loss."""
+        model, method = self.model, self.method
+        micro_steps = self.setup.plan.micro_steps
+        average = method.averages_gradients
+        # The gradient is a mean over micro-steps and ranks: of this replica, in the warm-up of all.
+        ranks = self.mesh.world_size if average else self.mesh.shards
+        scale = 1 / (micro_steps * ranks)
+        loss = 0.0
+        for micro_step in range(micro_steps):
+            inputs, targets = self.batches.train(method.steps, micro_step)
+            loss += model.forward(inputs, targets) / micro_steps
+            last = micro_step == micro_steps - 1
+            model.backward(scale, first=micro_step == 0, sum_replicas=average and last)
+        method.after_backward()
+        return loss
+
+    def request(self) -> float:
+        """What this rank wants; it travels with the step's loss and norm. In a round a vote to end
+        it, in the warm-up the number of a signal to stop."""
+        if self.method.averages_gradients:
+            return self.stop.signal
+        return self.method.vote()
+
+    def at_round_end(self):
+        """Evaluate, save and stop, each if it is due."""
+        launch.shorten_timeout(self.mesh)  # the first steps, which may compile, are over
+        config = self.config
+        last = self.round_end
+        self.round_end = progress = self.method.progress
+        over = progress >= config.max_steps
+        stopping = self.stop.agreed(self.method)
+        if due(progress, last, config.eval_interval) and not over:
+            val_loss = self.evaluate()
+            write_syncs(self.method, self.log)
+            self.log.eval(self.method, val_loss)
+        if stopping or over or due(progress, last, config.checkpoint_interval):
+            path = self.save(over)
+            if stopping and path:
+                raise launch.Stopped(stopping, self.method.steps, path)
+
+    def save(self, over: bool) -> Path | None:
+        """A checkpoint. over: the training is; then a full disk may have room for model.pt."""
+        began = time.perf_counter()
+        self.method.drain()
+        with self.method.clock:  # saving is no training
+            write_syncs(self.method, self.log)
+            try:
+                state = self.log.state(self.method)
+                path = checkpoint.save(self.setup, self.model, self.method, state)
+            except UserError as error:
+                if not over:
+                    raise
+                print(f"saved   none: {error}")
+                return None
+        self.log.saved(path, time.perf_counter() - began)
+        return path
+
+    def finish(self):
+        """The last evaluation, model.pt, a sample."""
+        self.method.finish()
+        val_loss = self.evaluate(self.model.master)  # the parameters to keep
+        write_syncs(self.method, self.log)
+        self.log.eval(self.method, val_loss)
+        if not math.isfinite(val_loss):
+            raise UserError(f"diverged: the validation loss at the end is {val_loss}; {HINT}")
+        path = Path(self.config.out_dir, "model.pt")
+        launch.return_freed_memory()
+        if self.mesh.replica == 0:
+            description = self.setup.describe(self.mesh)
+            save_model(path, self.model, self.setup.corpus.tokenizer, description)
+        self.log.end(self.method, val_loss)
+        if self.mesh.rank == 0 and self.setup.plan.n_params <= LARGEST_SAMPLED:
+            print_sample(path)
+        elif self.mesh.rank == 0:
+            command = f"python sample.py --model {path}"
+            print(f"model   {path}\nsample  {command} (at this size in minutes)")
+
+    def evaluate(self, parameters=None) -> float:
+        """Mean loss over the validation windows, nats per token; the ranks share the work.
+        parameters: evaluate these; by default those of method.evaluation_model()."""
+        model, method, mesh = self.model, self.method, self.mesh
+        total = torch.zeros(2, dtype=torch.float64)  # sum of losses, rows
+        method.drain()
+        with method.clock, mesh.uncounted():  # the clock stops, and no bytes count
+            if parameters is None:
+                in_warm_up = method.averages_gradients
+                parameters = model.master if in_warm_up else method.evaluation_model()
+            if parameters is not model.master:
+                model.swap(parameters)
+            for inputs, targets, rows in self.batches.validation(self.config.eval_batches):
+                loss = model.forward(inputs, targets, train=False)
+                total += torch.tensor([loss.item() * rows, rows], dtype=torch.float64)
+            # [sync] sum over all ranks, 2 scalars, once per evaluation
+            total = mesh.sum_over_ranks(total.to(mesh.device))
+            if parameters is not model.master:
+                model.swap(parameters)
+        return (total[0] / total[1]).item()
 
 
 def make_model(shape, mesh, dtype=torch.float32, seed=0, recompute=False) -> ShardedModel:
@@ -149,53 +249,6 @@ def due(progress: float, last: float, interval: int) -> bool:
     return interval > 0 and progress // interval > last // interval
 
 
-def at_round_end(setup, batches, model, method, log, stop, last: float):
-    """Evaluate, save and stop, each if it is due. last: the progress at the round end before."""
-    launch.shorten_timeout(model.mesh)  # the first steps, which may compile, are over
-    config = setup.config
-    progress = method.progress
-    over = progress >= config.max_steps
-    stopping = stop.agreed(method)
-    if due(progress, last, config.eval_interval) and not over:
-        val_loss = evaluate(setup, batches, model, method)
-        write_syncs(method, log)
-        log.eval(method, val_loss)
-    if stopping or over or due(progress, last, config.checkpoint_interval):
-        began = time.perf_counter()
-        method.drain()
-        with method.clock:  # saving is no training
-            write_syncs(method, log)
-            try:
-                path = checkpoint.save(setup, model, method, log.state(method))
-            except UserError as error:
-                if not over:
-                    raise
-                print(f"saved   none: {error}")  # a full disk may have room for model.pt
-                return
-        log.saved(path, time.perf_counter() - began)
-        if stopping:
-            raise launch.Stopped(stopping, method.steps, path)
-
-
-def finish(setup, batches, model, method, log):
-    """The last evaluation, model.pt, a sample."""
-    method.finish()
-    val_loss = evaluate(setup, batches, model, method, parameters=model.master)  # those to keep
-    write_syncs(method, log)
-    log.eval(method, val_loss)
-    if not math.isfinite(val_loss):
-        raise UserError(f"diverged: the validation loss at the end is {val_loss}; {HINT}")
-    path = Path(setup.config.out_dir, "model.pt")
-    launch.return_freed_memory()
-    if model.mesh.replica == 0:
-        save_model(path, model, setup.corpus.tokenizer, setup.describe(model.mesh))
-    log.end(method, val_loss)
-    if model.mesh.rank == 0 and setup.plan.n_params <= LARGEST_SAMPLED:
-        print_sample(path)
-    elif model.mesh.rank == 0:
-        print(f"model   {path}\nsample  python sample.py --model {path} (at this size in minutes)")
-
-
 def learning_rate(progress: float, config) -> float:
     """Linear warm-up, then a cosine from lr to min_lr_ratio * lr at max_steps."""
     if progress < config.lr_warmup_steps:
@@ -205,33 +258,12 @@ def learning_rate(progress: float, config) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
-def evaluate(setup, batches, model, method, parameters=None) -> float:
-    """Mean loss over the validation windows, nats per token; the ranks share the work. parameters:
-    evaluate these; by default those of method.evaluation_model()."""
-    config, mesh = setup.config, model.mesh
-    total = torch.zeros(2, dtype=torch.float64)  # sum of losses, rows
-    method.drain()
-    with method.clock, mesh.uncounted():  # the clock stops, and no bytes count
-        if parameters is None:
-            parameters = model.master if method.averages_gradients else method.evaluation_model()
-        if parameters is not model.master:
-            model.swap(parameters)
-        for inputs, targets, rows in batches.validation(config.eval_batches):
-            loss = model.forward(inputs, targets, train=False)
-            total += torch.tensor([loss.item() * rows, rows], dtype=torch.float64)
-        # [sync] sum over all ranks, 2 scalars, once per evaluation
-        total = mesh.sum_over_ranks(total.to(mesh.device))
-        if parameters is not model.master:
-            model.swap(parameters)
-    return (total[0] / total[1]).item()
-
-
 def main(argv: list):
     setup, everyone = launch.start(argv, METHODS)
     setup.plan.show(setup.corpus)
     if not setup.config.dry_run:
         mesh = launch.make_mesh(setup.config, everyone, setup.plan.method.barrier)
-        train(setup, mesh, launch.StopRequest(setup.config.save_on_exit))
+        Training(setup, mesh, launch.StopRequest(setup.config.save_on_exit)).run()
     launch.leave_together()
 
 

@@ -41,8 +41,9 @@ import math
 import operator
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -98,9 +99,9 @@ def check(config, method, replicas: int):
 
 
 class Cluster(nullcontext):
-    """The disturbances of this rank's replica during the training. train.py puts step() around the
-    forward and backward passes of a step, and sync() around a sync. With --virtual_clock it is the
-    training's clock, too, in place of plumbing.log.Clock. Does nothing without flags."""
+    """The disturbances of this rank's replica during the training. disturb() wraps what they
+    change, so train.py's loop does not know of them. With --virtual_clock it is the training's
+    clock, too, in place of plumbing.log.Clock. Does nothing without flags."""
 
     def __init__(self, config, mesh):
         super().__init__()
@@ -129,48 +130,68 @@ class Cluster(nullcontext):
         numbers = self.numbers[flag]
         return numbers["R"] == self.mesh.replica and numbers["FIRST"] <= step <= numbers["LAST"]
 
-    @contextmanager
-    def step(self, optimizer, method):
-        """Before: change the learning rate that train.py has just set. After: the step's delay."""
-        if self.hits("scale_lr", method.steps + 1) and not method.averages_gradients:
-            optimizer.lr *= self.numbers["scale_lr"]["FACTOR"]
-        began = self.busy_s()
-        yield
+    def disturb(self, batches, method):
+        """Wrap the batches and the method's calls, once, at the start."""
+        self.method = method
+        self.wrap(batches, "train", self.batch)
+        self.wrap(method, "before_step", self.begin_step)
+        self.wrap(method, "after_backward", self.delay)
+        self.wrap(method, "inner_step", self.scale_rate)
+        self.wrap(method, "end_round", self.end_round)
+
+    def wrap(self, owner, name: str, wrapper):
+        """From here on owner.name(...) is wrapper(what it was, ...)."""
+        setattr(owner, name, partial(wrapper, getattr(owner, name)))
+
+    def begin_step(self, before_step):
+        before_step()
+        self.began = self.busy_s()
+
+    def batch(self, train, step: int, micro_step: int):
+        """The inputs and targets of a micro-step, or in their place uniform random tokens."""
+        batch = train(step, micro_step)
+        if not self.hits("random_tokens", step + 1):
+            return batch
+        mesh = self.mesh
+        # The third number: 0 draws the batches, 2 NoLoCo's pairs.
+        counter = [0, micro_step * mesh.shards + mesh.shard_index, 3, step]
+        philox = np.random.Philox(key=self.config.seed, counter=counter)
+        size = (2, *batch[0].shape)
+        vocab_size = self.method.model.config.vocab_size
+        tokens = np.random.Generator(philox).integers(vocab_size, size=size)
+        return torch.from_numpy(tokens).to(mesh.device)
+
+    def delay(self, after_backward):
+        """A slow replica sleeps after its backward."""
+        after_backward()
         factor = self.step_s[self.mesh.replica]
         if factor > 1 and not self.config.virtual_clock:
             if self.mesh.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
-            time.sleep((factor - 1) * (self.busy_s() - began))
-        if method.averages_gradients:  # all wait for the slowest
+            time.sleep((factor - 1) * (self.busy_s() - self.began))
+        if self.method.averages_gradients:  # all wait for the slowest
             self.synced_at += max(self.step_s)
         else:
             self.steps += 1
 
-    @contextmanager
-    def sync(self, method):
+    def scale_rate(self, inner_step, optimizer):
+        """The schedule and the record keep their rate."""
+        if self.hits("scale_lr", self.method.steps + 1) and not self.method.averages_gradients:
+            optimizer.lr *= self.numbers["scale_lr"]["FACTOR"]
+        inner_step(optimizer)
+
+    def end_round(self, end_round):
         """Before: the replica's progress since its anchor may get the wrong sign. After: replicas
         have waited for each other."""
+        method = self.method
         if self.hits("flip", method.steps):
             x = method.model.master
             torch.sub(2 * method.anchor.to(x.device), x, out=x)
-        yield
+        end_round()
         if self.config.virtual_clock:  # all go on at the time of the latest one
             steps = method.exchanged.steps.tolist()
             self.synced_at += max(map(operator.mul, steps, self.step_s))
             self.steps = 0
-
-    def batch(self, batches, method, micro_step: int):
-        """The inputs and targets of a micro-step, or in their place uniform random tokens."""
-        batch = batches.train(method.steps, micro_step)
-        if not self.hits("random_tokens", method.steps + 1):
-            return batch
-        mesh = self.mesh
-        # The third number: 0 draws the batches, 2 NoLoCo's pairs.
-        counter = [0, micro_step * mesh.shards + mesh.shard_index, 3, method.steps]
-        philox = np.random.Philox(key=self.config.seed, counter=counter)
-        size = (2, *batch[0].shape)
-        tokens = np.random.Generator(philox).integers(method.model.config.vocab_size, size=size)
-        return torch.from_numpy(tokens).to(mesh.device)
 
 
 @dataclass

@@ -301,12 +301,24 @@ class ImaginedMesh(Mesh):
 
         return Group(name, ranks, 0, SimpleNamespace(set_timeout=set_timeout))
 
-    def _issue(self, group, operation, function, *tensors, passes=1):
+    def late(self, operation, group, *tensors):
         work = LateWork(operation, group, tensors)
         if self.device.type == "cuda":
             return Handle([work], operation)
         work.wait()  # so a wait that is missing in the code changes a result on one device only
         return Handle()
+
+    def all_gather(self, whole, group):
+        return self.late("all-gather", group, whole, group.own_piece(whole))
+
+    def reduce_scatter(self, part, whole, group):
+        return self.late("reduce-scatter", group, part, whole)
+
+    def all_reduce(self, x, group):
+        return self.late("all-reduce", group, x)
+
+    def all_to_all(self, received, pieces, group):
+        return self.late("all-to-all", group, received, pieces)
 
     def send_receive(self, received, x, partner, group):
         received.copy_(x)

@@ -259,7 +259,7 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
         setup = launch.Setup(argv, train.METHODS, dist.get_world_size())
         mesh = _mesh(setup.config, transport)
         with contextlib.redirect_stdout(io.StringIO()) as printed, _made(tamper) as made:
-            train.train(setup, mesh, launch.StopRequest(False))
+            train.Training(setup, mesh, launch.StopRequest(False)).run()
         method = made["method"]
         if callable(made["watched"]):
             made["watched"] = made["watched"]()  # before the copies below
@@ -306,7 +306,7 @@ def _mesh(config, transport):
 
 @contextlib.contextmanager
 def _made(tamper):
-    """What train.train() makes of the method: the method itself, what it looks like after each sync
+    """What train.Training makes of the method: the method itself, what it looks like after each sync
     and what tamper() returns."""
     made = {"watched": None}
     classes = dict(train.METHODS)

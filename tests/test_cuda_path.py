@@ -128,7 +128,7 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
     folder.mkdir(exist_ok=True)
     mesh = ImaginedMesh(device)
     with contextlib.redirect_stdout(io.StringIO()):
-        train.train(setup, mesh, launch.StopRequest(False))
+        train.Training(setup, mesh, launch.StopRequest(False)).run()
     monkeypatch.undo()
 
     # a dead neighbour is soon known

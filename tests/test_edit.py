@@ -1,6 +1,7 @@
 """The penalty: its equations, rollback; what a sync sends, reads and allocates, and in which order.
 Sick replicas are in test_methods.py."""
 
+import functools
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -217,14 +218,15 @@ def on_meta(replicas=1, shards=1, **options):
     events = []
     issued = Counter()
 
-    def issue(group, operation, *_, **__):
-        name = f"{group.name} {operation}"
+    def issue(operation, *arguments):
+        name = f"{arguments[-1].name} {operation}"  # of the group
         event = f"{name} {issued[name]}"
         issued[name] += 1
         events.append(event)
         return SimpleNamespace(wait=lambda: events.append(f"wait: {event}"))
 
-    mesh._issue = issue
+    for name in "all_gather", "reduce_scatter", "all_reduce", "all_to_all":
+        setattr(mesh, name, functools.partial(issue, name.replace("_", "-")))
     method = method_alone(mesh, **options)
     return method, events
 

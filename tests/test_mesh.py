@@ -197,9 +197,11 @@ def test_waits_for_a_simulated_link_and_for_others_are_told_apart(monkeypatch):
     ]
 
     # shm may wait for a free slot when an operation starts: between replicas that counts.
-    mesh._start(mesh.shard, "", wait, 0, 1)
+    with mesh._collective(mesh.shard, "", 0, 1):
+        wait()
     assert mesh.waited_s["others"] == 0.25
-    mesh._start(mesh.sync, "", wait, 0, 1)
+    with mesh._collective(mesh.sync, "", 0, 1):
+        wait()
     assert mesh.waited_s["others"] == 1.0
 
 

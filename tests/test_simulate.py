@@ -64,16 +64,21 @@ def quiet_mesh(replica=0):
     return SimpleNamespace(replica=replica, replicas=2, device=CPU, waited_s={"others": 0.0})
 
 
+def nothing(*arguments):
+    """In place of what a method does."""
+
+
 def take_step(cluster, averages_gradients=False):
-    with cluster.step(None, SimpleNamespace(steps=0, averages_gradients=averages_gradients)):
-        pass
+    cluster.method = SimpleNamespace(averages_gradients=averages_gradients)
+    cluster.begin_step(nothing)
+    cluster.delay(nothing)
 
 
 def end_round(cluster, steps):
     """steps: of each replica in the round."""
     exchanged = SimpleNamespace(steps=torch.tensor(steps))
-    with cluster.sync(SimpleNamespace(steps=sum(steps), exchanged=exchanged)):
-        pass
+    cluster.method = SimpleNamespace(steps=sum(steps), exchanged=exchanged)
+    cluster.end_round(nothing)
 
 
 def test_slow_replica_takes_f_times_as_long_without_its_waiting(clock):
@@ -82,9 +87,11 @@ def test_slow_replica_takes_f_times_as_long_without_its_waiting(clock):
         mesh = quiet_mesh(replica)
         mesh.waited_s = {"others": 3.0, "link": 1.0}
         cluster = Cluster(config(slow_replica="1:1.5"), mesh)
-        with cluster.step(None, SimpleNamespace(steps=0, averages_gradients=False)):
-            clock.now += 2.0
-            mesh.waited_s = {"others": 3.5, "link": 2.0}  # of 2 seconds it has waited 1.5
+        cluster.method = SimpleNamespace(averages_gradients=False)
+        cluster.begin_step(nothing)
+        clock.now += 2.0
+        mesh.waited_s = {"others": 3.5, "link": 2.0}  # of 2 seconds it has waited 1.5
+        cluster.delay(nothing)
         sleeps.append(clock.sleeps[:])
     assert sleeps == [[], [pytest.approx(0.25)]]  # 0.5 + 0.25 = 1.5 * 0.5
 
@@ -128,18 +135,23 @@ def test_scaled_rate_waits_for_the_end_of_the_warm_up():
     cluster = Cluster(config(scale_lr="0:1:9:3"), quiet_mesh())
     for averages_gradients, expected in (True, 0.5), (False, 1.5):
         inner = SimpleNamespace(lr=0.5)
-        with cluster.step(inner, SimpleNamespace(steps=0, averages_gradients=averages_gradients)):
-            assert inner.lr == expected
+        cluster.method = SimpleNamespace(steps=0, averages_gradients=averages_gradients)
+        cluster.scale_rate(nothing, inner)
+        assert inner.lr == expected
 
 
 def test_random_tokens_are_of_the_whole_vocabulary_and_new_in_each_micro_step():
     mesh = quiet_mesh()
     mesh.shards, mesh.shard_index = 1, 0
     cluster = Cluster(config(random_tokens="0:1:9"), mesh)
-    method = SimpleNamespace(steps=0, model=SimpleNamespace(config=SimpleNamespace(vocab_size=5)))
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=5))
+    cluster.method = SimpleNamespace(model=model)
     text = torch.zeros(4, 100, dtype=torch.int64)
-    batches = SimpleNamespace(train=lambda step, micro_step: (text, text))
-    first, second = [torch.stack(tuple(cluster.batch(batches, method, m))) for m in (0, 1)]
+
+    def batch(step, micro_step):
+        return text, text
+
+    first, second = [torch.stack(tuple(cluster.batch(batch, 0, m))) for m in (0, 1)]
     assert first.unique().tolist() == second.unique().tolist() == [0, 1, 2, 3, 4]
     assert not torch.equal(first, second) and not torch.equal(first[0], first[1])
 
