@@ -39,12 +39,12 @@ from dataclasses import dataclass
 import torch
 
 from config import option
-from edit import EDiT, PenaltyConfig
+from edit import EDiT, EDiTConfig
 from method import RoundConfig
 
 
 @dataclass
-class Config(PenaltyConfig, RoundConfig):
+class Config(EDiTConfig, RoundConfig):
     tau_time_s: float = option(2.0, "seconds of training per round (code: 600)", above=0)
     step_weighting: str = option(
         "norm_per_step",
@@ -98,14 +98,14 @@ class AEDiT(EDiT):
         self.longest_round = max(self.longest_round, self.local_steps)
         return self.longest_round
 
-    def compute_weights(self, G):
-        if self.config.step_weighting == "norm_per_step":
-            G = norms_per_step(G, self.exchanged.steps)
-        return super().compute_weights(G)
+    def comparable_norms(self, norms):
+        if self.config.step_weighting == "none":
+            return norms
+        return norms_per_step(norms, self.rows.steps)
 
     def sync(self):
         super().sync()
-        steps = self.exchanged.steps.tolist()  # host read, once per sync
+        steps = self.rows.steps.tolist()  # host read, once per sync
         mean = sum(steps) / len(steps)
         self.progress_at_sync += mean
         self.rate = mean / steps[self.mesh.replica]

@@ -213,9 +213,9 @@ class Config:
     link_mbps: float = option(0.0, "Mbit/s of each replica's link to the others; 0: no limit")
     link_latency_ms: float = option(0.0, "latency of that link per hop", below=1e6)
 
-    # Not flags: what a method says of itself. Its dataclass may replace them.
-    offload = False  # keep vectors in host memory?
-    buffer_vectors = 0.0  # vectors like model.master that a sync needs beside the method's own
+    # No flag: what a sync needs beside the method's vectors, in vectors like model.master. A method's
+    # dataclass may replace it.
+    buffer_vectors = 0.0
 
     @property
     def limits_link(self) -> bool:
@@ -224,11 +224,6 @@ class Config:
     def sent_vectors(self, replicas: int) -> float:
         """What a rank sends to other replicas per round, in vectors like model.master."""
         return 2 * (replicas - 1) / replicas
-
-    def gathered_vectors(self, replicas: int) -> float:
-        """What a rank writes and reads in a slot of shm, in vectors like model.master, if a method
-        gathers more than a layer at a time."""
-        return 0.0
 
     def averaged_moments(self) -> list:
         """Names of AdamW's moments that are averaged at each sync."""

@@ -11,8 +11,8 @@ clip, or, if all replicas are flagged, keep the anchor (roll back).
         d_i   = anchor - x_i                                    # in the storage of x_i
         G_i   = ||d_i||                                         # [shard] one all-reduce, all layers
         limit_i = mean_i + delta sigma_i                        # running statistics of replica i
-        exchange G and limits of all replicas                   # [sync] one all-gather, all layers
         flag i if G_i > limit_i                                 # (G_i - mean_i) / sigma_i > delta
+        share G and flags with all replicas                     # [sync] one all-gather, all layers
         if all replicas are flagged: their statistics of layer l start anew
         w_i   = exp(-G_i) / sum_j exp(-G_j) over the unflagged  # on the device, no host read
         start dbar = sum_i w_i d_i for l = 0, 1                 # [sync] all-reduce per layer, async
@@ -31,13 +31,13 @@ clip, or, if all replicas are flagged, keep the anchor (roll back).
                                                                 it holds d_i, then dbar
     theta     anchor           anchor              (sum P/N,)   equal in a sync group
     m         b                momentum            (sum P/N,)   equal in a sync group
-    G_i       G_i              exchanged.norms     (M, L)       all ranks
-    w_i       w_i              weights             (M, L)       all ranks
+    G_i       G_i              penalty.norms       (M, L)       all ranks
+    w_i       w_i              penalty.weights     (M, L)       all ranks
               mean_i, sigma_i  statistics          (3, L)       replica i: count, mean, variance
     delta, phi                 anomaly_threshold, pseudo_grad_clip
               lr, mu           outer_lr, outer_momentum
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 8 (M-1) (L + 1) for the exchange.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 8 (M-1) (L + 1) for norms and flags.
 
 What the overlap saves, on NCCL and gloo. Let each of L equal layers take c seconds to all-reduce
 and f seconds to compute. DiLoCo waits L c. EDiT waits for layer 0 and then, if c > f, at each layer
@@ -57,6 +57,7 @@ Plain version: tests/reference/edit.py.
 
 import functools
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +70,7 @@ SIGMA_FLOOR = 0.05  # sigma is at least so much of the mean
 
 @dataclass
 class PenaltyConfig:
-    """Flags of EDiT, A-EDiT and Streaming EDiT: everything but when to synchronize."""
+    """Flags of EDiT, A-EDiT and Streaming EDiT: the penalty and the outer step."""
 
     anomaly_threshold: float = option(3.0, "delta, standard deviations above the mean norm")
     anomaly_ema: float = option(0.02, "alpha, a new norm's share in the statistics", below=1)
@@ -80,12 +81,18 @@ class PenaltyConfig:
     pseudo_grad_clipping: bool = option(True, "clip each layer's dbar")
     outer_lr: float = option(0.7, "outer learning rate (paper: 0.8)")
     outer_momentum: float = option(0.8, "outer Nesterov momentum (paper: 0.85)", below=1)
+
+
+@dataclass
+class EDiTConfig(PenaltyConfig):
+    """Flags of EDiT and A-EDiT: everything but when to synchronize."""
+
     offload: bool = option(False, "keep anchor and momentum in host memory (on a GPU)")
 
 
 @dataclass
-class Config(PenaltyConfig, LocalConfig):  # paper: tau 128, 1024 warm-up steps
-    pass
+class Config(EDiTConfig, LocalConfig):
+    """The paper's rounds have 128 steps, its warm-up 1024."""
 
 
 # ---- the equations: tensors in, tensors out ----
@@ -161,20 +168,92 @@ def nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, accepted):
     anchor.addcmul_(dhat, accepted, value=-lr).addcmul_(momentum, accepted, value=-lr * mu)
 
 
+# ---- the penalty ----
+
 # Flags that the size of a pseudo-gradient depends on.
 SCALES_NORMS = {"tau", "tau_time_s", "max_steps", "data", "batch_size", "accum", "tokens_per_step"}
 SCALES_NORMS |= {"lr", "muon_lr", "min_lr_ratio", "lr_warmup_steps", "grad_clip", "weight_decay"}
 SCALES_NORMS |= {"beta1", "beta2"}
+ALL = slice(None)
 
 
-def forget_norms(method, changed: set):
-    """A run continues with other values of the flags `changed`. If norms depend on one of them, the
-    limits of the checkpoint are wrong, so the method's statistics start anew."""
-    found = sorted(changed & SCALES_NORMS)
-    if found:
-        method.statistics.zero_()
-        flags = ", ".join(f"--{name}" for name in found)
-        print(f"note    {flags} changed, so the statistics of norms start anew")
+class Penalty:
+    """The pseudo-gradient penalty of replica i. EDiT uses it for all layers at once, Streaming EDiT
+    (relatives/streaming_edit.py) for the layers of a fragment: `layers` is a slice of them.
+
+    method.statistics        (3, L)   replica i's norms so far; they are in its checkpoints
+    norms, flagged, weights  (M, L)   of all replicas, in each layer's last sync
+    clips                    (L,)     factors, in each layer's last outer step
+    """
+
+    def __init__(self, method):
+        self.method = method
+        self.config = method.config
+        x = method.model.master
+        M = method.mesh.replicas
+        L = len(method.model.layers)
+        self.norms = x.new_zeros(M, L)
+        self.flagged = torch.zeros(M, L, dtype=torch.bool, device=x.device)
+        self.weights = x.new_zeros(M, L)
+        self.clips = x.new_ones(L)
+
+    def begin(self):
+        L = len(self.method.model.layers)
+        self.method.statistics = self.method.model.master.new_zeros(3, L)
+
+    def judge(self, G, unit=1.0, layers=ALL):
+        """Is replica i an anomaly? G: its norms. unit: what norms are divided by before they enter
+        the statistics. Only replica i can tell, because only it has seen its earlier norms."""
+        own = self.method.statistics[:, layers]  # a view
+        flagged = is_anomaly(G, unit * anomaly_limits(own, self.config))
+        own.copy_(update_statistics(own, G / unit, ~flagged, self.config))
+        return flagged
+
+    def weigh(self, norms, flagged, layers=ALL, compared=None):
+        """The weights of all replicas, from their norms and flags. compared: norms for the weights
+        alone, if they are others."""
+        own = self.method.statistics[:, layers]
+        G = norms[self.method.mesh.replica]
+        own.copy_(forget_lost_layers(own, G, flagged.all(dim=0)))
+        compared = norms if compared is None else compared
+        weights = replica_weights(compared, flagged, self.config.weighted_averaging)
+        self.norms[:, layers] = norms
+        self.flagged[:, layers] = flagged
+        self.weights[:, layers] = weights
+        return weights
+
+    def outer_step(self, l, dbar, anchor, momentum):
+        """Clip the mean of layer l and take the outer step, unless all replicas are flagged."""
+        clip = dbar.new_ones(())
+        if self.config.pseudo_grad_clipping:
+            clip = clip_factor(self.method.model.norm(dbar), self.config.pseudo_grad_clip)
+        self.clips[l] = clip
+        dhat = dbar.mul_(clip)
+        accepted = (~self.flagged[:, l]).any().to(dbar.dtype)
+        lr, mu = self.config.outer_lr, self.config.outer_momentum
+        nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, accepted)
+
+    def describe(self, layers=ALL):
+        """Tell the record about these layers, a slice or a list of their numbers."""
+        flagged = self.flagged[:, layers]
+        rolled_back = torch.zeros_like(self.flagged[0])
+        rolled_back[layers] = flagged.all(dim=0)
+        self.method.record.describe(
+            pseudo_grad_norm=self.norms[:, layers].norm(dim=1),
+            weight=self.weights[:, layers].mean(dim=1),
+            dropped=flagged.sum(dim=1),
+            rolled_back=rolled_back,
+            clip=self.clips[layers].mean(),
+        )
+
+    def resume_with(self, changed: set):
+        """A run continues with other values of the flags `changed`. If norms depend on one of them,
+        the limits of the checkpoint are wrong, so the statistics start anew."""
+        found = sorted(changed & SCALES_NORMS)
+        if found:
+            self.method.statistics.zero_()
+            flags = ", ".join(f"--{name}" for name in found)
+            print(f"note    {flags} changed, so the statistics of norms start anew")
 
 
 # ---- the method ----
@@ -188,15 +267,19 @@ class EDiT(Method):
 
     def __init__(self, model, mesh, config, record, clock):
         super().__init__(model, mesh, config, record, clock)
+        if config.offload and mesh.device.type == "cuda":
+            self.anchor = torch.zeros(model.master.shape, dtype=model.master.dtype, pin_memory=True)
+            self.momentum = torch.zeros_like(self.anchor, pin_memory=True)
+        self.penalty = Penalty(self)
         self.anchors = model.views(self.anchor)
         self.momenta = model.views(self.momentum)
 
     def begin(self):
         self.anchor.copy_(self.model.master, non_blocking=True)  # --offload: on the host
-        self.statistics = self.model.master.new_zeros(3, len(self.model.layers))
+        self.penalty.begin()
 
     def resume_with(self, changed):
-        forget_norms(self, changed)
+        self.penalty.resume_with(changed)
 
     def sync(self):
         """The end of the round: norms, weights, and the start of every layer's all-reduce. The next
@@ -206,8 +289,14 @@ class EDiT(Method):
             # d_i = a - x_i, in the storage of x_i
             d = torch.sub(a.to(x.device, non_blocking=True), x, out=x)
             squares.append(d.norm() ** 2)
-        self.flag_and_weigh(torch.stack(squares))
-        self.clips = []
+        squares = torch.stack(squares)  # (L,)
+        # [shard] all-reduce, L scalars, once per round
+        self.mesh.all_reduce(squares, self.mesh.shard).wait()
+        G = squares.sqrt()
+        self.share(norms=G, flagged=self.penalty.judge(G, self.norm_unit()))
+        norms = self.rows.norms  # (M, L)
+        compared = self.comparable_norms(norms)
+        self.penalty.weigh(norms, self.rows.flagged > 0, compared=compared)
         self.to_start = deque(self.operations())
         self.in_flight = deque()  # handles, at most two
         self.start_next()
@@ -229,36 +318,19 @@ class EDiT(Method):
             start = self.to_start.popleft()
             self.in_flight.append(start())
 
-    def flag_and_weigh(self, squares):
-        """Flags and weights (M, L), from the squared norms of this rank's shards (L,)."""
-        # [shard] all-reduce, L scalars, once per round
-        self.mesh.all_reduce(squares, self.mesh.shard).wait()
-        unit = self.norm_unit()
-        limits = unit * anomaly_limits(self.statistics, self.config)
-        # Each replica knows its own statistics only, so its limits travel with its norms.
-        self.exchange(norms=squares.sqrt(), limits=limits)  # sets self.exchanged
-        norms = self.exchanged.norms  # (M, L)
-        self.flagged = is_anomaly(norms, self.exchanged.limits)
-        self.lost = self.flagged.all(dim=0)  # (L,)
-        self.any_accepted = (~self.lost).to(norms.dtype)
-        i = self.mesh.replica
-        own = norms[i] / unit
-        statistics = update_statistics(self.statistics, own, ~self.flagged[i], self.config)
-        self.statistics = forget_lost_layers(statistics, own, self.lost)
-        self.weights = self.compute_weights(norms)
-
     def norm_unit(self) -> float:
         """What a norm is divided by before it enters the statistics. A-EDiT's rounds differ in
         length, so there it is a number of steps."""
         return 1.0
 
-    def compute_weights(self, G):
-        return replica_weights(G, self.flagged, self.config.weighted_averaging)
+    def comparable_norms(self, norms):
+        """The norms (M, L) for the weights. A-EDiT allows for unequal rounds."""
+        return norms
 
     def start_mean(self, l, d):
         """Start d <- dbar = sum_i w_i d_i in layer l."""
         # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
-        d.mul_(self.weights[self.mesh.replica, l]).nan_to_num_(0.0, 0.0, 0.0)
+        d.mul_(self.penalty.weights[self.mesh.replica, l]).nan_to_num_(0.0, 0.0, 0.0)
         # [sync] all-reduce, P/N fp32, once per round and layer
         return self.mesh.all_reduce(d, self.mesh.sync)
 
@@ -275,31 +347,29 @@ class EDiT(Method):
                 self.start_next()
 
     def outer_step(self, l):
-        lr, mu = self.config.outer_lr, self.config.outer_momentum
         x = self.model.masters[l]  # it has received dbar
         with self.record.stall():
             self.wait_for_mean(l)
-            clip = x.new_ones(())
-            if self.config.pseudo_grad_clipping:
-                clip = clip_factor(self.model.norm(x), self.config.pseudo_grad_clip)
-            dhat = x.mul_(clip)
             with self.on_device(self.anchors[l], self.momenta[l]) as (a, b):
-                nesterov_unless_flagged(a, b, dhat, lr, mu, self.any_accepted[l])
+                self.penalty.outer_step(l, x, a, b)
                 x.copy_(a)
-        self.clips.append(clip)
         if l == len(self.model.layers) - 1:
+            self.model.pre_layer_hook = None
             self.end_sync()
 
+    @contextmanager
+    def on_device(self, *vectors):
+        """The vectors on the model's device. Those in host memory (--offload) are copied there,
+        and back at the end."""
+        copies = [vector.to(self.mesh.device, non_blocking=True) for vector in vectors]
+        yield copies
+        for vector, copy in zip(vectors, copies):
+            if copy is not vector:
+                vector.copy_(copy, non_blocking=True)
+
     def end_sync(self):
-        """All layers are complete: describe the sync for the record."""
-        self.model.pre_layer_hook = None
-        self.record.describe(
-            pseudo_grad_norm=self.exchanged.norms.norm(dim=1),
-            weight=self.weights.mean(dim=1),
-            dropped=self.flagged.sum(dim=1),
-            rolled_back=self.lost,
-            clip=torch.stack(self.clips).mean(),
-        )
+        """All layers are complete."""
+        self.penalty.describe()
         self.record.done(self)
 
     def drain(self):
@@ -310,7 +380,7 @@ class EDiT(Method):
 
 
 # Deviations from the paper and its authors' code:
-# (1) One exchange carries the norms and limits of all layers, and nothing is read on the host. The
+# (1) One all-gather carries the norms and flags of all layers, and nothing is read on the host. The
 #     code's 2 to 4 host reads per layer prevent the overlap.
 # (2) A norm that is not finite is always flagged, also without anomaly elimination.
 # (3) Flagged norms never enter the statistics, so one outlier does not hide the next. The cost: one

@@ -22,7 +22,6 @@ Who calls what, in train.py, for each step:
     finish()               once, after the last step
 """
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -87,11 +86,9 @@ class Method:
         self.rates = []  # inner learning rates of this round's steps
         self.rounds = 0
         self.averages_gradients = True  # until the warm-up ends
-        self.exchanged = None  # see exchange()
-        for name in self.shared:
-            setattr(self, name, model.new_vector(config.offload))
-        for name in self.private:
-            setattr(self, name, model.new_vector())
+        self.rows = None  # see share()
+        for name in self.shared + self.private:
+            setattr(self, name, torch.zeros_like(model.master))
 
     # ---- what a method writes ----
 
@@ -141,8 +138,8 @@ class Method:
 
     # ---- what a method uses ----
 
-    def exchange(self, **values):
-        """All-gather one row per replica. self.exchanged.losses is then each replica's mean loss in
+    def share(self, **values):
+        """All-gather one row per replica. self.rows.losses is then each replica's mean loss in
         the round, .steps its number of steps, and .NAME its value NAME: (M,), or (M, n) for a value
         of n elements. A value must be equal in the shard group. Without a barrier nobody waits for
         the other rows: there is only the own one, (1,) or (1, n), for the record."""
@@ -154,9 +151,9 @@ class Method:
             # [sync] all-gather, 2 scalars and the values per replica, once per round
             rows = self.mesh.gather_rows(row, self.mesh.sync)
         columns = rows.split([value.numel() for value in own.values()], dim=1)
-        self.exchanged = SimpleNamespace()
+        self.rows = SimpleNamespace()
         for name, column in zip(own, columns):
-            setattr(self.exchanged, name, column.squeeze(1))
+            setattr(self.rows, name, column.squeeze(1))
 
     def measure(self):
         """For the record: every replica's loss, steps and distance from its anchor, if it has one.
@@ -165,7 +162,7 @@ class Method:
         if "anchor" in self.shared + self.private:
             distance = torch.sub(self.anchor, self.model.master, out=self.model.grad)
             norms["norms"] = self.model.norm(distance)
-        self.exchange(**norms)
+        self.share(**norms)
 
     def average(self, vector: torch.Tensor):
         """vector, laid out like model.master, becomes its mean over the replicas; blocks."""
@@ -174,16 +171,6 @@ class Method:
         handles = [self.mesh.all_reduce(v, self.mesh.sync) for v in self.model.views(vector)]
         for handle in handles:
             handle.wait()
-
-    @contextmanager
-    def on_device(self, *vectors):
-        """The vectors on the model's device. Those in host memory (--offload) are copied there,
-        and back at the end."""
-        copies = [vector.to(self.mesh.device, non_blocking=True) for vector in vectors]
-        yield copies
-        for vector, copy in zip(vectors, copies):
-            if copy is not vector:
-                vector.copy_(copy, non_blocking=True)
 
     # ---- what train.py calls ----
 

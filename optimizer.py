@@ -67,7 +67,7 @@ class AdamW:
         for l in others:
             model.squares_from[l] = model.layouts[l].decayed
         sizes = model.sizes_from(model.squares_from, model.mesh.shards, index)
-        model.exp_avg = model.new_vector()
+        model.exp_avg = torch.zeros_like(model.master)
         model.exp_avg_sq = model.master.new_zeros(sum(sizes))
 
         self.matrices = []  # of each layer: parameters, gradient, moments

@@ -233,12 +233,6 @@ class ShardedModel:
             found.append(view[: layout.border(layout.used, self.mesh.shard_index)])
         return found
 
-    def new_vector(self, offload: bool = False) -> torch.Tensor:
-        """Zeros laid out like `master`. offload: in pinned host memory (if on a GPU)."""
-        if not offload or self.mesh.device.type == "cpu":
-            return torch.zeros_like(self.master)
-        return torch.zeros(self.master.shape, dtype=self.master.dtype, pin_memory=True)
-
     def sizes_from(self, firsts: list, shards: int, shard: int) -> list:
         """Of each layer's elements from firsts[l] on: how many are in shard number `shard`."""
         ends = [layout.size_of_shard(shards) for layout in self.layouts]

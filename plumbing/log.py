@@ -103,15 +103,15 @@ class RoundRecord:
     def done(self, method):
         """A sync of the method is complete. Reads nothing from the device."""
         mesh = self.mesh
-        exchanged = method.exchanged
+        rows = method.rows
         row = {
             "round": method.rounds,
             "step": method.steps,
-            "steps": exchanged.steps,
-            "loss": exchanged.losses,
-            "pseudo_grad_norm": getattr(exchanged, "norms", None),
-            "weight": [1 / mesh.replicas] * len(exchanged.steps),
-            "dropped": [0] * len(exchanged.steps),
+            "steps": rows.steps,
+            "loss": rows.losses,
+            "pseudo_grad_norm": getattr(rows, "norms", None),
+            "weight": [1 / mesh.replicas] * len(rows.steps),
+            "dropped": [0] * len(rows.steps),
             "rolled_back": [],
             "clip": 1.0,
             **self.fields,

@@ -95,7 +95,7 @@ class Plan:
         else:
             kinds["AdamW"] = 2 * vector
         place = ""
-        if config.offload and not self.on_cpu:
+        if getattr(config, "offload", False) and not self.on_cpu:
             place = HOST
         for name in self.method.shared:
             kinds[name + place] = vector
@@ -126,7 +126,6 @@ class Plan:
             count += layer * (self.dtype.itemsize + (2 - 1 / N) * self.master.itemsize)
         if M > 1 and self.method.barrier:
             count += layer * self.master.itemsize * M / N
-            count += self.config.gathered_vectors(M) * self.shard_bytes
         return SLOTS * count
 
     def activations(self) -> int:

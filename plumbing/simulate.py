@@ -189,7 +189,7 @@ class Cluster(nullcontext):
             torch.sub(2 * method.anchor.to(x.device), x, out=x)
         end_round()
         if self.config.virtual_clock:  # all go on at the time of the latest one
-            steps = method.exchanged.steps.tolist()
+            steps = method.rows.steps.tolist()
             self.synced_at += max(map(operator.mul, steps, self.step_s))
             self.steps = 0
 

@@ -45,7 +45,7 @@ Then the errors of gradients are fed back in the same way, and dropped at the wa
 A run resumed on another mesh keeps e_i of replicas that go on, and E where a replica's old and new
 pieces overlap.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 sum P/N, and 8 (M-1) (L + 1) for the exchange.
+Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 sum P/N, and 8 (M-1) (L + 1) for norms and flags.
 A step of the warm-up sends 2 (M-1)/M * 4 sum P/N, with int8 2 (M-1)/M * 1.016 sum P/N.
 Run: torchrun --nproc_per_node 4 train.py --method one_bit_edit --optimizer muon
 Source: 1-bit Adam, arXiv 2102.02888, for error feedback at both hops.
@@ -125,11 +125,11 @@ class OneBitEDiT(EDiT):
     def start_mean(self, l, d):
         if self.config.quantize == "none":
             return super().start_mean(l, d)
-        flagged = self.flagged[:, l]
+        flagged = self.penalty.flagged[:, l]
         self.errors[l].masked_fill_(flagged[self.mesh.replica], 0)
         self.mean_errors[l].masked_fill_(flagged.all(), 0)
         # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
-        d.mul_(self.weights[self.mesh.replica, l]).nan_to_num_(0.0, 0.0, 0.0)
+        d.mul_(self.penalty.weights[self.mesh.replica, l]).nan_to_num_(0.0, 0.0, 0.0)
         mean = self.means[l] = self.start_coded(l, d, self.config.quantize)
         return mean.first_hop or mean.last_hop
 

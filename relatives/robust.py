@@ -51,10 +51,7 @@ class Config(diloco.Config):
         "flag", "in place of the mean", choices=["median", "trimmed_mean", "flag"]
     )
     trim: int = option(1, "replicas left out at each end by trimmed_mean")
-    buffer_vectors = 2  # pieces and theirs
-
-    def gathered_vectors(self, replicas):
-        return 1 + super().sent_vectors(replicas)
+    buffer_vectors = 6  # pieces, theirs, and on CPUs two copies of both in shared memory
 
     def check(self, replicas):
         super().check(replicas)

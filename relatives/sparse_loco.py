@@ -65,9 +65,6 @@ class Config(LocalConfig):  # paper: tau 15 to 100, density 1/64
             each = 1.75 * self.density + 4 / CHUNK
         return (replicas - 1) * each / 4
 
-    def gathered_vectors(self, replicas):
-        return self.sent_vectors(replicas + 1)  # those of all replicas
-
 
 def encode(values):
     """Values (R, k) -> 2 bits of each, (R, k) in 0..3, and the rows' means (R, 2) in fp16."""

@@ -109,28 +109,28 @@ class StreamingDiLoCo(Method):
         self.sent_at = self.local_steps
         with self.record.stall():
             d = [a - x for x, a, _ in self.layers[p]]  # d_i = a - x_i
-            self.mean = MeanInFlight(d, self.config.quantize, self.mesh, **self.judge(d))
+            self.mean = self.start_mean(d)
 
-    def judge(self, d) -> dict:
-        """Streaming EDiT flags replicas. Returns more arguments of MeanInFlight."""
-        return {}
+    def start_mean(self, d) -> MeanInFlight:
+        return MeanInFlight(d, self.config.quantize, self.mesh)
 
-    def penalize(self, l, d):
-        """Streaming EDiT clips the mean of layer l. Returns 1, or 0 to leave the layer as it is."""
-        return d.new_ones(())
+    def outer_step(self, l, d, a, b):
+        """Layer l has landed: its mean is d."""
+        lr, mu = self.config.outer_lr, self.config.outer_momentum
+        # As in Streaming EDiT: then both have the same bits.
+        nesterov_unless_flagged(a, b, d, lr, mu, accepted=d.new_ones(()))
 
     def land(self):
-        lr, mu, alpha = self.config.outer_lr, self.config.outer_momentum, self.config.alpha
-        for l, (x, a, b) in enumerate(self.layers[self.p]):
-            d = self.mean.wait(l)
-            accepted = self.penalize(l, d)
-            nesterov_unless_flagged(a, b, d, lr, mu, accepted)
+        alpha = self.config.alpha
+        for n, (x, a, b) in enumerate(self.layers[self.p]):
+            d = self.mean.wait(n)
+            self.outer_step(self.p + n * self.config.fragments, d, a, b)
             x.mul_(alpha).add_(a, alpha=1 - alpha)  # x_i <- alpha x_i + (1 - alpha) a
         self.landed = self.p
         self.mean = None
 
     def measure(self):
-        self.exchange()  # no distance: the anchor moves within the round, too
+        self.share()  # no distance: the anchor moves within the round, too
 
     def sync(self):
         if self.mean:  # only if the training ends in the middle of a round

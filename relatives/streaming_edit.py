@@ -42,93 +42,63 @@ from dataclasses import dataclass
 
 import torch
 
-from config import UserError
-from edit import (
-    PenaltyConfig,
-    anomaly_limits,
-    clip_factor,
-    forget_lost_layers,
-    forget_norms,
-    is_anomaly,
-    replica_weights,
-    update_statistics,
-)
+from edit import Penalty, PenaltyConfig
 from relatives import streaming_diloco
+from relatives.quantize import MeanInFlight
 from relatives.streaming_diloco import StreamingDiLoCo
 
 
 @dataclass
 class Config(PenaltyConfig, streaming_diloco.Config):
-    def check(self, replicas):
-        super().check(replicas)
-        if self.offload:
-            raise UserError("--offload: streaming_edit does not have it; leave it out")
+    pass
 
 
 class StreamingEDiT(StreamingDiLoCo):
     Config = Config
     scalars = (*StreamingDiLoCo.scalars, "statistics")
     repairs_replicas = True  # fragment by fragment, from the anchor
-    landings = ()  # of layers in this round: (norms, flagged, weights, clip) each
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.lost = torch.zeros(len(self.model.layers), dtype=torch.bool, device=self.mesh.device)
+        self.penalty = Penalty(self)
+        self.landings = []  # numbers of the layers that have landed in this round
 
     def begin(self):
         super().begin()
-        self.statistics = self.model.master.new_zeros(3, len(self.model.layers))
+        self.penalty.begin()
 
     def resume_with(self, changed):
-        forget_norms(self, changed)
+        self.penalty.resume_with(changed)
 
-    def judge(self, d) -> dict:
+    def fragment(self) -> slice:
+        """The layers of the fragment in flight."""
+        return slice(self.p, None, self.config.fragments)
+
+    def start_mean(self, d):
         squares = torch.stack([d_l.norm() ** 2 for d_l in d])
         # [shard] all-reduce, one scalar per layer, once per fragment
         self.mesh.all_reduce(squares, self.mesh.shard).wait()
         G = squares.sqrt()
-        own = self.statistics[:, self.p :: self.config.fragments]
-        flagged = is_anomaly(G, anomaly_limits(own, self.config))
-        own.copy_(update_statistics(own, G, ~flagged, self.config))
-        return {"row": torch.cat([G, flagged]), "weigh": self.weigh}
+        row = torch.cat([G, self.penalty.judge(G, layers=self.fragment())])
+        return MeanInFlight(d, self.config.quantize, self.mesh, row=row, weigh=self.weigh)
 
     def weigh(self, rows):
-        """The norms and flags of all replicas are there."""
-        self.norms, flags = rows.chunk(2, dim=1)
-        self.flagged = flags > 0
-        own = self.statistics[:, self.p :: self.config.fragments]
-        G = self.norms[self.mesh.replica]
-        own.copy_(forget_lost_layers(own, G, self.flagged.all(dim=0)))
-        self.weights = replica_weights(self.norms, self.flagged, self.config.weighted_averaging)
-        return self.weights * self.mesh.replicas
+        """The norms and flags of all replicas have arrived."""
+        norms, flags = rows.chunk(2, dim=1)
+        return self.penalty.weigh(norms, flags > 0, self.fragment()) * self.mesh.replicas
 
-    def penalize(self, l, dbar):
-        """Clip the mean of layer l. Returns 0 if all replicas have flagged the layer, else 1."""
-        clip = dbar.new_ones(())
-        if self.config.pseudo_grad_clipping:
-            clip = clip_factor(self.model.norm(dbar), self.config.pseudo_grad_clip)
-        dbar.mul_(clip)
-        flagged = self.flagged[:, l]
-        self.landings += ((self.norms[:, l], flagged, self.weights[:, l], clip),)
-        return (~flagged).any().to(dbar.dtype)
+    def outer_step(self, l, d, a, b):
+        self.penalty.outer_step(l, d, a, b)
+        self.landings.append(l)
 
     def land(self):
         super().land()
-        self.lost[self.p :: self.config.fragments] |= self.flagged.all(dim=0)
-        for (x, a, _), flagged in zip(self.layers[self.p], self.flagged[self.mesh.replica]):
-            torch.where(flagged | ~x.isfinite(), a, x, out=x)
+        flagged = self.penalty.flagged[self.mesh.replica, self.fragment()]
+        for (x, a, _), flag in zip(self.layers[self.p], flagged):
+            torch.where(flag | ~x.isfinite(), a, x, out=x)
 
     def sync(self):
         super().sync()
         if self.landings:
-            columns = [torch.stack(parts, dim=-1) for parts in zip(*self.landings)]
-            norms, flagged, weights, clips = columns  # (M, L), clips (L,)
-            self.landings = ()
-            self.record.describe(
-                pseudo_grad_norm=norms.norm(dim=1),
-                weight=weights.mean(dim=1),
-                dropped=flagged.sum(dim=1),
-                rolled_back=self.lost.clone(),
-                clip=clips.mean(),
-            )
-            self.lost.zero_()
+            self.penalty.describe(self.landings)
+            self.landings = []

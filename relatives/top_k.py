@@ -54,9 +54,6 @@ class Config(LocalConfig):  # paper: 0.001
     def sent_vectors(self, replicas):
         return self.tau * (replicas - 1) * self.density * 5.5 / 4
 
-    def gathered_vectors(self, replicas):
-        return self.sent_vectors(replicas + 1) / self.tau  # those of all replicas
-
 
 class TopK(Method):
     Config = Config

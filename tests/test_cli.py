@@ -727,8 +727,8 @@ def test_three_lost_rounds_end_the_training_if_they_are_in_a_row():
 
 def test_stall_counts_for_one_round():
     record = RoundRecord(Mesh(1, torch.device("cpu")))
-    exchanged = SimpleNamespace(steps=torch.ones(1), losses=torch.ones(1))
-    method = SimpleNamespace(rounds=1, steps=1, exchanged=exchanged)
+    rows = SimpleNamespace(steps=torch.ones(1), losses=torch.ones(1))
+    method = SimpleNamespace(rounds=1, steps=1, rows=rows)
     record.stalls.append((1.0, 3.0))
     for stall_ms in 2000.0, 0.0:
         record.done(method)

@@ -44,7 +44,6 @@ DIVIDED = dict(dtype="fp32", grad_clip=0.2)  # AdamW's kernel divides the gradie
 CASES = [
     ("edit", DIVIDED),
     ("one_bit_edit", DIVIDED | dict(optimizer="muon")),
-    pytest.param("diloco", dict(offload=True), marks=pytest.mark.slow),
     pytest.param("edit", dict(offload=True), marks=pytest.mark.slow),
     pytest.param("edit", dict(recompute=True), marks=pytest.mark.slow),
     pytest.param("edit", dict(average_moments="both"), marks=pytest.mark.slow),

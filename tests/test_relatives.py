@@ -146,7 +146,7 @@ def test_mean_is_waited_for_one_round_late_and_before_a_checkpoint(name):
 def test_method_without_a_barrier_records_its_own_row_only():
     method, events = on_meta(4, method="co2")
     method.end_round()
-    assert [len(value) for value in vars(method.exchanged).values()] == [1, 1, 1]
+    assert [len(value) for value in vars(method.rows).values()] == [1, 1, 1]
     assert "sync all-gather 0" not in events
 
 

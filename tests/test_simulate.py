@@ -76,8 +76,8 @@ def take_step(cluster, averages_gradients=False):
 
 def end_round(cluster, steps):
     """steps: of each replica in the round."""
-    exchanged = SimpleNamespace(steps=torch.tensor(steps))
-    cluster.method = SimpleNamespace(steps=sum(steps), exchanged=exchanged)
+    rows = SimpleNamespace(steps=torch.tensor(steps))
+    cluster.method = SimpleNamespace(steps=sum(steps), rows=rows)
     cluster.end_round(nothing)
 
 
