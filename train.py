@@ -180,7 +180,8 @@ def finish(setup, batches, model, method, log):
     if model.mesh.rank == 0 and setup.plan.n_params <= LARGEST_SAMPLED:
         print_sample(path)
     elif model.mesh.rank == 0:
-        print(f"model   {path}\nsample  python sample.py --model {path} (at this size in minutes)")
+        print(f"model   {path}")
+        print(f"sample  none at this size: it takes minutes; python sample.py --model {path}")
 
 
 def learning_rate(progress: float, config) -> float:
