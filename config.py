@@ -236,7 +236,8 @@ class Config:
     def check(self, replicas: int):
         """Raise UserError if the flags do not fit together."""
         if self.optimizer == "muon" and (self.lr == 0 or self.muon_lr / self.lr > 1e100):
-            raise UserError(f"--lr {self.lr}: muon's rate follows it; give --muon_lr 0 or --optimizer adamw")
+            hint = "give --muon_lr 0 or --optimizer adamw"
+            raise UserError(f"--lr {self.lr}: muon's rate follows it; {hint}")
 
 
 # ---- from the command line to a config ----

@@ -163,8 +163,8 @@ class Training:
         if self.mesh.rank == 0 and self.setup.plan.n_params <= LARGEST_SAMPLED:
             print_sample(path)
         elif self.mesh.rank == 0:
-            command = f"python sample.py --model {path}"
-            print(f"model   {path}\nsample  {command} (at this size in minutes)")
+            print(f"model   {path}")
+            print(f"sample  none at this size: it takes minutes; python sample.py --model {path}")
 
     def evaluate(self, parameters=None) -> float:
         """Mean loss over the validation windows, nats per token; the ranks share the work.

@@ -112,11 +112,11 @@ class Setup:
         try:
             return data.load(self.config.data or None, self.config.vocab_size)
         except (OSError, UserError) as error:
-            if not self.saved or "data" in self.given:
+            if not self.saved or "data" in self.given or not self.config.data:
                 raise
             reason = explain(error)[1]
-            line = f"{reason}: so says the --data of checkpoint {self.path}; name the corpus with --data"
-            raise UserError(line) from None
+            origin = f"so says the --data of checkpoint {self.path}"
+            raise UserError(f"{reason}: {origin}; name the corpus with --data") from None
 
     def describe(self, mesh) -> dict:
         """What the record and the checkpoints say of the run: its flags and the FACTS."""
@@ -164,8 +164,8 @@ def check_mesh(config, world_size: int):
         )
     if world_size % N:
         raise UserError(
-            f"--shards {N}: {world_size} ranks do not form replicas of {N}; change --nproc_per_node "
-            f"or give --shards {math.gcd(world_size, N)}"
+            f"--shards {N}: {world_size} ranks do not form replicas of {N}; "
+            f"change --nproc_per_node or give --shards {math.gcd(world_size, N)}"
         )
 
 

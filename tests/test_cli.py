@@ -351,7 +351,7 @@ def test_large_model_gets_a_command_in_place_of_a_sample(
     monkeypatch.setattr(train, "print_sample", None)
     argv = flags(data=corpus_folder, max_steps=1, out_dir=tmp_path)
     assert run_here("train", argv) is None
-    assert f"sample  python sample.py --model {tmp_path}/model.pt" in capsys.readouterr().out
+    assert f"minutes; python sample.py --model {tmp_path}/model.pt" in capsys.readouterr().out
 
 
 def test_run_resumes_from_another_folder(run_here, corpus_folder, tmp_path, monkeypatch, capsys):

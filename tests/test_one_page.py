@@ -102,7 +102,7 @@ def test_page_leaves_out_what_is_not_finite_and_keeps_a_layer_that_all_have_lost
 
 
 def test_page_runs_on_one_thread(small_page, capsys):
-    """More only wait for each other: with torch's default a loaded machine takes ten times as long."""
+    """With torch's default a loaded machine takes ten times as long."""
     torch.set_num_threads(2)
     one_page.train(M=1, steps=1, sync_warmup=1)
     assert torch.get_num_threads() == 1
