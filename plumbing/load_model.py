@@ -16,6 +16,7 @@ import torch
 
 from config import UserError, read_number
 from model import Llama, ModelConfig
+from plumbing.checkpoint import check_fields
 from plumbing.tokenizer import UNKNOWN
 
 FIELDS = {  # of ModelConfig -> of transformers.LlamaConfig
@@ -101,7 +102,9 @@ def open_model(path: str) -> Source:
         else:
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             config = ModelConfig(**saved["model_config"])
+            check_fields("model_config: ", config, {"above": 0})
             source = Source(path, config, saved["tokenizer"], saved["model"])
+        check_source(source)
         # The rotary angles of a long context would take gigabytes.
         make_llama(replace(source.config, block_size=1), source.tensors)
         return source
@@ -112,6 +115,24 @@ def open_model(path: str) -> Source:
         hint = "name a model.pt of train.py, or a folder of a Llama model"
         kind = type(error).__name__
         raise UserError(f"{path} is not a model ({kind}: {reason}): {hint}") from None
+
+
+def check_source(source: Source):
+    """Raise ValueError unless a model can compute with what the files hold. Reads all tensors."""
+    config = source.config
+    if config.n_embd % config.n_head or config.n_embd // config.n_head % 2:
+        raise ValueError(f"{config.n_embd} channels, {config.n_head} heads: not an even number each")
+    if config.block_size > 2**24:
+        raise ValueError(f"a context of {config.block_size:,} tokens")
+    if not isinstance(source.tokenizer, str):
+        raise ValueError("its tokenizer is not a text")
+    if source.tensors.keys() != their_names(config.n_layer).keys():
+        raise ValueError(f"its tensors are not those of {config.n_layer} blocks")
+    for name, tensor in source.tensors.items():
+        plain = torch.is_tensor(tensor) and tensor.layout == torch.strided
+        plain = plain and tensor.device.type == "cpu" and tensor.is_floating_point()
+        if not plain or not torch.stack(tensor.aminmax()).isfinite().all():  # makes no copy
+            raise ValueError(f"{name} is not a tensor of finite numbers")
 
 
 def open_folder(path: str) -> Source:
