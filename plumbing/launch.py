@@ -56,7 +56,7 @@ def read_command(argv: list, methods: dict) -> tuple:
 
 class Setup:
     """The run that a command line asks for. Making it checks everything that wrong input can break,
-    but the vectors of a checkpoint, and writes nothing. Raises UserError.
+    and writes nothing. Raises UserError.
 
     config, given: all flags, and those on the command line; corpus, plan;
     path, saved: of the checkpoint to continue, and its state.json; source: the model to start from

@@ -684,6 +684,20 @@ def test_damage_that_one_rank_sees_sends_all_ranks_to_the_checkpoint_before(
         assert steps == list(range(1, 10))  # each once
 
 
+def test_vector_of_another_size_is_refused_although_copying_would_stretch_it():
+    model = method_alone().model
+    for saved in [model.exp_avg[:1]], [model.exp_avg[:1]] * 2:
+        with pytest.raises(UserError, match="exp_avg does not have this model's size"):
+            checkpoint.fill(model.exp_avg, saved, model, "exp_avg")
+
+
+def test_dry_run_reads_no_vector(saved_run, tmp_path):
+    run = shutil.copytree(saved_run, tmp_path / "run")
+    change("exp_avg", flip_exponent)(run / "checkpoint-00000009")
+    assert "exp_avg of rank 0 is damaged" in refusal(f"--resume {run}", 2)
+    assert refusal(f"--resume {run} --dry_run", 2) == ""
+
+
 def test_run_does_not_start_anew_when_all_its_checkpoints_are_damaged(saved_run, tmp_path):
     run = shutil.copytree(saved_run, tmp_path / "run")
     for path in checkpoint.list_checkpoints(run):
