@@ -386,7 +386,8 @@ def check_state(state: dict, methods: dict):
     mesh = flags["mesh"]
     for name, value in {**mesh, "world_size": flags["world_size"]}.items():
         check_value(name, value, 1, {"low": 1})
-    if (mesh["replicas"] * mesh["shards"], mesh["shards"]) != (flags["world_size"], flags["shards"]):
+    ranks = mesh["replicas"] * mesh["shards"]
+    if (ranks, mesh["shards"]) != (flags["world_size"], flags["shards"]):
         raise UserError("its mesh is not that of its flags")
 
 

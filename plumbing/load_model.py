@@ -121,7 +121,8 @@ def check_source(source: Source):
     """Raise ValueError unless a model can compute with what the files hold. Reads all tensors."""
     config = source.config
     if config.n_embd % config.n_head or config.n_embd // config.n_head % 2:
-        raise ValueError(f"{config.n_embd} channels, {config.n_head} heads: not an even number each")
+        heads = f"{config.n_embd} channels in {config.n_head} heads"
+        raise ValueError(f"{heads}: each must have the same even number")
     if config.block_size > 2**24:
         raise ValueError(f"a context of {config.block_size:,} tokens")
     if not isinstance(source.tokenizer, str):

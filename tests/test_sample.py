@@ -108,7 +108,11 @@ def test_model_of_wrong_content_is_refused_in_one_line(tmp_path):
         changes[name, value] = lambda saved, n=name, v=value: saved["model_config"].update({n: v})
     for name, how in TENSORS.items():
         last = "layers.2.output.weight"
-        changes[name] = lambda saved, how=how: saved["model"].update({last: how(saved["model"][last])})
+
+        def spoil(saved, how=how):
+            saved["model"][last] = how(saved["model"][last])
+
+        changes[name] = spoil
     changes["no tokenizer"] = lambda saved: saved.update(tokenizer=7)
     changes["no norm"] = lambda saved: saved["model"].pop("layers.2.norm.weight")
     changes["no config"] = lambda saved: saved.update(model_config=None)
