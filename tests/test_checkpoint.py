@@ -563,6 +563,7 @@ CORRUPTIONS |= {
     "a vector without storage": change("exp_avg", lambda vector: vector.to("meta")),
     "no statistics": leave_out("statistics"),
     "no label": leave_out("label", rank=1),
+    "a label of three ranks": change("label", lambda label: label | {"world_size": 3}),
     "no file of rank 1": lambda p: (p / R).unlink(),
     "half a file": lambda p: cut(p / R),
     "no state.json": lambda p: (p / S).unlink(),
