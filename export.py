@@ -16,6 +16,7 @@ import torch
 
 from config import Parser, UserError, check_limits, explain, run_command
 from data import new_folder
+from plumbing.checkpoint import to_disk
 from plumbing.load_model import FIELDS, Source, open_model, their_names
 from plumbing.tokenizer import UNKNOWN, JsonTokenizer, to_json
 
@@ -44,15 +45,18 @@ def save_model(path, model, tokenizer: str, flags: dict):
         return
     saved = {"model": weights, "model_config": vars(model.config)}
     saved |= {"tokenizer": tokenizer, "config": flags}
-    unfinished = f"{path}.tmp"
+    path = Path(path)
+    unfinished = Path(f"{path}.tmp")
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
-        Path(unfinished).unlink(missing_ok=True)
-        with open(unfinished, "xb") as file:  # x: not through a link
+        path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
+        unfinished.unlink(missing_ok=True)  # it may be a link to somebody else's file
+        with open(unfinished, "xb") as file:
             torch.save(saved, file)
+        to_disk(unfinished)
         os.replace(unfinished, path)
+        to_disk(path.parent)
     except (OSError, RuntimeError) as error:  # torch.save raises its own error after an OSError
-        Path(unfinished).unlink(missing_ok=True)  # a full disk needs the room
+        unfinished.unlink(missing_ok=True)  # a full disk needs the room
         reason = explain(error)[1]
         raise UserError(f"{path} could not be written: {reason}") from None
 

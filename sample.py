@@ -3,6 +3,8 @@
 Also from a folder in Hugging Face's Llama format.
 """
 
+from dataclasses import replace
+
 import torch
 
 from config import Parser, UserError, check_limits, printable, run_command
@@ -14,7 +16,9 @@ def load(path: str):
     """(Llama, tokenizer) from a model.pt or a folder of export.py. Raises UserError."""
     source = open_model(path)
     tokenizer = make_tokenizer(source.tokenizer)
-    return make_llama(source.config, source.tensors).float(), tokenizer
+    # The rotary angles of a longer context would take gigabytes.
+    config = replace(source.config, block_size=min(source.config.block_size, 2**16))
+    return make_llama(config, source.tensors).float(), tokenizer
 
 
 @torch.no_grad()

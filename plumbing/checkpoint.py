@@ -2,15 +2,22 @@
 
     out/edit/checkpoint-00000400/
         state.json       the run: progress, flags, mesh
-        rank-00000.pt    rank 0: its counters, scalars and flat vectors by name; one file per rank
+        rank-00000.pt    rank 0: its counters, scalars and flat vectors by name, and a label: of
+                         which checkpoint and rank it is, a checksum of each value; a file per rank
 
 Checkpoints are taken at round ends, the last one at the end of the training. What is equal in all
 replicas there is only in the files of replica 0: a method's `shared` vectors, in most methods the
 parameters, and in the warm-up (in mini-batch always) AdamW's moments. Replicas compare checksums of
 it first. If they differ, the run ends.
 
-The folder is written as checkpoint.tmp and gets its name when all ranks have written their files.
-So list_checkpoints() finds only complete ones, whenever a rank is killed.
+The folder is written as checkpoint.tmp and gets its name when all ranks have written their files
+and the disk has them (fsync). So list_checkpoints() finds only complete ones, whenever a rank is
+killed or the power fails.
+
+At a start every value is verified before it is used: those of state.json as flags are, those of the
+other files by their checksums. The ranks share this work and agree on the result. A checkpoint that
+is damaged is refused in one line. With --resume auto the one before is taken, and the damaged one
+gets the name checkpoint-00000400.damaged.
 
     same mesh        exact: on CPUs the run continues bit for bit (a GPU's attention adds in
                      varying order)
@@ -20,18 +27,21 @@ So list_checkpoints() finds only complete ones, whenever a rank is killed.
 Nothing in a file is executed: JSON, and tensors through torch.load(weights_only=True).
 """
 
+import dataclasses
 import json
 import os
+import re
 import shutil
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch.nn.functional import pad
 
-from config import UserError, explain
+from config import Config, UserError, check_limits, explain, make_config
+from model import ModelConfig
 from plumbing.posix import fcntl
 
 # Maps a file: tensors are read when they are used.
@@ -41,14 +51,22 @@ open_file = partial(torch.load, map_location="cpu", weights_only=True, mmap=True
 # ---- which one ----
 
 
+def number(path) -> int | None:
+    """The step in the name of a checkpoint's folder. None: it has another name."""
+    found = re.fullmatch("checkpoint-([0-9]+)", Path(path).name)
+    return int(found[1]) if found else None
+
+
 def list_checkpoints(folder) -> list:
     """The complete checkpoints of a run's folder, oldest first."""
-    return sorted(Path(folder).glob("checkpoint-*[0-9]"))
+    found = [path for path in Path(folder).glob("checkpoint-*") if number(path) is not None]
+    return sorted(filter(Path.is_dir, found), key=number)
 
 
 def choose(config) -> tuple:
-    """(the run's folder, the checkpoint to continue or None). Raises UserError if there is none, or
-    if two runs would mix in the folder."""
+    """(the run's folder; the checkpoints that the run may continue, oldest first: it takes the
+    newest that is not damaged). Raises UserError if there is none, or if two runs would mix in the
+    folder."""
     resume = config.resume
     out_dir = config.out_dir or f"out/{config.method}"
     if resume and config.overwrite:
@@ -57,7 +75,7 @@ def choose(config) -> tuple:
     if resume == "auto":
         found = list_checkpoints(out_dir)
     elif resume:
-        found = list_checkpoints(resume)
+        found = list_checkpoints(resume)[-1:]
         if Path(resume, "state.json").exists():  # it is a checkpoint
             found = [Path(resume)]
         if not found:
@@ -67,32 +85,58 @@ def choose(config) -> tuple:
             )
         out_dir = config.out_dir or str(found[-1].parent)
 
-    last = found[-1] if found else None
     own = list_checkpoints(out_dir)
     if own and not config.dry_run:  # a run that is writing there could remove what this one reads
         os.close(lock(out_dir, fcntl.LOCK_SH))
     earlier = own or Path(out_dir, "model.pt").exists()
-    continues = own and last and last.samefile(own[-1])
+    continues = own and found and found[-1].samefile(own[-1])
     if earlier and not (continues or config.overwrite or config.dry_run):
         raise UserError(
             f"--out_dir {out_dir} has an earlier run: --resume auto continues it, "
             "--overwrite deletes it; or name another --out_dir"
         )
-    return out_dir, last
+    return out_dir, found
 
 
-def prepare(config):
-    """Make and lock the run's folder. Remove what a killed run has left, or an earlier run. Rank 0
-    calls it before training."""
-    folder = Path(config.out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock(folder)
-    if config.overwrite:
-        remove(list_checkpoints(folder))
+def prepare(setup, mesh):
+    """Make and lock the run's folder. Remove what a killed run has left, or an earlier run. All
+    ranks call it before training. Raises UserError on all of them."""
+    folder = Path(setup.config.out_dir)
+    sign = folder / "checkpoint.tmp"
+    with alike(mesh):
+        if mesh.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock(folder)
+            clean(folder, setup)
+            sign.mkdir()
+    # [start] all-gather of objects, all ranks, once per start
+    sees = mesh.all_gather_object(sign.is_dir())
+    if mesh.rank == 0:
+        sign.rmdir()
+    if not all(sees):
+        line = f"--out_dir {folder}: rank {sees.index(False)} does not see this folder of rank 0, "
+        line += "so no checkpoint can be written: name one that all nodes share"
+        if setup.config.checkpoint_interval or setup.config.save_on_exit:
+            raise UserError("" if mesh.rank else line)
+        print(f"note    {line}")
+
+
+def clean(folder, setup):
+    own = list_checkpoints(folder)
+    if setup.config.overwrite:
+        remove(own)
+        for path in folder.glob("checkpoint-*.damaged"):
+            delete(path)
         for path in folder / "model.pt", *folder.glob("timeline-*.json"):
             path.unlink(missing_ok=True)
+    elif own and setup.path:  # the run continues one of them; later ones are damaged
+        (index,) = [i for i, path in enumerate(own) if path.samefile(setup.path)]
+        for path in own[index + 1 :]:
+            damaged = path.with_suffix(".damaged")
+            delete(damaged)
+            os.rename(path, damaged)
     for path in folder.glob("checkpoint*.tmp"):
-        shutil.rmtree(path, ignore_errors=True)
+        delete(path)
 
 
 def lock(folder, kind=fcntl.LOCK_EX) -> int:
@@ -115,7 +159,14 @@ def remove(checkpoints: list):
     for path in checkpoints:
         half_removed = path.with_suffix(".tmp")
         os.rename(path, half_removed)
-        shutil.rmtree(half_removed, ignore_errors=True)
+        delete(half_removed)
+
+
+def delete(path):
+    """A folder, if it is there. Of a link only the link goes."""
+    if path.is_symlink():
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 # ---- saving ----
@@ -170,6 +221,14 @@ def layer_sizes(model, name: str, shards: int, index: int) -> list:
     return model.sizes_from(firsts(model, name), shards, index)
 
 
+def checksum(value, start: int = 0) -> int:
+    """CRC-32 of a tensor on the host, or of what Python writes for any other value. start: the
+    checksum of what comes before it. Copies no vector."""
+    if torch.is_tensor(value):
+        return zlib.crc32(value.reshape(-1).view(torch.uint8).numpy(), start)
+    return zlib.crc32(repr(value).encode(), start)
+
+
 def check_equal(mesh, sums: list):
     """Raise ReplicasDiffer on all ranks, rank 0 with a line, unless each rank has the same
     checksums, of each layer of a vector, as the rank with its shard in replica 0."""
@@ -195,24 +254,37 @@ def save(setup, model, method, state: dict) -> Path:
     if mesh.device.type == "cuda":  # --offload: copies to vectors on the host may be in flight
         torch.cuda.synchronize()
     equal, own = vectors(model, method)
-    sums = {}
-    for name, vector in equal.items():
-        parts = vector.split(layer_sizes(model, name, mesh.shards, mesh.shard_index))
-        for l, layer in enumerate(parts):
-            sums[f"{name} of layer {l}"] = zlib.crc32(layer.cpu().numpy())
-    # [sync] all-gather of objects, all ranks, once per checkpoint
-    check_equal(mesh, mesh.all_gather_object(sums))
-
     content = {"steps": method.steps, "rounds": method.rounds, **own}
     if not method.averages_gradients:
         content |= {name: getattr(method, name) for name in method.scalars}
-    if mesh.replica == 0:
-        content |= equal
     for name, value in content.items():
         if torch.is_tensor(value):
             content[name] = value.cpu()
+    checksums = {name: checksum(value) for name, value in content.items()}
 
+    sums = {}  # of what replicas share, up to the end of each layer
+    for name, vector in equal.items():
+        passed = 0
+        parts = vector.split(layer_sizes(model, name, mesh.shards, mesh.shard_index))
+        for l, layer in enumerate(parts):
+            passed = sums[f"{name} of layer {l}"] = checksum(layer.cpu(), passed)
+        if mesh.replica == 0:
+            checksums[name] = passed
+    # [sync] all-gather of objects, all ranks, once per checkpoint
+    gathered = mesh.all_gather_object((sums, checksums))
+    check_equal(mesh, [sums for sums, _ in gathered])
+    if mesh.replica == 0:
+        content |= {name: vector.cpu() for name, vector in equal.items()}
+
+    identity = checksum([checksums for _, checksums in gathered])  # of the whole checkpoint
+    content["label"] = {
+        "checkpoint": identity,
+        "rank": mesh.rank,
+        "world_size": mesh.world_size,
+        "checksums": checksums,
+    }
     state = state | {
+        "checkpoint": identity,
         "flags": setup.describe(mesh),
         "model_config": vars(model.config),
         "tokens_per_step": setup.plan.tokens_per_step,
@@ -224,6 +296,16 @@ def save(setup, model, method, state: dict) -> Path:
     return write(Path(setup.config.out_dir), mesh, content, state)
 
 
+def to_disk(path):
+    """Wait until the disk has a file, or the names in a folder, where the file system can do it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError) if path.is_dir() else nullcontext():
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write(folder: Path, mesh, content: dict, state: dict) -> Path:
     """Write this rank's content and, on rank 0, state.json: all or nothing."""
     unfinished = folder / "checkpoint.tmp"
@@ -232,18 +314,24 @@ def write(folder: Path, mesh, content: dict, state: dict) -> Path:
     failure = f"no checkpoint could be written to {folder}: "
     try:
         with alike(mesh, failure):
+            if unfinished.is_symlink():  # somebody else's folder
+                raise UserError(f"{unfinished} is a link: remove it")
             unfinished.mkdir(exist_ok=True)
             with open(paths[mesh.rank], "wb") as file:
                 torch.save(content, file)
+            to_disk(paths[mesh.rank])
         with alike(mesh, failure):
             if mesh.rank == 0:
                 if not all(path.is_file() for path in paths):
                     raise UserError(f"{unfinished} is incomplete: nodes must share --out_dir")
                 (unfinished / "state.json").write_text(json.dumps(state, indent=1))
+                to_disk(unfinished / "state.json")
+                to_disk(unfinished)
                 os.rename(unfinished, final)
+                to_disk(folder)
                 remove(list_checkpoints(folder)[: -state["flags"]["keep"]])
     except UserError:
-        shutil.rmtree(unfinished, ignore_errors=True)  # a full disk needs the room
+        delete(unfinished)  # a full disk needs the room
         raise
     return final
 
@@ -256,21 +344,135 @@ def readable(path):
     """Damaged and foreign files raise errors of many kinds. All become UserError, one line."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        reason = str(error)
+        if not isinstance(error, UserError):
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        if not path.exists():
+            reason = "it is gone: the run that writes there keeps only its last ones, see --keep"
+        raise UserError(f"checkpoint {path} cannot be read ({reason})") from None
+
+
+# Of state.json, beside its flags and the fields of ModelConfig: an example and the limits.
+STATE = {"step": 0, "tokens": 0, "metrics_bytes": 0, "tokens_per_step": 1, "train_s": 0.0}
+STATE |= {"progress": 0.0, "averages_gradients": True, "checkpoint": 0}
+
+
+def check_value(name: str, value, example, limits: dict):
+    """Raise UserError unless the value has the type of the example and is within the limits of
+    config.check_limits()."""
+    kinds = (int, float) if type(example) is float else (type(example),)
+    if type(value) not in kinds:
+        raise UserError(f"{name} is {value!r:.40}, not of type {kinds[-1].__name__}")
+    check_limits(name, value, limits)
+
+
+def check_state(state: dict, methods: dict):
+    """Raise an error unless all values of a state.json could be those of a run."""
+    if "checkpoint" not in state:
         raise UserError(
-            f"checkpoint {path} cannot be read ({reason}); if it is damaged, or of another "
-            "version of the code, delete it"
-        ) from None
+            "it has no checksums: an earlier edition of this code has saved it, which can continue "
+            "it"
+        )
+    for name, example in STATE.items():
+        check_value(name, state[name], example, {"below": 2**63})
+    for group in "shard", "sync":
+        check_value("sent", state["sent"][group], 0.0, {})
+    shape = ModelConfig(**state["model_config"])
+    if vars(shape) != state["model_config"]:
+        raise UserError("its model_config is incomplete")
+    check_fields("model_config: ", shape, {"above": 0})
+    flags = state["flags"]
+    check_fields("--", make_config({}, methods, flags), {})
+    check_value("corpus_hash", flags["corpus_hash"], "", {})
+    mesh = flags["mesh"]
+    for name, value in {**mesh, "world_size": flags["world_size"]}.items():
+        check_value(name, value, 1, {"low": 1})
+    ranks = mesh["replicas"] * mesh["shards"]
+    if (ranks, mesh["shards"]) != (flags["world_size"], flags["shards"]):
+        raise UserError("its mesh is not that of its flags")
 
 
-def read(path) -> tuple:
-    """A checkpoint's state.json, and its flags."""
+def check_fields(kind: str, config, limits: dict):
+    """Check each field of a dataclass by the flag of its name."""
+    for f in dataclasses.fields(config):
+        flag = f.metadata or Config.__dataclass_fields__[f.name].metadata
+        value = getattr(config, f.name)
+        check_value(kind + f.name, value, f.default, flag["limits"] | limits)
+        choices = flag["flag"].get("choices")
+        if choices and value not in choices:
+            raise UserError(f"{kind}{f.name} is {value!r:.40}, not one of {', '.join(choices)}")
+
+
+def read(path, methods: dict) -> tuple:
+    """A checkpoint's state.json, checked, and its flags. methods: name -> Method class. Raises
+    UserError."""
     with readable(path):
         state = json.loads((path / "state.json").read_bytes())
+        check_state(state, methods)
+        if number(path) not in (None, state["step"]):
+            raise UserError(f"it was saved after step {state['step']}")
+        world_size = state["flags"]["world_size"]
+        there = len(list(path.glob("rank-*.pt")))
+        if there < world_size:
+            raise UserError(f"{world_size} ranks have saved it, and it has files of {there}")
         return state, state["flags"]
+
+
+def open_part(path, state: dict, rank: int) -> dict:
+    """What a rank has saved. Raises an error if its file is of another checkpoint or rank."""
+    world_size = state["flags"]["world_size"]
+    file = files(path, world_size)[rank]
+    content = open_file(file)
+    label = content["label"]
+    found = label["checkpoint"], label["rank"], label["world_size"]
+    if found != (state["checkpoint"], rank, world_size):
+        raise UserError(f"{file.name} is of another checkpoint or rank")
+    return content
+
+
+def verify(path, state: dict, ranks):
+    """Raise UserError unless the files of these ranks hold what was saved."""
+    with readable(path):
+        for rank in ranks:
+            content = open_part(path, state, rank)
+            saved = content.pop("label")["checksums"]
+            if saved.keys() != content.keys():
+                raise UserError(f"of rank {rank} there are other values than were saved")
+            for name, value in content.items():
+                if checksum(value) != saved[name]:
+                    raise UserError(f"{name} of rank {rank} is damaged: its checksum is another")
+
+
+def newest_sound(found: list, methods: dict, mesh, config) -> Path | None:
+    """The newest of these checkpoints that is not damaged, None of none. All ranks of the mesh call
+    it and verify the files together. Raises UserError, on all ranks, if all are damaged."""
+    # [sync] all-gather of objects, all ranks, once per start
+    if len(set(map(str, mesh.all_gather_object(found)))) > 1:
+        hint = "nodes must share --out_dir and see the same files"
+        raise UserError("" if mesh.rank else f"the ranks see different checkpoints: {hint}")
+    lines = []
+    for path in reversed(found):
+        line = ""
+        try:
+            state, flags = read(path, methods)
+            if not config.dry_run:
+                verify(path, state, range(mesh.rank, flags["world_size"], mesh.world_size))
+        except UserError as error:
+            line = str(error)
+        # [sync] all-gather of objects, all ranks, once per start, and per damaged checkpoint
+        damaged = [line for line in mesh.all_gather_object(line) if line]
+        if not damaged:
+            for line in lines:
+                print(f"resume  {line}; the one before is taken")
+            return path
+        lines.append(damaged[0])
+    if lines:
+        way_out = "name an earlier one; --resume auto, in its run's folder, does"
+        if config.resume == "auto":
+            way_out = "there is no other one; --overwrite starts anew"
+        raise UserError("" if mesh.rank else f"{lines[0]}; {way_out}")
+    return None
 
 
 def check_resume(setup):
@@ -312,13 +514,12 @@ def load(setup, model, optimizer, method, clock):
     mesh = model.mesh
     flags = state["flags"]
     N = flags["shards"]
-    paths = files(setup.path, flags["world_size"])
-    first = N * mesh.replica % len(paths)  # rank 0 of the replica to continue
+    first = N * mesh.replica % flags["world_size"]  # rank 0 of the replica to continue
     clock.start_at(state)
     mesh.sent.update(state["sent"])
     with clock, alike(mesh), readable(setup.path):  # A-EDiT's round begins here
-        shared = [open_file(path) for path in paths[:N]]
-        own = [open_file(path) for path in paths[first : first + N]]
+        shared = [open_part(setup.path, state, rank) for rank in range(N)]
+        own = [open_part(setup.path, state, rank) for rank in range(first, first + N)]
         method.steps = optimizer.steps = own[0]["steps"]
         method.rounds = own[0]["rounds"]
         method.averages_gradients = state["averages_gradients"]
@@ -343,6 +544,9 @@ def fill(vector, saved: list, model, name: str):
     """vector <- this rank's shards, from the flat vectors of all saved shards."""
     shards = model.mesh.shards
     index = model.mesh.shard_index
+    sizes = [sum(layer_sizes(model, name, len(saved), i)) for i in range(len(saved))]
+    if sizes != [file.numel() for file in saved]:
+        raise UserError(f"{name} does not have this model's size")
     if len(saved) == shards:
         vector.copy_(saved[index])
         return

@@ -53,36 +53,44 @@ FACTS |= {"torch", "device_name"}
 # ---- checking ----
 
 
+def read_command(argv: list, methods: dict) -> tuple:
+    """(config of the flags that all methods have, the flags given, and of checkpoint.choose() the run's folder and
+    the checkpoints that it may continue). Raises UserError."""
+    given = read_flags(argv, methods)
+    common = given.keys() & Config.__dataclass_fields__.keys()
+    config = Config(**{name: given[name] for name in common})  # the method's flags come later
+    return config, given, *checkpoint.choose(config)
+
+
 class Setup:
     """The run that a command line asks for. Making it checks everything that wrong input can break,
-    but the vectors of a checkpoint, and writes nothing. Raises UserError.
+    and writes nothing. Raises UserError.
 
     config, given: all flags, and those on the command line; corpus, plan;
     path, saved: of the checkpoint to continue, and its state.json; lost: those of its flags that
     this version of the code does not have; source: the model to start from
     """
 
-    def __init__(self, argv: list, methods: dict, world_size: int):
+    def __init__(self, argv: list, methods: dict, world_size: int, path=None):
+        """path: the checkpoint that all ranks have agreed on; by default this rank chooses it."""
         self.saved = self.source = None
         self.lost = []
-        self.given = read_flags(argv, methods)
-        shared = self.given.keys() & Config.__dataclass_fields__.keys()
-        config = Config(**{name: self.given[name] for name in shared})  # the method's come later
-        out_dir, self.path = checkpoint.choose(config)
+        config, self.given, out_dir, found = read_command(argv, methods)
+        alone = Mesh(1, torch.device("cpu"), alone=True)
+        self.path = path or checkpoint.newest_sound(found, methods, alone, config)
         base = {}
         if self.path:
-            self.saved, base = checkpoint.read(self.path)
+            self.saved, base = checkpoint.read(self.path, methods)
         elif config.init_from:
             self.source = open_model(config.init_from)
             same = Path(out_dir, "model.pt").resolve() == Path(config.init_from).resolve()
             if config.overwrite and same:
                 raise UserError("--overwrite deletes the model of --init_from: change --out_dir")
             base = vars(self.source.config) | {"vocab_size": 0}
-        with checkpoint.readable(self.path):  # its method may be gone
-            self.config = config = make_config(self.given, methods, base)
-            if self.saved:
-                flags = {name: base[name] for name in base.keys() - FACTS}
-                self.lost = lost_flags(flags, config, methods)
+        self.config = config = make_config(self.given, methods, base)
+        if self.saved:
+            flags = {name: base[name] for name in base.keys() - FACTS}
+            self.lost = lost_flags(flags, config, methods)
         config.out_dir = out_dir
         if "data" in self.given:  # the checkpoint may be continued from another folder
             config.data = absolute(config.data)
@@ -281,14 +289,17 @@ def start(argv: list, methods: dict) -> tuple:
     clean."""
     everyone = connect()
     with alike(everyone):
-        setup = Setup(argv, methods, everyone.world_size)
+        config, _, _, found = read_command(argv, methods)
+    path = checkpoint.newest_sound(found, methods, everyone, config)
+    with alike(everyone):
+        setup = Setup(argv, methods, everyone.world_size, path)
     # [start] all-gather of objects, all ranks, once per start
     runs = everyone.all_gather_object(f"{setup.config} {setup.corpus.hash} {setup.saved}")
     with alike(everyone):
         if len(set(runs)) > 1:
             raise UserError("the ranks differ in their flags or corpora: start them all alike")
-        if everyone.rank == 0 and not setup.config.dry_run:
-            checkpoint.prepare(setup.config)
+    if not setup.config.dry_run:
+        checkpoint.prepare(setup, everyone)
     return setup, everyone
 
 

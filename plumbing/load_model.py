@@ -16,6 +16,7 @@ import torch
 
 from config import UserError, read_number
 from model import Llama, ModelConfig, make_layer
+from plumbing.checkpoint import check_fields
 from plumbing.tokenizer import UNKNOWN
 
 FIELDS = {  # of ModelConfig -> of transformers.LlamaConfig
@@ -131,8 +132,10 @@ def open_model(path: str) -> Source:
             shape = saved["model_config"]
             for name in shape.keys() - {field.name for field in fields(ModelConfig)}:
                 raise AnotherModel(path, f"its config has {name}")
-            source = Source(path, ModelConfig(**shape), saved["tokenizer"], saved["model"])
-        check_tensors(source)
+            config = ModelConfig(**shape)
+            check_fields("model_config: ", config, {"above": 0})
+            source = Source(path, config, saved["tokenizer"], saved["model"])
+        check_source(source)
         return source
     except (AnotherModel, ModuleNotFoundError):
         raise
@@ -141,6 +144,25 @@ def open_model(path: str) -> Source:
         hint = "name a model.pt of train.py, or a folder of a Llama model"
         kind = type(error).__name__
         raise UserError(f"{path} is not a model ({kind}: {reason}): {hint}") from None
+
+
+def check_source(source: Source):
+    """Raise ValueError or AnotherModel unless a model can compute with what the files hold. Reads
+    all tensors."""
+    config = source.config
+    if config.n_embd % config.n_head or config.n_embd // config.n_head % 2:
+        heads = f"{config.n_embd} channels in {config.n_head} heads"
+        raise ValueError(f"{heads}: each must have the same even number")
+    if config.block_size > 2**20:  # the rotary angles would take gigabytes
+        raise ValueError(f"a context of {config.block_size:,} tokens")
+    if not isinstance(source.tokenizer, str):
+        raise ValueError("its tokenizer is not a text")
+    check_tensors(source)
+    for name, tensor in source.tensors.items():
+        plain = torch.is_tensor(tensor) and tensor.layout == torch.strided
+        plain = plain and tensor.device.type == "cpu" and tensor.is_floating_point()
+        if not plain or not torch.stack(tensor.aminmax()).isfinite().all():  # makes no copy
+            raise ValueError(f"{name} is not a tensor of finite numbers")
 
 
 def open_folder(path: str) -> Source:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import time
 from pathlib import Path
@@ -10,10 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import export
+import ranks
 import train
 from config import UserError
+from mesh import Mesh
 from plumbing import checkpoint, launch, log
-from ranks import OUR_METHODS, Launch, run_training, train_all
+from ranks import OUR_METHODS, Launch, flags, method_alone, run_training, train_all
 
 ROUNDS = dict(tau=4, sync_warmup_steps=3, max_steps=17, eval_interval=5, dtype="fp32")
 CONSTANT_LR = dict(min_lr_ratio=1.0, tau=4, sync_warmup_steps=3, eval_interval=1000)
@@ -227,7 +231,7 @@ def test_interval_counts_round_ends_and_keep_counts_checkpoints(tmp_path, corpus
     assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "metrics.jsonl", "model.pt"]
     shared = {"parameters", "anchor", "momentum"}
     own = {"exp_avg", "exp_avg_sq"}
-    own |= {"steps", "rounds", "statistics"}
+    own |= {"steps", "rounds", "statistics", "label"}
     for rank in range(4):
         held = torch.load(tmp_path / names[0] / f"rank-{rank:05d}.pt", weights_only=True)
         assert held.keys() == (shared | own if rank < 2 else own)
@@ -340,7 +344,7 @@ def test_method_can_change_in_the_warmup(tmp_path, corpus_folder):
     run_training(2, corpus_folder, **saving, method="minibatch")
     path = tmp_path / "mini" / "checkpoint-00000003"
     saved = torch.load(path / "rank-00001.pt", weights_only=True)
-    assert saved == {"steps": 3, "rounds": 0}  # all vectors are equal
+    assert saved.keys() == {"steps", "rounds", "label"}  # all vectors are equal
     branch = ROUNDS | dict(resume=path, out_dir=tmp_path / "branch")
     run = run_training(2, corpus_folder, **branch, method="edit")
     assert all(torch.equal(run.model[name], value) for name, value in edit.model.items())
@@ -443,15 +447,15 @@ DAMAGE = [  # what happens to the last checkpoint p; what the line must say
     (lambda p: (p / S).unlink(), UNREADABLE),
     (lambda p: cut(p / S), UNREADABLE),
     (lambda p: (p / S).write_text("[" * 100000), "checkpoint-00000009 cannot be read"),
-    (lambda p: (p / S).write_text("{}"), "checkpoint-00000009 cannot be read (KeyError: 'flags')"),
-    (lambda p: (p / S).write_text('{"flags": []}'), UNREADABLE),
+    (lambda p: (p / S).write_text("{}"), "an earlier edition of this code has saved it"),
+    (lambda p: (p / S).write_text('{"checkpoint": 0, "flags": []}'), UNREADABLE),
     (lambda p: edit_state(p, lambda state: state["flags"].update(method="gone")), UNREADABLE),
     (lambda p: edit_state(p, lambda state: state["flags"].update(model="350m")), UNREADABLE),
 ]  # fmt: skip
 PARTS = [  # the same, of a part that only rank 1 reads
-    (lambda p: (p / R).unlink(), "No such file"),
+    (lambda p: (p / R).unlink(), "2 ranks have saved it, and it has files of 1"),
     (lambda p: cut(p / R), UNREADABLE),
-    (lambda p: torch.save({"model": {}}, p / R), "KeyError: 'steps'"),
+    (lambda p: torch.save({"model": {}}, p / R), "KeyError: 'label'"),
     (lambda p: torch.save([Executed()], p / R), UNREADABLE),
     (lambda p: torch.save([Executed()], p / R, **OLD_PICKLE), UNREADABLE),
 ]  # fmt: skip
@@ -500,3 +504,343 @@ def test_dry_run_is_possible_while_a_run_writes(saved_run):
         assert refusal(f"{again} --dry_run", 2) == ""
     finally:
         os.close(descriptor)
+
+
+# ---- verification ----
+
+
+@pytest.fixture(scope="module")
+def saved_shards(tmp_path_factory, corpus_folder):
+    """saved_run on two shards."""
+    folder = tmp_path_factory.mktemp("shards") / "run"
+    options = CONSTANT_LR | dict(method="edit", max_steps=9, shards=2)
+    run_training(2, corpus_folder, **options, out_dir=folder, checkpoint_interval=1, keep=2)
+    return folder
+
+
+def change(name, how, rank=0):
+    """Damage that changes a value of a rank, but not its checksum."""
+
+    def damage(path):
+        file = path / f"rank-{rank:05d}.pt"
+        content = torch.load(file, weights_only=True)
+        content[name] = how(content[name])
+        torch.save(content, file)
+
+    return damage
+
+
+def flip_exponent(vector):
+    vector.view(torch.int64).view(-1)[3] ^= 1 << 60
+    return vector
+
+
+def zero_page(path):
+    """The middle of rank 1's file is lost, as on a disk without power."""
+    content = bytearray((path / R).read_bytes())
+    middle = content.index(b"archive/data/2") if b"archive/data/2" in content else len(content) // 2
+    content[middle + 64 : middle + 4096] = bytes(4032)
+    (path / R).write_bytes(content)
+
+
+def swap(path):
+    os.rename(path / R0, path / "kept")
+    os.rename(path / R, path / R0)
+    os.rename(path / "kept", path / R)
+
+
+def from_before(name):
+    return lambda path: shutil.copy(path.with_name("checkpoint-00000007") / name, path / name)
+
+
+def from_another_run(path):
+    """The same steps, rank and sizes, but other numbers and checksums that fit them."""
+    content = torch.load(path / R, weights_only=True)
+    content["exp_avg"] += 1
+    content["label"]["checksums"]["exp_avg"] = checkpoint.checksum(content["exp_avg"])
+    content["label"]["checkpoint"] += 1
+    torch.save(content, path / R)
+
+
+def leave_out(name, rank=0):
+    def damage(path):
+        file = path / f"rank-{rank:05d}.pt"
+        content = torch.load(file, weights_only=True)
+        del content[name]
+        torch.save(content, file)
+
+    return damage
+
+
+R0 = "rank-00000.pt"
+VECTORS = "exp_avg exp_avg_sq anchor momentum parameters statistics".split()
+CORRUPTIONS = {f"a bit of {name}": change(name, flip_exponent) for name in VECTORS}
+CORRUPTIONS |= {
+    "a bit of rank 1": change("exp_avg", flip_exponent, rank=1),
+    "a page of zeros": zero_page,
+    "files swapped": swap,
+    "rank 0's file twice": lambda p: shutil.copy(p / R0, p / R),
+    "rank 0's file of the one before": from_before(R0),
+    "rank 1's file of the one before": from_before(R),
+    "state.json of the one before": from_before(S),
+    "rank 1's file of another run": from_another_run,
+    "a vector of one element": change("exp_avg", lambda vector: vector[:1].clone()),
+    "statistics of 7 layers": change("statistics", lambda _: torch.zeros(3, 7)),
+    "steps that are a text": change("steps", lambda _: "x", rank=1),
+    "other steps": change("steps", lambda steps: steps + 1, rank=1),
+    "a sparse vector": change("exp_avg", lambda vector: vector.to_sparse()),
+    "a vector without storage": change("exp_avg", lambda vector: vector.to("meta")),
+    "no statistics": leave_out("statistics"),
+    "no label": leave_out("label", rank=1),
+    "a label of three ranks": change("label", lambda label: label | {"world_size": 3}),
+    "no file of rank 1": lambda p: (p / R).unlink(),
+    "half a file": lambda p: cut(p / R),
+    "no state.json": lambda p: (p / S).unlink(),
+    "another step in its name": lambda p: os.rename(p, p.with_name("checkpoint-00000012")),
+}
+
+
+@pytest.mark.parametrize("mesh", ["2x1", "1x2"])
+def test_damaged_checkpoint_is_refused_in_one_line_and_auto_takes_the_one_before(
+    mesh, saved_run, saved_shards, tmp_path
+):
+    saved = {"2x1": saved_run, "1x2": saved_shards}[mesh]
+    for name, damage in CORRUPTIONS.items():
+        run = shutil.copytree(saved, tmp_path / name / "run")
+        damage(run / "checkpoint-00000009")
+        with pytest.raises(UserError) as error:
+            launch.Setup(["--resume", str(run)], train.METHODS, 2)
+        line = str(error.value)
+        assert "\n" not in line and "cannot be read (" in line and "--resume auto" in line, name
+        argv = ["--resume=auto", f"--out_dir={run}"]
+        setup = launch.Setup(argv, train.METHODS, 2)
+        assert setup.path.name == "checkpoint-00000007", name
+
+
+def setting(place, value):
+    """Damage of state.json: place is a name, or a name in flags."""
+
+    def damage(path):
+        def set_value(state):
+            *folders, name = place.split(".")
+            for folder in folders:
+                state = state[folder]
+            if value is None:
+                del state[name]
+            else:
+                state[name] = value
+
+        edit_state(path, set_value)
+
+    return damage
+
+
+NAN = float("nan")
+WRONG_VALUES = [
+    ("tokens", None), ("tokens", "1"), ("tokens", -1), ("tokens", [1]), ("train_s", None),
+    ("train_s", "1"), ("train_s", NAN), ("train_s", -1.0), ("metrics_bytes", None),
+    ("metrics_bytes", 1.5), ("metrics_bytes", -1), ("tokens_per_step", None),
+    ("tokens_per_step", "32"), ("progress", None), ("progress", NAN), ("progress", True),
+    ("sent", None), ("sent", 7), ("sent.sync", "x"), ("sent.shard", None), ("sent.shard", NAN),
+    ("step", None), ("step", 8), ("checkpoint", "x"), ("averages_gradients", None),
+    ("averages_gradients", 0), ("model_config", None), ("model_config.n_layer", None),
+    ("model_config.n_layer", 10**8), ("model_config.n_layer", "2"), ("model_config.more", 1),
+    ("model_config.norm_eps", NAN), ("model_config.vocab_size", 0), ("flags", 3),
+    ("flags.seed", -1), ("flags.seed", "1"), ("flags.seed", 1.5), ("flags.lr", "x"),
+    ("flags.lr", NAN), ("flags.lr", -1.0), ("flags.keep", 0), ("flags.keep", "2"),
+    ("flags.log_interval", 0), ("flags.tau", 0), ("flags.batch_size", -3),
+    ("flags.dtype", "int8"), ("flags.compile", "no"), ("flags.timeout_s", 0),
+    ("flags.world_size", None), ("flags.world_size", 10**9), ("flags.world_size", 1),
+    ("flags.world_size", "2"), ("flags.shards", 0), ("flags.shards", 3), ("flags.mesh", None),
+    ("flags.mesh", [2, 1]), ("flags.mesh.replicas", 7), ("flags.mesh.shards", "1"),
+    ("flags.corpus_hash", None), ("flags.data", 5), ("flags.method", ["edit"]),
+    ("flags.optimizer", "sgd"), ("flags.max_steps", True), ("flags.model", {}),
+]  # fmt: skip
+
+
+def test_wrong_value_in_state_json_is_refused_as_on_a_command_line(saved_run, tmp_path):
+    run = shutil.copytree(saved_run, tmp_path / "run")
+    last = run / "checkpoint-00000009"
+    kept = (last / S).read_bytes()
+    for place, value in WRONG_VALUES:
+        (last / S).write_bytes(kept)
+        setting(place, value)(last)
+        error = refusal(f"--resume {run}", 2)
+        assert "checkpoint-00000009 cannot be read (" in error and "\n" not in error, (place, value)
+        setup = launch.Setup(["--resume=auto", f"--out_dir={run}"], train.METHODS, 2)
+        assert setup.path.name == "checkpoint-00000007", (place, value)
+
+
+def test_every_flipped_bit_of_a_file_is_noticed_or_changes_nothing(saved_run, tmp_path):
+    path = shutil.copytree(saved_run, tmp_path / "run") / "checkpoint-00000009"
+    state, _ = checkpoint.read(path, train.METHODS)
+    expected = torch.load(path / R0, weights_only=True)
+    whole = (path / R0).read_bytes()
+    dice = random.Random(1)
+    noticed = 0
+    for _ in range(300):
+        content = bytearray(whole)
+        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        (path / R0).write_bytes(content)
+        try:
+            checkpoint.verify(path, state, [0])
+        except UserError:
+            noticed += 1
+            continue
+        found = checkpoint.open_part(path, state, 0)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            same = torch.equal(found[name], value) if torch.is_tensor(value) else found[name] == value
+            assert same, name
+    assert noticed > 150  # the rest is padding and names that nobody reads
+
+
+@pytest.mark.parametrize("damage", [change("exp_avg", flip_exponent, 1), from_before(R)])
+def test_damage_that_one_rank_sees_sends_all_ranks_to_the_checkpoint_before(
+    damage, saved_run, saved_shards, tmp_path
+):
+    for saved in saved_run, saved_shards:
+        run = shutil.copytree(saved, tmp_path / saved.parent.name / "run")
+        damage(run / "checkpoint-00000009")
+        argv = ["--resume=auto", f"--out_dir={run}", "--device=cpu"]
+        launched = Launch(2, tmp_path / "log", *argv)
+        assert launched.wait() == [0, 0], launched.lines("err")
+        (line,) = [line for line in launched.lines("out") if "the one before is taken" in line]
+        assert "checkpoint-00000009" in line
+        assert saved_steps(run) == [7, 9]  # the run has saved step 9 again
+        assert (run / "checkpoint-00000009.damaged").is_dir()
+        rows = [json.loads(row) for row in open(run / "metrics.jsonl")]
+        steps = [row["step"] for row in rows if row["event"] == "step"]
+        assert steps == list(range(1, 10))  # each once
+
+
+def test_vector_of_another_size_is_refused_although_copying_would_stretch_it():
+    model = method_alone().model
+    for saved in [model.exp_avg[:1]], [model.exp_avg[:1]] * 2:
+        with pytest.raises(UserError, match="exp_avg does not have this model's size"):
+            checkpoint.fill(model.exp_avg, saved, model, "exp_avg")
+
+
+def test_dry_run_reads_no_vector(saved_run, tmp_path):
+    run = shutil.copytree(saved_run, tmp_path / "run")
+    change("exp_avg", flip_exponent)(run / "checkpoint-00000009")
+    assert "exp_avg of rank 0 is damaged" in refusal(f"--resume {run}", 2)
+    assert refusal(f"--resume {run} --dry_run", 2) == ""
+
+
+def test_run_does_not_start_anew_when_all_its_checkpoints_are_damaged(saved_run, tmp_path):
+    run = shutil.copytree(saved_run, tmp_path / "run")
+    for path in checkpoint.list_checkpoints(run):
+        setting("checkpoint", None)(path)
+    error = refusal(f"--resume=auto --out_dir {run}", 2)
+    assert "checkpoint-00000009 cannot be read (it has no checksums: an earlier edition" in error
+    assert "--overwrite starts anew" in error
+
+
+def test_checkpoint_that_vanishes_is_not_called_damaged(saved_run, tmp_path, monkeypatch):
+    """Another run has removed it meanwhile."""
+    run = shutil.copytree(saved_run, tmp_path / "run")
+
+    def vanish(path, *args):
+        shutil.rmtree(path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(checkpoint, "open_part", vanish)
+    error = refusal(f"--resume {run} --out_dir {tmp_path}/new", 2)
+    assert "it is gone: the run that writes there keeps only its last ones" in error
+    assert "delete" not in error
+
+
+# ---- names, links and disks ----
+
+
+def test_only_names_of_digits_are_checkpoints_and_copies_of_users_stay(saved_run, tmp_path):
+    run = shutil.copytree(saved_run, tmp_path / "run")
+    copies = {"checkpoint-best7", "checkpoint-00000002-backup1", "checkpoint-00000009.old"}
+    for name in copies:
+        shutil.copytree(run / "checkpoint-00000007", run / name)
+    for name in "checkpoint-100000000", "checkpoint-99999999":
+        (run / name).mkdir()
+    (run / "checkpoint-00000001").touch()  # not a folder
+    assert saved_steps(run) == [7, 9, 99999999, 100000000]  # by number
+    checkpoint.remove(checkpoint.list_checkpoints(run)[2:])
+    assert launch.Setup(["--resume", str(run)], train.METHODS, 2).path == run / "checkpoint-00000009"
+    setup = launch.Setup(["--resume=", f"--out_dir={run}", "--overwrite"], train.METHODS, 1)
+    os.rename(run / "checkpoint-00000009", run / "checkpoint-00000009.damaged")
+    checkpoint.prepare(setup, Mesh(1, torch.device("cpu"), alone=True))
+    names = {path.name for path in run.iterdir()}
+    assert names == copies | {"checkpoint-00000001", "metrics.jsonl"}
+
+
+def test_nothing_is_written_or_deleted_through_a_link(saved_run, tmp_path, corpus_folder):
+    run = shutil.copytree(saved_run, tmp_path / "run")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "file").write_text("kept")
+    mesh = Mesh(1, torch.device("cpu"), alone=True)
+    content = {"steps": 12}
+    (run / "checkpoint.tmp").symlink_to(theirs)
+    with pytest.raises(UserError, match="checkpoint.tmp is a link: remove it"):
+        checkpoint.write(run, mesh, content, {"flags": {"keep": 1}})
+    (run / "checkpoint.tmp").symlink_to(theirs)
+    (run / "checkpoint-00000003.tmp").symlink_to(theirs)
+    (run / "checkpoint-00000001").symlink_to(theirs)
+    (run / "model.pt.tmp").symlink_to(theirs / "file")
+    setup = launch.Setup(["--resume", str(run)], train.METHODS, 2)
+    checkpoint.prepare(setup, mesh)
+    assert not list(run.glob("checkpoint*.tmp"))
+    assert checkpoint.write(run, mesh, content, {"flags": {"keep": 1}}).name == "checkpoint-00000012"
+    assert saved_steps(run) == [12]  # the link is gone, too
+    model = method_alone().model
+    export.save_model(run / "model.pt", model, "byte", {})
+    assert (theirs / "file").read_text() == "kept" and len(list(theirs.iterdir())) == 1
+    assert not (run / "model.pt").is_symlink()
+
+
+def test_disk_has_every_file_before_the_checkpoint_gets_its_name(tmp_path, monkeypatch):
+    events = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def note_fsync(descriptor):
+        events.append("disk has " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def note(function):
+        def call(source, target):
+            events.append(f"name {Path(target).name}")
+            function(source, target)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note(rename))
+    monkeypatch.setattr(os, "replace", note(replace))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mesh = Mesh(1, torch.device("cpu"), alone=True)
+    checkpoint.write(folder, mesh, {"steps": 4}, {"flags": {"keep": 1}})
+    files = ["disk has rank-00000.pt", "disk has state.json", "disk has checkpoint.tmp"]
+    assert events == [*files, "name checkpoint-00000004", "disk has run"]
+    events.clear()
+    export.save_model(folder / "model.pt", method_alone().model, "byte", {})
+    assert events == ["disk has model.pt.tmp", "name model.pt", "disk has run"]
+
+
+def in_a_folder_of_its_own(argv, rank, *more):
+    """In place of ranks._command: as on a node without a shared file system."""
+    os.makedirs(f"{more[1]}/node-{rank}")
+    os.chdir(f"{more[1]}/node-{rank}")
+    ranks._command(argv, rank, *more)
+
+
+def test_nodes_without_a_shared_folder_are_told_at_the_start(tmp_path, corpus_folder):
+    argv = flags(data=corpus_folder, max_steps=2, out_dir="run", sync_warmup_steps=1)
+    special = dict.fromkeys(range(2), (in_a_folder_of_its_own,))
+    run = Launch(2, tmp_path / "a", *argv, "--checkpoint_interval=1", special=special)
+    assert run.wait() == [2, 2] and not any("step 0" in line for line in run.lines("out"))
+    (line,) = run.lines("err")
+    assert "rank 1 does not see this folder of rank 0" in line and "all nodes share" in line
+    run = Launch(2, tmp_path / "b", *argv, special=special)
+    assert run.wait() == [0, 0], run.lines("err")  # it trains, and says that it cannot save
+    (line,) = [line for line in run.lines("out") if line.startswith("note ")]
+    assert "rank 1 does not see" in line

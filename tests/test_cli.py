@@ -695,7 +695,7 @@ def test_model_and_corpus_must_have_the_same_tokens():
 
 
 def test_folder_that_nodes_do_not_share(run_here, corpus_folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(checkpoint, "open", lambda *_: open(os.devnull, "wb"), raising=False)
+    monkeypatch.setattr(checkpoint, "to_disk", lambda path: path.unlink())  # on another node
     argv = [*flags(data=corpus_folder, max_steps=1), "--out_dir", str(tmp_path)]
     assert run_here("train", argv) is None
     assert "nodes must share --out_dir" in capsys.readouterr().out

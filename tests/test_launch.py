@@ -403,7 +403,7 @@ def test_failure_is_reported_in_a_line_and_costs_nothing_that_was_saved(
     complete = checkpoint.list_checkpoints(tmp_path / "run")
     # a full disk needs the room of the unfinished one
     assert "checkpoint" not in message or not list((tmp_path / "run").glob("*.tmp"))
-    assert all(checkpoint.read(path)[1] for path in complete)
+    assert all(checkpoint.read(path, train.METHODS)[1] for path in complete)
     assert bool(complete) == ("metrics" not in message)
     finish(start(saving, store=store))  # as under --max-restarts
     assert_same(tmp_path / "run", undisturbed(more))
