@@ -364,7 +364,8 @@ def check_value(name: str, value, example, limits: dict):
     kinds = (int, float) if type(example) is float else (type(example),)
     if type(value) not in kinds:
         raise UserError(f"{name} is {value!r:.40}, not of type {kinds[-1].__name__}")
-    check_limits(name, value, limits)
+    if not isinstance(value, str):  # an empty text is the default of some flags
+        check_limits(name, value, limits)
 
 
 def check_state(state: dict, methods: dict):
