@@ -399,3 +399,12 @@ class EDiT(Method):
 #     the loss does not fall, because such replicas weigh less anyway (lab/LOG.md).
 # As in the paper, the weights take the norms as they are. So the penalty is stronger where norms
 # are larger: in long rounds, at large learning rates, in large layers.
+#
+# Why a replica cannot leave or join while the others train on. When a replica dies, the others get
+# an error and can form a new group without it: that takes gloo two seconds. The hard part is the
+# sync that was under way. Layer 3 may have arrived at one replica and not at another, and the
+# anchors and momenta of layers 0 to 2 have already moved. So the survivors are no longer equal, and
+# no anchor is left to roll back to. A commit would help: change no anchor before all layers have
+# arrived everywhere. But then the forward waits for the last layer, as in DiLoCo, and the overlap is
+# gone. Overlap by layer and live membership exclude each other. So here a lost replica ends the
+# run, and a restart goes on from the last checkpoint, with as many replicas as there are.

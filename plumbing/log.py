@@ -8,7 +8,7 @@ Rank 0 writes the rows: one JSON object each, whose first key is `event`.
     resume  the same and step: a run continues from a checkpoint here. Rows that were written after
             that checkpoint are removed, so every step is in the file once
     step    step, tokens, loss, lr, grad_norm, step_ms, train_s, tokens_per_s, shard_bytes,
-            sync_bytes
+            sync_bytes (sent so far); on a known GPU in bf16: mfu, the share of its peak
     sync    round, step, tau, steps, loss, pseudo_grad_norm, weight, dropped, rolled_back,
             clip, stall_ms, wait_others_ms, wait_link_ms, sync_bytes
     eval    step, tokens, train_s, val_loss, bits_per_byte, sync_bytes; NoLoCo: spread, the root
@@ -36,6 +36,7 @@ To read a record: pandas.read_json("out/edit/metrics.jsonl", lines=True). To see
 import json
 import math
 import os
+import re
 import time
 from collections import Counter, deque
 from contextlib import contextmanager
@@ -194,6 +195,7 @@ class Log:
         if continues:
             self.file.truncate(min(self.file.tell(), setup.saved["metrics_bytes"]))
         description = setup.describe(mesh)
+        self.peak_flops = peak_flops(description["device_name"], self.config.dtype)
         if self.file.tell() == 0:
             self.write("config", description)
         if setup.saved:
@@ -260,12 +262,17 @@ class Log:
         row["tokens_per_s"] = tokens_per_s
         for group, count in self.mesh.sent.items():
             row[f"{group}_bytes"] = round(count)
+        mfu = ""
+        if self.peak_flops:
+            flops = tokens_per_s * self.setup.plan.flops_per_token()
+            row["mfu"] = flops / (self.peak_flops * self.mesh.world_size)
+            mfu = f"mfu {row['mfu']:.0%} | "
         self.write("step", row)
 
         minutes, seconds = divmod(round((max_steps - method.progress) * step_s), 60)
         print(
             f"step {step:05d}/{max_steps:05d} | loss {loss:.4f} | lr {lr:.1e} | "
-            f"gnorm {grad_norm:.2f} | {1e3 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s | "
+            f"gnorm {grad_norm:.2f} | {1e3 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s | {mfu}"
             f"{minutes}m{seconds:02d}s left"
         )
 
@@ -324,6 +331,24 @@ class Log:
         path = Path(self.config.out_dir, f"timeline-{self.mesh.rank}.json")
         path.unlink(missing_ok=True)  # nothing is written through a link
         path.write_text(json.dumps({"replica": self.mesh.replica, "spans": spans}))
+
+
+# FLOP/s of dense bf16 matrix products, from NVIDIA's data sheets; patterns of a device's name. (An
+# H100 or H200 with another ending is slower.)
+PEAK_FLOPS = {
+    r"\bA100\b": 312e12,
+    r"\bH100 80GB HBM3$": 989e12,
+    r"\bH200$": 989e12,
+    r"\bB200$": 2250e12,
+}
+
+
+def peak_flops(device_name: str, dtype: str) -> float:
+    """Of a known GPU in bf16, else 0."""
+    for pattern, flops in PEAK_FLOPS.items():
+        if dtype == "bf16" and re.search(pattern, device_name):
+            return flops
+    return 0.0
 
 
 def counts(found: list) -> str:

@@ -128,6 +128,13 @@ class Plan:
             count += layer * self.master.itemsize * M / N
         return SLOTS * count
 
+    def flops_per_token(self) -> float:
+        """Of forward and backward, as in PaLM's model FLOPs utilization (arXiv 2204.02311): 6 for each
+        parameter in a matrix product, and 12 n_layer C T for attention. Recomputation is not work."""
+        config = self.config
+        multiplied = self.n_params - self.layouts[0].used  # the embedding is looked up
+        return 6 * multiplied + 12 * config.n_layer * config.n_embd * config.block_size
+
     def activations(self) -> int:
         """Of one micro-step, at their peak."""
         config = self.config

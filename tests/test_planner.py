@@ -93,7 +93,8 @@ def test_strided_fragments_by_hand():
 
 
 def test_two_hops_of_three_layers_by_hand():
-    # Half a layer takes 1 s on the link: layers 0, 1, 0, 2, 1, 2; a forward takes 0.5 s a layer.
+    assert planner.order_on_link([0, 1, 2], hops=2) == [0, 1, 0, 2, 1, 2]
+    # Half a layer takes 1 s on the link; a forward takes 0.5 s a layer.
     rate = 1e9 * 1.5 * 1.125 / 6 / 1e9
     used = utilization(SCHEDULES["one_bit_edit"], Model(1e9, 3, 4.5), rate, 4)
     # Layer 0 arrives after 3 s, layer 1 after 5 s, layer 2 after 6 s. Forwards end at 3.5, 5.5, 6.5.
