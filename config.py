@@ -143,7 +143,7 @@ class Config:
     init_from: str = option("", "start from this model.pt or Hugging Face Llama folder; its shape")
 
     data: str = option(
-        "", "folder of data.py, or .bin files (default: standard library)", nargs="+"
+        "", "folder of data.py, or token files (default: standard library)", nargs="+"
     )
     vocab_size: int = option(0, "of token files (0: 50257, GPT-2's), or another than the corpus's")
     batch_size: int = option(8, "sequences per rank and micro-step", low=1)
@@ -228,8 +228,6 @@ def parse(argv: list, methods: dict, simulation_class) -> tuple:
         parser.add_argument(f"--{name}", help=text, **flag)
 
     given = vars(parser.parse_args(argv))
-    if "data" in given:
-        given["data"] = ":".join(given["data"])
     for name, value in given.items():
         check_limits(f"--{name}", value, fields[name][0].metadata["limits"])
     return make_config(given, methods, simulation_class, {}), given
@@ -263,7 +261,7 @@ def read_number(config: dict, key: str, flag: str):
 def check_limits(name: str, value, limits: dict):
     """Raise UserError unless a number is at least `low` (by default 0), not `above` (0, if it is
     given) and below `below` (2^31; 1e30 for fractions)."""
-    if isinstance(value, str):
+    if isinstance(value, (str, list)):
         return
     low = limits.get("low", 0)
     below = limits.get("below", 2**31 if isinstance(value, int) else 1e30)

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from config import Parser, UserError, explain, run_command
-from data import new_folder
 from plumbing.load_model import FIELDS, Source, open_model, their_names
+from plumbing.text import new_folder
 from plumbing.tokenizer import UNKNOWN, JsonTokenizer, to_json
 
 
