@@ -130,7 +130,7 @@ def text_document(file):
 
 def json_documents(file, field: str):
     for number, line in enumerate(file, 1):
-        if not line.strip():
+        if not line.removeprefix(codecs.BOM_UTF8).strip():
             continue
         text = read_field(line, number, field)
         if text:  # not null and not empty
