@@ -71,8 +71,11 @@ def write_folder(source: Source, out: str):
         if source.tokenizer != UNKNOWN:
             tokenizer = JsonTokenizer(to_json(source.tokenizer))
             config.eos_token_id = tokenizer.eot_token
+            names = {"eos_token": tokenizer.end_of_text}
+            for config.bos_token_id in tokenizer.begin[:1]:  # if training had one
+                names["bos_token"] = tokenizer.tokenizer.id_to_token(config.bos_token_id)
             transformers.PreTrainedTokenizerFast(
-                tokenizer_object=tokenizer.tokenizer, eos_token=tokenizer.end_of_text
+                tokenizer_object=tokenizer.tokenizer, **names
             ).save_pretrained(folder)
         with torch.device("meta"):  # the tensors are there already
             model = transformers.LlamaForCausalLM(config)
