@@ -181,7 +181,10 @@ class Config:
     init_from: str = option("", "start from this model.pt or Hugging Face Llama folder; its shape")
 
     data: str = option(
-        "", "folder of data.py, or .bin files (default: standard library)", nargs="+", group="data"
+        "",
+        "folder of data.py, or token files (default: standard library)",
+        nargs="+",
+        group="data",
     )
     vocab_size: int = option(0, "of token files (0: 50257, GPT-2's), or another than the corpus's")
     batch_size: int = option(8, "sequences per rank and micro-step", low=1)
@@ -295,9 +298,6 @@ def read_flags(argv: list, methods: dict) -> dict:
         groups[title].add_argument(f"--{name}", help=text, **flag)
 
     given = vars(parser.parse_args(argv))
-    if "data" in given:
-        check_limits("--data", given["data"], {})
-        given["data"] = ":".join(given["data"])
     for name, value in given.items():
         f = next(iter(fields[name].values()))
         check_limits(f"--{name}", value, f.metadata["limits"])

@@ -12,12 +12,15 @@ Three kinds of corpora:
                     part.
     a folder        made by this program from text. `tokens.bin` has the token ids of one document
                     after the other, uint16, or uint32 for a vocabulary above 65536. `meta.json` has
-                    tokenizer, vocab_size, dtype, tokens (their number), train_tokens,
-                    bytes_per_token (of text) and hash (of the tokens).
-    token files     of nanoGPT (no header), llm.c and modded-nanogpt (a header), or folders of them.
-                    Files without a header are uint16, or uint32 with a --vocab_size above 65536.
-                    Files with the word `val` in their name are the validation part, also a val.bin
-                    beside a train.bin; without any it is the last 5%.
+                    tokenizer, vocab_size, dtype, tokens (their number), train_tokens, validation
+                    (how its documents were chosen), bytes_per_token (of text) and hash (of the
+                    tokens).
+    token files     of nanoGPT (no header), llm.c, modded-nanogpt and NeMo (a header), Megatron
+                    (.bin beside .idx), build-nanogpt (.npy), or folders of them. Without a header
+                    the ids are 2, 4 or 8 bytes wide: zeros between them tell.
+                    Files with one of the words val, valid, validation, dev, test in their name, or
+                    in a folder of that name, if several are given, are the validation part, also a
+                    val.bin beside a train.bin; without any it is the last 5%.
 
 Files are memory-mapped, never copied.
 
@@ -35,53 +38,60 @@ So a checkpoint needs no state of the data, and the global batch does not depend
 
 What --input reads, all of it piece by piece:
 
-    .jsonl, .ndjson     one document per line, in its field `text`
-    .parquet            one document per row, in its column `text`
-    any other           text, one document
-    .gz, .zst           packed .jsonl or text, for example more.jsonl.zst or book.txt.gz
+    JSON lines          one document per line, in its field `text`, or that of --field
+    .parquet            one document per row, in its column `text`, or that of --field
+    text                one document
+    .gz, .zst           packed JSON lines or text
 
-Text is UTF-8. Each document ends with the tokenizer's end-of-text token. --tokenizer is byte, gpt2,
-or a folder with a tokenizer.json. .parquet and .zst need the package pyarrow. (The paper's corpus,
+The content decides, not the name: part-00000 or a .json.gz can be JSON lines. Text is UTF-8. A
+document whose text is null or empty is left out.
+
+Each document ends with the tokenizer's end-of-text token. It begins with the token that the
+tokenizer puts in front of a text (Llama's do), if there is one. --tokenizer is byte, gpt2, or a
+folder with a tokenizer.json. .parquet and .zst need the package pyarrow. (The paper's corpus,
 HuggingFaceFW/fineweb-edu, is a folder of .parquet files.)
+
+A hash of each document puts about one in twenty into the validation part, so a new file moves none
+of the others. Of fewer than 40 documents it is the last 5%.
 """
 
-import gzip
 import hashlib
-import io
 import json
+import math
 import mmap
 import os
 import re
-import shutil
-import signal
-import sys
 import sysconfig
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from config import STOPS, Parser, UserError, check_limits, run_command
-from plumbing.tokenizer import UNKNOWN, ByteTokenizer, make_tokenizer, read_tokenizer
+from config import Parser, UserError, check_limits, run_command
+from plumbing.text import LAST, VALIDATION_FRACTION, is_validation, smallest_dtype
+from plumbing.text import text_documents, write_corpus
+from plumbing.tokenizer import UNKNOWN, ByteTokenizer
 
-VALIDATION_FRACTION = 0.05
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size
 GPT2 = 50257  # tokens in its vocabulary
 HINT = "name token files (.bin), or one corpus folder, made with data.py --input FILE --out DIR"
 HEADERS = {20240520: np.uint16, 20240801: np.uint32}  # first number of llm.c's token files -> ids
-CHECKED_TOKENS = 1_000_000  # at the beginning of each file, when a corpus is opened
+MEGATRON_DTYPES = {4: np.int32, 5: np.int64, 8: np.uint16}  # the codes of its .idx files
+TOKEN_FILES = {".bin", ".npy"}
+VALIDATION_NAMES = ("val", "valid", "validation", "dev", "test")
+CHECKED_TOKENS = 1_000_000  # at the beginning of each file, when a corpus is opened; then batches
 
 
 # ---- corpora ----
 
 
 class TokenFiles:
-    """Arrays of token ids, one after the other, as one flat array."""
+    """Arrays of token ids, one after the other, as one flat array. names: of their files."""
 
-    def __init__(self, arrays: list):
+    def __init__(self, arrays: list, names: list):
         self.arrays = arrays
+        self.names = names
         self.begins = np.cumsum([0] + [len(array) for array in arrays])
 
     def __len__(self):
@@ -95,6 +105,11 @@ class TokenFiles:
             found[here] = self.arrays[i][positions[here] - self.begins[i]]
         return found
 
+    def place(self, position: int) -> str:
+        """The file that has this token, and where."""
+        i = np.searchsorted(self.begins, position, side="right") - 1
+        return f"{self.names[i]}, position {position - self.begins[i]:,}"
+
 
 @dataclass
 class Corpus:
@@ -104,6 +119,24 @@ class Corpus:
     vocab_size: int
     bytes_per_token: float  # of text: turns nats per token into bits per byte; NaN: not known
     hash: str  # of the tokens: equal on all ranks if they have the same corpus
+    training: str = ""  # which files are for training
+    validation: str = LAST  # which files, or how it was chosen
+
+    def describe(self) -> str:
+        rest = len(self.tokens) - self.train_tokens
+        training = f" ({self.training})" * bool(self.training)
+        return f"train {self.train_tokens:,}{training}, validation {rest:,} ({self.validation})"
+
+    def check(self, tokens: np.ndarray, place):
+        """Raise UserError if a token is not in the vocabulary. place: its index -> where it is."""
+        if tokens.max(initial=0) < self.vocab_size and tokens.min(initial=0) >= 0:
+            return
+        wrong = (tokens >= self.vocab_size) | (tokens < 0)
+        i = int(wrong.ravel().argmax())
+        raise UserError(
+            f"the corpus contains token {tokens.ravel()[i]} ({place(i)}), but its vocabulary has "
+            f"{self.vocab_size} tokens: make it again with data.py, or give a larger --vocab_size"
+        )
 
 
 def standard_library() -> Corpus:
@@ -122,105 +155,222 @@ def standard_library() -> Corpus:
     for path in sorted(filter(os.path.isfile, paths)):
         text = Path(path).read_bytes().decode(errors="replace") + "\n"
         document = np.append(tokenizer.encode(text), np.uint16(tokenizer.eot_token))
-        digest = hashlib.sha256(os.path.relpath(path, root).encode()).digest()
-        part = validation if digest[0] / 256 < VALIDATION_FRACTION else train
+        name = os.path.relpath(path, root)
+        part = validation if is_validation(name.encode()) else train
         part.append(document)
 
     tokens = np.concatenate(train + validation)
     digest = hashlib.sha256(tokens).hexdigest()[:16]
     train_tokens = sum(map(len, train))
-    return Corpus(TokenFiles([tokens]), train_tokens, "byte", tokenizer.n_vocab, 1.0, digest)
+    return Corpus(
+        TokenFiles([tokens], ["standard library"]), train_tokens, "byte", tokenizer.n_vocab, 1.0,
+        digest, validation=f"{len(validation)} of {len(paths)} files, by hash",
+    )  # fmt: skip
 
 
-def load(data: str | None, vocab_size: int = 0) -> Corpus:
-    """Open a corpus. data: a folder that data.py has made; token files, or folders of them, with
-    ":" between them; or None, the built-in corpus. vocab_size: of the model, which may have more
+def load(data, vocab_size: int = 0) -> Corpus:
+    """Open a corpus. data: a list of one folder that data.py has made, or of token files and
+    folders of them; a string is one of these (a checkpoint of an earlier version has a list with
+    ":" between the names); None: the built-in corpus. vocab_size: of the model, which may have more
     tokens than the corpus (0: the corpus's; of token files GPT-2's). Raises OSError if the corpus
     is missing, UserError if it is damaged or has other tokens."""
+    names = data or []
+    if isinstance(data, (str, Path)):
+        names = [str(data)]
+        if not os.path.exists(data):
+            names = str(data).split(":")
+    title = f"--data {' '.join(names)}"
     try:
         if data is None:
             corpus = standard_library()
-        elif Path(data, "meta.json").exists():
-            corpus = load_folder(data)
+        elif len(names) == 1 and Path(names[0], "meta.json").exists():
+            corpus = load_folder(names[0])
         else:
-            corpus = load_token_files(data, vocab_size or GPT2)
+            corpus = load_token_files(names, vocab_size or GPT2)
         corpus.vocab_size = vocab_size or corpus.vocab_size
-        check_tokens(corpus)
-    except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"--data {data}: damaged ({error}); {HINT}") from None
+        for array, name in zip(corpus.tokens.arrays, corpus.tokens.names):
+            corpus.check(array[:CHECKED_TOKENS], lambda i: f"{name}, position {i:,}")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{title}: damaged ({error}); {HINT}") from None
     return corpus
 
 
-def check_tokens(corpus):
-    for array in corpus.tokens.arrays:
-        worst = array[:CHECKED_TOKENS].max()
-        if worst >= corpus.vocab_size:
-            raise UserError(
-                f"the corpus contains token {worst}, but its vocabulary has {corpus.vocab_size} "
-                "tokens: make it again with data.py, or give a larger --vocab_size"
-            )
-
-
 def load_folder(folder: str) -> Corpus:
+    regular_file(Path(folder, "meta.json"))
     meta = json.loads(Path(folder, "meta.json").read_text())
-    array = memory_map(Path(folder, "tokens.bin"), meta.pop("dtype"))
+    dtype = meta.pop("dtype")
+    if dtype not in ("uint16", "uint32"):
+        raise ValueError(f"meta.json: dtype {dtype!r}")
+    array = memory_map(Path(folder, "tokens.bin"), dtype)
     if len(array) != meta.pop("tokens"):
         raise ValueError(f"tokens.bin has {len(array):,} tokens")
+    limits = {"train_tokens": len(array), "vocab_size": 2**31 - 1}
+    for name, most in limits.items():
+        if type(meta[name]) is not int or not 0 <= meta[name] <= most:
+            raise ValueError(f"meta.json: {name} {meta[name]!r}")
+    ratio = meta["bytes_per_token"]
+    if type(ratio) not in (int, float) or not 0 < ratio < math.inf:
+        raise ValueError(f"meta.json: bytes_per_token {ratio!r}")
+    for name in "tokenizer", "hash":
+        if type(meta[name]) is not str:
+            raise ValueError(f"meta.json: {name} {meta[name]!r}")
     if meta["tokenizer"] == "tokenizer.json":
         meta["tokenizer"] = Path(folder, "tokenizer.json").read_text()
-    return Corpus(TokenFiles([array]), **meta)
+    return Corpus(TokenFiles([array], [str(Path(folder, "tokens.bin"))]), **meta)
 
 
-def load_token_files(data: str, vocab_size: int) -> Corpus:
-    train = []
+def load_token_files(names: list, vocab_size: int) -> Corpus:
+    training = []  # (path, array)
     validation = []
     digest = hashlib.sha256()
-    for path in find_token_files(data):
+    for path, held_out in find_token_files(names):
         array = open_token_file(path, vocab_size)
-        if re.search("(^|[^a-z])val([^a-z]|$)", path.name):  # not in "interval"
-            validation.append(array)
-        else:
-            train.append(array)
+        part = validation if held_out else training
+        part.append((path, array))
         for piece in array[: 2**19], array[-(2**19) :]:  # all of it could take minutes
             digest.update(f"{len(array)} ".encode() + piece.tobytes())
-    tokens = TokenFiles(train + validation)
-    train_tokens = sum(map(len, train))
-    if not validation:
+    if not training:
+        raise UserError(
+            f"--data {' '.join(names)}: all files are for validation, by their names "
+            f"({', '.join(VALIDATION_NAMES)}): name files for training, too, or rename these"
+        )
+
+    files = training + validation
+    tokens = TokenFiles([array for _, array in files], [str(path) for path, _ in files])
+    train_tokens = sum(len(array) for _, array in training)
+    chosen = LAST
+    if validation:
+        chosen = name_files(validation)
+    else:
         train_tokens = int(len(tokens) * (1 - VALIDATION_FRACTION))
     name = "gpt2" if vocab_size in (GPT2, 50304) else UNKNOWN  # 50304: padded
-    return Corpus(tokens, train_tokens, name, vocab_size, np.nan, digest.hexdigest()[:16])
+    return Corpus(
+        tokens, train_tokens, name, vocab_size, np.nan, digest.hexdigest()[:16],
+        name_files(training), chosen,
+    )  # fmt: skip
 
 
-def find_token_files(data: str) -> list:
-    """The paths in --data, and those of the validation files beside them."""
-    paths = []
-    for path in map(Path, data.split(":")):
+def name_files(files: list) -> str:
+    names = [path.name for path, _ in files]
+    if len(names) > 2:
+        names = [f"{names[0]} ... {names[-1]}", f"{len(names)} files"]
+    kinds = sorted({array.dtype.name for _, array in files})
+    return ", ".join(names + kinds)
+
+
+def find_token_files(names: list) -> list:
+    """[(path, is it for validation?)] of the files in --data, and of the validation files beside
+    them."""
+    found = []  # (path, name of the folder that was given)
+    for path in map(Path, names):
+        if not path.name:
+            raise UserError(f'--data "{path}" names nothing; {HINT}')
         path.stat()  # an error that says what is wrong with it
-        paths += sorted(path.glob("*.bin")) if path.is_dir() else [path]
-    paths += [path.with_name(path.name.replace("train", "val")) for path in paths]
-    paths = list(dict.fromkeys(path.resolve() for path in paths if path.exists()))
-    wrong = not paths
-    for path in paths:
-        wrong |= path.suffix != ".bin" or path.with_name("meta.json").exists()
-    if wrong:
-        raise UserError(f"--data {data}: no token files; {HINT}")
-    return paths
+        if not path.is_dir():
+            found.append((path, ""))
+            continue
+        inside = sorted(each for each in path.iterdir() if each.suffix in TOKEN_FILES)
+        if len({each.suffix for each in inside}) > 1:
+            raise UserError(f"--data {path} has .bin and .npy files: name those that you mean")
+        found += [(each, path.resolve().name) for each in inside]
+
+    beside = []
+    for path, folder in found:
+        for word in VALIDATION_NAMES:
+            other = path.with_name(path.name.replace("train", word))
+            if other.exists() and other != path:
+                beside.append((other, folder))
+                break
+
+    files = {}  # a file counts once
+    for path, folder in found + beside:
+        if path.suffix not in TOKEN_FILES or path.with_name("meta.json").exists():
+            files = {}
+            break
+        words = find_words(path.name)
+        if not words and len(names) > 1:
+            words = {folder.lower()}
+        files.setdefault(path.resolve(), (path, bool(words & set(VALIDATION_NAMES))))
+    if not files:
+        raise UserError(f"--data {' '.join(names)}: no token files; {HINT}")
+    return list(files.values())
 
 
-def smallest_dtype(vocab_size: int) -> np.dtype:
-    """Of token ids on disk."""
-    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+def find_words(name: str) -> set:
+    """Those of a name that say what a file is for: `val` in fineweb_val_0.bin, not in interval."""
+    return set(re.findall("[a-z]+", name.lower())) & {"train", "training", *VALIDATION_NAMES}
 
 
 def open_token_file(path: Path, vocab_size: int) -> np.memmap:
-    """llm.c's begin with 256 int32: magic, version, number of tokens. Others have no header."""
+    regular_file(path)
+    if path.suffix == ".npy":
+        array = np.lib.format.open_memmap(path, "r")
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(f"{path.name} is no row of token ids: {array.dtype} {array.shape}")
+        array.base.madvise(mmap.MADV_RANDOM)
+        return array
+    if path.with_suffix(".idx").exists():
+        return open_megatron_file(path)
+
+    # llm.c's begin with 256 int32: magic, version, number of tokens. So do those of others, with
+    # another magic. nanoGPT's have no header.
     header = np.fromfile(path, np.int32, 256)
-    if header[0] not in HEADERS:
-        return memory_map(path, smallest_dtype(vocab_size))
-    array = memory_map(path, HEADERS[header[0]], 1024)
-    if len(array) != header[2]:
-        raise ValueError(f"{path.name} has {len(array):,} tokens, its header says {header[2]:,}")
+    dtype = HEADERS.get(int(header[0]))
+    count = int(header[2]) if len(header) == 256 else 0
+    rest = path.stat().st_size - 1024
+    if dtype is None and count > 0 and rest in (2 * count, 4 * count):
+        dtype = np.uint16 if rest == 2 * count else np.uint32
+    if dtype is None:
+        if rest > 0 and not header[8:].any() and header[:8].any():
+            raise ValueError(f"{path.name} has a header of an unknown kind")
+        return memory_map(path, find_dtype(path, vocab_size))
+    array = memory_map(path, dtype, 1024)
+    if len(array) != count:
+        raise ValueError(f"{path.name} has {len(array):,} tokens, its header says {count:,}")
     return array
+
+
+def open_megatron_file(path: Path) -> np.memmap:
+    """Its .idx has a magic, a version, the type of the ids, two counts, and the lengths of the
+    documents."""
+    index = path.with_suffix(".idx")
+    regular_file(index)
+    with open(index, "rb") as file:
+        magic = file.read(9)
+        fields = np.frombuffer(file.read(25), "<u8, u1, <u8, <u8")
+        if magic != b"MMIDIDX\0\0" or len(fields) != 1:
+            raise ValueError(f"{index.name} is no index of Megatron's {path.name}")
+        _, code, count, _ = fields[0].tolist()
+        lengths = np.fromfile(file, np.int32, count)
+    if code not in MEGATRON_DTYPES:
+        raise ValueError(f"{index.name} says that {path.name} has no token ids (type {code})")
+    array = memory_map(path, MEGATRON_DTYPES[code])
+    if len(array) != lengths.sum(dtype=np.int64):
+        raise ValueError(f"{path.name} has {len(array):,} tokens, {index.name} {lengths.sum():,}")
+    return array
+
+
+def find_dtype(path: Path, vocab_size: int) -> np.dtype:
+    """Of a file without a header. The upper bytes of small ids in wide integers are zeros."""
+    size = path.stat().st_size
+    words = np.fromfile(path, np.uint16, 2 * CHECKED_TOKENS)
+    words = words[: len(words) // 4 * 4].reshape(-1, 4)
+    if len(words) < 8 or not words.any():
+        return smallest_dtype(vocab_size)
+    if size % 8 == 0 and not words[:, 2:].any():
+        return np.dtype(np.int64)
+    low = words[:, ::2].max()
+    high = words[:, 1::2].max()
+    if size % 4 == 0 and (high == 0 or high < 16 and low >= 2**12):  # ids below 16 x 65536
+        return np.dtype(np.uint32)
+    return smallest_dtype(vocab_size)
+
+
+def regular_file(path: Path):
+    """Raise OSError or UserError unless it is one: a pipe would wait for ever."""
+    path.stat()
+    if not path.is_file():
+        raise UserError(f"{path}: not a regular file")
 
 
 def memory_map(path, dtype, offset: int = 0) -> np.memmap:
@@ -282,7 +432,10 @@ class Batches:
 
     def windows(self, starts: np.ndarray) -> tuple:
         """(inputs, targets) of the windows that begin at `starts`."""
-        rows = self.corpus.tokens[starts[:, None] + np.arange(self.block_size + 1)]
+        positions = starts[:, None] + np.arange(self.block_size + 1)
+        tokens = self.corpus.tokens
+        rows = tokens[positions]
+        self.corpus.check(rows, lambda i: tokens.place(positions.ravel()[i]))
         rows = torch.from_numpy(rows)
         if self.device.type == "cuda":  # pinned, so that the copy does not block the host
             rows = rows.pin_memory()
@@ -290,136 +443,11 @@ class Batches:
         return rows[:, :-1], rows[:, 1:]
 
 
-# ---- making a corpus folder ----
-
-
-def text_documents(paths):
-    """Yield (piece of text, does its document end there?). Raises OSError if a file is missing,
-    UserError for other wrong input."""
-    for path in paths:
-        with open(path, "rb") as file:
-            try:
-                yield from read_documents(file, str(path).lower())
-            except ModuleNotFoundError:
-                raise
-            except Exception as error:  # damaged files raise many kinds
-                raise UserError(f"--input {path}: cannot be read ({error})") from None
-
-
-def read_documents(file, name: str):
-    """text_documents() of one file. Its name says how to read it."""
-    stem, _, suffix = name.rpartition(".")
-    match suffix:
-        case "gz":
-            return read_documents(gzip.open(file), stem)
-        case "zst":
-            import pyarrow
-            unpacked = pyarrow.CompressedInputStream(file, "zstd")
-            return read_documents(io.BufferedReader(unpacked), stem)
-        case "parquet":
-            return parquet_documents(file)
-        case "jsonl" | "ndjson":
-            return json_documents(file)
-        case "bin" | "json" | "tar":
-            raise ValueError("neither text nor .jsonl (one object per line) nor .parquet")
-    return text_document(file)
-
-
-def text_document(file):
-    text = io.TextIOWrapper(file, "utf-8-sig", newline="")  # without a byte order mark
-    # Pieces bound the memory. They end with a line, if it is not too long.
-    while piece := text.read(2**20) + text.readline(2**16):
-        yield piece, False
-    yield "", True
-
-
-def json_documents(file):
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-            text.encode()  # fails for half of a surrogate pair
-        except Exception:
-            raise ValueError(f'line {number} is not a JSON object with a string "text"') from None
-        if text:
-            yield text, True
-
-
-def parquet_documents(file):
-    from pyarrow.parquet import ParquetFile
-    rows = ParquetFile(file, buffer_size=1_000_000, pre_buffer=False)  # not a whole row group
-    for batch in rows.iter_batches(64, columns=["text"]):
-        for text in filter(None, batch["text"].to_pylist()):
-            text.encode()  # fails if it is no string
-            yield text, True
-
-
-@contextmanager
-def new_folder(out: str):
-    """Yields the path of a folder that becomes `out` at the end, or is removed after an error or
-    a signal. Raises UserError if there is an `out` already."""
-    out = Path(out)
-    if out.exists():
-        raise UserError(f"--out {out} exists already: name a new folder or remove that one")
-    partial = Path(f"{out}.partial-{os.getpid()}")
-    for number in STOPS:  # an exception, so that the folder is removed
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float) -> dict:
-    """Tokenize `documents` into the new folder `out`, whole or not at all. Returns meta.json. Its
-    vocabulary is the model's, unless the documents have a token that only the tokenizer has. Its
-    bytes_per_token are those of whole pieces of text."""
-    name, vocab_size = read_tokenizer(tokenizer_name)
-    tokenizer = make_tokenizer(name)
-    dtype = smallest_dtype(tokenizer.n_vocab)
-    digest = hashlib.sha256()
-    text_bytes = 0
-    encoded = 0  # tokens, also those beyond max_tokens
-    count = 0
-    largest = 0
-    with new_folder(out) as folder, open(folder / "tokens.bin", "wb") as file:
-        for text, ends in documents:
-            tokens = tokenizer.encode(text).astype(dtype)
-            if ends:
-                tokens = np.append(tokens, dtype.type(tokenizer.eot_token))
-            encoded += len(tokens)
-            text_bytes += len(text.encode())
-            tokens = tokens[: int(min(len(tokens), max_tokens - count))]
-            file.write(tokens)
-            digest.update(tokens)
-            count += len(tokens)
-            largest = max(largest, int(tokens.max(initial=0)))
-            if count >= max_tokens:
-                break
-        if text_bytes == 0:
-            raise UserError("the input has no text: nothing was written")
-        meta = {
-            "tokenizer": tokenizer.name,
-            "vocab_size": max(vocab_size, 1 + largest),
-            "dtype": dtype.name,
-            "tokens": count,
-            "train_tokens": int(count * (1 - VALIDATION_FRACTION)),
-            "bytes_per_token": text_bytes / encoded,
-            "hash": digest.hexdigest()[:16],
-        }
-        (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        if tokenizer.name == "tokenizer.json":
-            (folder / "tokenizer.json").write_text(name)
-    return meta
-
-
 def main():
     parser = Parser(description="Turn text into a corpus folder for train.py --data.")
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help="text, .jsonl, .parquet, packed: .gz, .zst")
+    add("--input", nargs="+", required=True, help="text, JSON lines, .parquet; packed: .gz, .zst")
+    add("--field", default="text", help="of JSON lines and .parquet (default: text)")
     add("--tokenizer", default="byte", help="byte (default), gpt2, or a folder with tokenizer.json")
     add("--out", required=True, help="new folder")
     add("--max_tokens", type=float, default=1e18, help="stop at so many tokens (default: none)")
@@ -427,8 +455,13 @@ def main():
     for name in "input", "out":
         check_limits(f"--{name}", getattr(args, name), {})
     check_limits("--max_tokens", args.max_tokens, {"low": 1})
-    meta = write_corpus(text_documents(args.input), args.tokenizer, args.out, args.max_tokens)
-    print(f"{args.out}: {meta['tokens']:,} tokens ({args.tokenizer})")
+    documents = text_documents(args.input, args.field)
+    meta = write_corpus(documents, args.tokenizer, args.out, args.max_tokens)
+    rest = meta["tokens"] - meta["train_tokens"]
+    print(
+        f"{args.out}: {meta['tokens']:,} tokens ({args.tokenizer}), "
+        f"{rest:,} of them for validation ({meta['validation']})"
+    )
 
 
 if __name__ == "__main__":

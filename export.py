@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from config import Parser, UserError, check_limits, explain, run_command
-from data import new_folder
 from plumbing.checkpoint import to_disk
 from plumbing.load_model import FIELDS, Source, open_model, their_names
+from plumbing.text import new_folder
 from plumbing.tokenizer import UNKNOWN, JsonTokenizer, to_json
 
 
@@ -83,8 +83,11 @@ def write_folder(source: Source, out: str):
         if source.tokenizer != UNKNOWN:
             tokenizer = JsonTokenizer(to_json(source.tokenizer))
             config.eos_token_id = tokenizer.eot_token
+            names = {"eos_token": tokenizer.end_of_text}
+            for config.bos_token_id in tokenizer.begin[:1]:  # if training had one
+                names["bos_token"] = tokenizer.tokenizer.id_to_token(config.bos_token_id)
             transformers.PreTrainedTokenizerFast(
-                tokenizer_object=tokenizer.tokenizer, eos_token=tokenizer.end_of_text
+                tokenizer_object=tokenizer.tokenizer, **names
             ).save_pretrained(folder)
         with torch.device("meta"):  # the tensors are there already
             model = transformers.LlamaForCausalLM(config)

@@ -40,7 +40,8 @@ def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0,
 def continue_text(model, encoding, prompt: str, **options) -> str:
     """The prompt and the model's continuation. An empty prompt starts a new document."""
     tokens = encoding.encode(prompt).tolist()
-    start = tokens or [encoding.eot_token]
+    # What stood in front of each document in training, if anything. Else the end of another one.
+    start = encoding.begin + tokens or [encoding.eot_token]
     for token in generate(model, start, n_vocab=encoding.n_vocab, **options):
         if token == encoding.eot_token:  # the document ends here
             break

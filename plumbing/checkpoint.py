@@ -399,6 +399,9 @@ def check_fields(kind: str, config, limits: dict):
     for f in dataclasses.fields(config):
         flag = f.metadata or Config.__dataclass_fields__[f.name].metadata
         value = getattr(config, f.name)
+        if flag["flag"].get("nargs") == "+" and isinstance(value, list):
+            if all(isinstance(word, str) for word in value):
+                continue
         check_value(kind + f.name, value, f.default, flag["limits"] | limits)
         choices = flag["flag"].get("choices")
         if choices and value not in choices:

@@ -93,7 +93,7 @@ class Setup:
             self.lost = lost_flags(flags, config, methods)
         config.out_dir = out_dir
         if "data" in self.given:  # the checkpoint may be continued from another folder
-            config.data = absolute(config.data)
+            config.data = [os.path.abspath(path) for path in config.data]
 
         if config.dry_run:  # for any mesh
             world_size = config.replicas * config.shards or max(world_size, config.shards)
@@ -136,13 +136,6 @@ class Setup:
             "n_params": self.plan.n_params, "corpus_hash": self.corpus.hash,
             "torch": str(torch.__version__), "device_name": name,
         }  # fmt: skip
-
-
-def absolute(data):
-    """--data with absolute paths."""
-    if isinstance(data, list):
-        return [os.path.abspath(path) for path in data]
-    return ":".join(os.path.abspath(path) for path in data.split(":"))
 
 
 def check_compiler(config):

@@ -189,6 +189,7 @@ class Log:
         continues = setup.saved and setup.path.parent.samefile(path.parent)
         if mesh.rank != 0:
             path = Path(os.devnull)
+            continues = False
         elif not continues or path.is_symlink() or not path.is_file():
             path.unlink(missing_ok=True)  # nothing is written through a link or into a pipe
         self.file = open(path, "a" if continues else "w", buffering=1)  # whole lines

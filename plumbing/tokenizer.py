@@ -1,5 +1,6 @@
-"""Text -> token ids and back. A tokenizer has a name, n_vocab, eot_token (end of text),
-encode(text) -> an array, and decode(ids) -> text.
+"""Text -> token ids and back. A tokenizer has a name, n_vocab, eot_token (end of text), begin (the
+ids that stand in front of each document: none, or the one that Llama's tokenizers put there),
+encode(text) -> an array, without these, encode_batch(texts), on all cores, and decode(ids) -> text.
 
     byte                    256 bytes and end-of-text; works offline
     gpt2                    tiktoken's, which downloads the vocabulary once
@@ -10,6 +11,8 @@ or UNKNOWN, for token files of other programs. to_json() translates the first tw
 """
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +39,13 @@ class ByteTokenizer:
     name = "byte"
     eot_token = 256
     n_vocab = 257
+    begin = []
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.uint16)
+
+    def encode_batch(self, texts: list) -> list:
+        return [self.encode(text) for text in texts]
 
     def decode(self, tokens: list) -> str:
         return bytes(tokens).decode(errors="replace")
@@ -46,6 +53,7 @@ class ByteTokenizer:
 
 class GPT2Tokenizer:
     name = "gpt2"
+    begin = []
 
     def __init__(self):
         try:
@@ -62,9 +70,15 @@ class GPT2Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
+    def encode_batch(self, texts: list) -> list:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            return list(pool.map(self.encode, texts))
+
 
 class JsonTokenizer:
-    """The tokenizer of a tokenizer.json."""
+    """The tokenizer of a tokenizer.json: its vocabulary, merges, normalizer and decoder, and the
+    token that it puts in front of a text. Other settings that the file may have are not for
+    training: to cut or pad texts, to draw merges at random, to put a token behind a text."""
 
     name = "tokenizer.json"
 
@@ -75,6 +89,10 @@ class JsonTokenizer:
             self.tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # it has no kind of its own
             raise UserError(f"tokenizer.json is damaged ({error})") from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        if getattr(self.tokenizer.model, "dropout", None):
+            self.tokenizer.model.dropout = None
         self.tokenizer.encode_special_tokens = True  # <|endoftext|> in a text is text
         ids = self.tokenizer.get_vocab()
         self.n_vocab = 1 + max(ids.values())
@@ -83,9 +101,32 @@ class JsonTokenizer:
             raise UserError(f"tokenizer.json has no end-of-text token ({', '.join(ENDS_OF_TEXT)})")
         self.end_of_text = ends[0]
         self.eot_token = ids[self.end_of_text]
+        self.begin = self.read_begin(ids)
+
+    def read_begin(self, ids: dict) -> list:
+        """The ids that its post-processor puts in front of a text. If it also puts some behind the
+        text, it is replaced: a prompt must not end the document."""
+        from tokenizers.processors import TemplateProcessing
+
+        for text in ("a", *ids):  # the first that has tokens
+            whole = self.tokenizer.encode(text)
+            if 0 in whole.sequence_ids:
+                break
+        places = whole.sequence_ids  # 0: of the text, None: of the post-processor
+        first = places.index(0) if 0 in places else 0
+        begin = whole.ids[:first]
+        if places[-1:] == [None]:
+            names = [(self.tokenizer.id_to_token(id), id) for id in begin]
+            single = [*(name for name, _ in names), "$A"]
+            self.tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=names)
+        return begin
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list) -> list:
+        found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(each.ids, dtype=np.int64) for each in found]
 
     def decode(self, tokens: list) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=False)

@@ -196,6 +196,85 @@ def test_their_tokenizer_makes_a_corpus_and_a_model_that_is_exported_with_it(
             launch.Setup([*argv, more, "--overwrite"], train.METHODS, 1)
 
 
+def write_tokenizer(folder, begin="", end="", **settings):
+    """A small tokenizer.json like Llama's, with `begin` in front of a text and `end` behind it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    trained.train_from_iterator([(ROOT / "README.md").read_text()], trainer)
+    if begin or end:
+        trained.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{begin} $A {end}".split(), special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+    content = json.loads(trained.to_str())
+    content |= {name: value for name, value in settings.items() if name != "dropout"}
+    content["model"]["dropout"] = settings.get("dropout")
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return trained
+
+
+CUT = {"direction": "Right", "max_length": 64, "strategy": "LongestFirst", "stride": 0}
+PAD = {
+    "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+    "pad_type_id": 0, "pad_token": "<s>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [
+    dict(truncation=CUT), dict(padding=PAD), dict(truncation=CUT, padding=PAD), dict(dropout=0.5),
+])  # fmt: skip
+@pytest.mark.parametrize("begin, end", [("", ""), ("<s>", ""), ("", "</s>"), ("<s>", "</s>")])
+def test_settings_of_a_tokenizer_neither_cut_nor_change_a_text(tmp_path, settings, begin, end):
+    text = (ROOT / "README.md").read_text()
+    trained = write_tokenizer(tmp_path / "hf", begin, end, **settings)
+    expected = trained.encode(text, add_special_tokens=False).ids
+    documents = [(text, True), ("word", True)]
+    data.write_corpus(documents, str(tmp_path / "hf"), str(tmp_path / "corpus"), np.inf)
+    corpus = data.load(str(tmp_path / "corpus"))
+    found = corpus.tokens[np.arange(len(corpus.tokens))].tolist()
+    word = trained.encode("word", add_special_tokens=False).ids
+    first = [0] * bool(begin)
+    assert found == [*first, *expected, 1, *first, *word, 1]
+    encoding = tokenizer.make_tokenizer((tmp_path / "hf" / "tokenizer.json").read_text())
+    assert encoding.encode(text).tolist() == expected and encoding.begin == first
+
+
+@pytest.mark.parametrize("begin, end", [("", ""), ("<s>", ""), ("", "</s>"), ("<s>", "</s>")])
+def test_exported_model_continues_as_ours_with_what_stands_in_front_of_a_text(
+    transformers, tmp_path, begin, end
+):
+    write_tokenizer(tmp_path / "hf", begin, end)
+    documents = data.text_documents([ROOT / "README.md", ROOT / "RESULTS.md"])
+    data.write_corpus(documents, str(tmp_path / "hf"), str(tmp_path / "corpus"), np.inf)
+    options = SHAPE | dict(method="minibatch", max_steps=30, lr=0.03, batch_size=4)
+    run_training(1, tmp_path / "corpus", out_dir=tmp_path / "run", **options)
+    folder = exported(tmp_path / "run" / "model.pt", tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    encoding = transformers.AutoTokenizer.from_pretrained(folder)
+    first = [0] * bool(begin)
+    assert theirs.config.bos_token_id == (0 if begin else None)
+    for prompt in "The replicas", "a", "data.py":
+        words = encoding(prompt, return_tensors="pt")
+        assert words.input_ids[0].tolist()[: len(first) + 1].count(0) == len(first)
+        assert words.input_ids[0, -1] != 1  # the text goes on
+        written = theirs.generate(**words, max_new_tokens=25, do_sample=False, pad_token_id=1)
+        text = encoding.decode(written[0][len(first) :]).removesuffix("</s>")
+        for path in tmp_path / "run" / "model.pt", folder:
+            model, ours = load(str(path))
+            assert continue_text(model, ours, prompt, count=25, temperature=0.0) == text
+    # and the other way: their model, their tokenizer, what they put in front
+    seen = []
+    model.forward_pre_hook = model.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    continue_text(model, ours, "a", count=1)
+    assert seen[0].tolist() == [[*first, *ours.encode("a").tolist()]]
+
+
 FOREIGN = {  # changes of config.json -> what the line says
     "num_hidden_layers 100000000: must be .* below 10000": dict(num_hidden_layers=10**8),
     "mismatched_keys.*mlp": dict(intermediate_size=96),
@@ -370,7 +449,6 @@ def test_rows_of_a_parquet_file_are_documents(tmp_path):
 
 def test_damaged_zst_and_parquet_files_are_refused_in_one_line(tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow")
-    monkeypatch.setattr(data, "STOPS", set())
     draw = random.Random(1)
     text = "".join(draw.choices("abcdefgh \n", k=300_000)).encode()
     whole = zst(text, frames=3, write_checksum=True)
