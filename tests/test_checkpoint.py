@@ -427,10 +427,10 @@ R = "rank-00001.pt"
 OLD_PICKLE = dict(_use_new_zipfile_serialization=False)
 FLAGS = [  # flags; ranks; what the line must say, "" if the run can continue
     ("--resume {tmp}", 2, "there is no checkpoint"),
-    ("--resume= --out_dir {tmp}/run", 2, OTHER_RUN),
+    ("--out_dir {tmp}/run", 2, OTHER_RUN),
     ("--resume {tmp}/run/checkpoint-00000007", 2, OTHER_RUN),
     ("--resume {tmp}/run --out_dir {tmp}/old", 2, OTHER_RUN),
-    ("--resume= --out_dir {tmp}/run --overwrite", 2, ""),
+    ("--out_dir {tmp}/run --overwrite", 2, ""),
     ("--resume auto --out_dir {tmp}/done", 2, OTHER_RUN),
     ("--resume {tmp}/run --n_layer 3", 2, "another --n_layer, 2: leave it out"),
     ("--resume {tmp}/run --method diloco", 2, "is past the warm-up of edit"),
@@ -497,7 +497,7 @@ def test_damaged_part_ends_all_ranks_with_one_line(damage, message, saved_run, t
 
 
 def test_dry_run_is_possible_while_a_run_writes(saved_run):
-    again = f"--resume= --out_dir {saved_run} --overwrite"
+    again = f"--out_dir {saved_run} --overwrite"
     descriptor = checkpoint.lock(saved_run)
     try:
         assert "another run is writing there" in refusal(again, 2)
@@ -765,7 +765,7 @@ def test_only_names_of_digits_are_checkpoints_and_copies_of_users_stay(saved_run
     assert saved_steps(run) == [7, 9, 99999999, 100000000]  # by number
     checkpoint.remove(checkpoint.list_checkpoints(run)[2:])
     assert launch.Setup(["--resume", str(run)], train.METHODS, 2).path == run / "checkpoint-00000009"
-    setup = launch.Setup(["--resume=", f"--out_dir={run}", "--overwrite"], train.METHODS, 1)
+    setup = launch.Setup([f"--out_dir={run}", "--overwrite", "--device=cpu"], train.METHODS, 1)
     os.rename(run / "checkpoint-00000009", run / "checkpoint-00000009.damaged")
     checkpoint.prepare(setup, Mesh(1, torch.device("cpu"), alone=True))
     names = {path.name for path in run.iterdir()}
@@ -842,5 +842,5 @@ def test_nodes_without_a_shared_folder_are_told_at_the_start(tmp_path, corpus_fo
     assert "rank 1 does not see this folder of rank 0" in line and "all nodes share" in line
     run = Launch(2, tmp_path / "b", *argv, special=special)
     assert run.wait() == [0, 0], run.lines("err")  # it trains, and says that it cannot save
-    (line,) = [line for line in run.lines("out") if line.startswith("note ")]
-    assert "rank 1 does not see" in line
+    notes = [line for line in run.lines("out") if line.startswith("note ")]
+    assert any("rank 1 does not see" in line for line in notes)

@@ -34,7 +34,6 @@ from plumbing import checkpoint, launch, load_model, posix
 from plumbing.log import Clock, Log, RoundRecord
 from plumbing.plan import Plan
 from ranks import ROOT, Launch, flags, method_alone
-from shard import ShardedModel
 
 WRONG = """
 train --learning_rate 1                 | --learning_rate
@@ -392,7 +391,7 @@ def test_token_files_have_no_bits_per_byte(run_here, tmp_path, capsys):
 
 
 def test_model_is_saved_although_its_folder_was_removed(tmp_path):
-    model = ShardedModel(ModelConfig(1, 1, 8, 8, 11), Mesh(1, torch.device("cpu")))
+    model = train.make_model(ModelConfig(1, 1, 8, 8, 11), Mesh(1, torch.device("cpu")))
     export.save_model(tmp_path / "removed" / "model.pt", model, "byte", {})
     assert (tmp_path / "removed" / "model.pt").exists()
 
@@ -443,7 +442,7 @@ def test_new_run_replaces_an_earlier_one_only_with_overwrite(
     (tmp_path / "timeline-7.json").touch()  # of more ranks
     assert run_here("train", [*argv, "--max_steps", "6", "--resume", "auto"]) is None
     (tmp_path / "checkpoint-best").mkdir()
-    monkeypatch.setattr(train, "evaluate", None)
+    monkeypatch.setattr(train.Training, "evaluate", None)
     with pytest.raises(TypeError):
         run_here("train", [*argv, "--max_steps", "2", "--overwrite"])
     names = {path.name for path in tmp_path.iterdir()}

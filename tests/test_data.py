@@ -576,7 +576,7 @@ def test_path_with_a_colon_is_one_path_and_an_old_checkpoint_may_have_a_list(tmp
     for path in file, other:
         IDS.astype(np.uint16).tofile(path)
     argv = ["--method=minibatch", "--data", file, other]
-    config, given = parse(argv, train.METHODS, simulate.Config)
+    config, given = parse(argv, train.METHODS)
     assert config.data == given["data"] == [file, other]
     assert len(data.load(config.data, 200).tokens) == 2000
     assert len(data.load(file, 200).tokens) == 1000

@@ -121,13 +121,14 @@ def test_model_of_wrong_content_is_refused_in_one_line(tmp_path):
         with pytest.raises(UserError) as error:
             sample.load(str(path))
         line = str(error.value)
-        assert line.startswith(f"{path} is not a model (") and "\n" not in line, name
+        kinds = f"{path} is not a model (", f"{path} is of another model than the Llama"
+        assert line.startswith(kinds) and "\n" not in line, name
 
 
 def test_sampling_from_a_model_of_a_long_context_takes_little_memory(tmp_path):
     """Of the rotary angles only those of the last 65,536 tokens are made."""
     saved = {"model": Llama(CONFIG, seed=0).state_dict(), "tokenizer": "byte", "config": {}}
-    saved["model_config"] = vars(CONFIG) | {"block_size": 2**24}
+    saved["model_config"] = vars(CONFIG) | {"block_size": 2**20}
     torch.save(saved, tmp_path / "model.pt")
     model, _ = sample.load(str(tmp_path / "model.pt"))
     assert len(model.layers[1].cos) == 2**16
