@@ -191,11 +191,12 @@ class ShardedModel:
         each layer and shard, roughly, for processors may round differently."""
         if self.mesh.world_size == 1:
             return
-        firsts = torch.stack([x[0] for x in self.masters]).cpu()
+        firsts = torch.stack([x[0] for x in self.masters]).tolist()
         # [start] all-gather of objects, all ranks, L numbers, once
         rows = self.mesh.all_gather_object(firsts)
         for rank, row in enumerate(rows):
-            if not row.allclose(rows[rank % self.mesh.shards], rtol=1e-3, equal_nan=True):
+            expected = torch.tensor(rows[rank % self.mesh.shards])
+            if not torch.tensor(row).allclose(expected, rtol=1e-3, equal_nan=True):
                 raise UserError(
                     f"replica {rank // self.mesh.shards} starts from other parameters than replica "
                     "0: seed the random numbers of the layers, the same on all ranks"

@@ -235,9 +235,10 @@ def test_no_rank_outlives_its_torchrun(start, tmp_path):
     run.signal(signal.SIGKILL, 0)
     run.wait()
     deadline = time.monotonic() + 300
-    while not (found := checkpoint.list_checkpoints(folder)):
+    while not errors(run)[0]:  # its last line
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    found = checkpoint.list_checkpoints(folder)
     assert int(found[0].name.split("-")[1]) < 20_000 and not (folder / "model.pt").exists()
     assert "stopped by SIGTERM" in errors(run)[0]
 
