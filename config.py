@@ -168,9 +168,7 @@ class Config:
     resume: str = option("", "checkpoint or run's folder to continue; auto: OUT_DIR's, if any")
     overwrite: bool = option(False, "delete the earlier run in OUT_DIR")
 
-    model: str = option(
-        "tiny", "preset of what is not given", choices=list(PRESETS), group="model"
-    )
+    model: str = option("tiny", "preset of what is not given", choices=list(PRESETS), group="model")
     n_layer: int = option(4, "blocks", low=1, below=10_000)
     n_head: int = option(4, "attention heads", low=1)
     n_embd: int = option(128, "channels", low=1)

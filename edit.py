@@ -291,7 +291,7 @@ class EDiT(Method):
             squares.append(d.norm() ** 2)
         squares = torch.stack(squares)  # (L,)
         # [shard] all-reduce, L scalars, once per round
-        self.mesh.all_reduce(squares, self.mesh.shard).wait()
+        self.mesh.all_reduce(squares, self.mesh.shard_group).wait()
         G = squares.sqrt()
         self.share(norms=G, flagged=self.penalty.judge(G, self.norm_unit()))
         norms = self.rows.norms  # (M, L)
@@ -332,7 +332,7 @@ class EDiT(Method):
         # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
         d.mul_(self.penalty.weights[self.mesh.replica, l]).nan_to_num_(0.0, 0.0, 0.0)
         # [sync] all-reduce, P/N fp32, once per round and layer
-        return self.mesh.all_reduce(d, self.mesh.sync)
+        return self.mesh.all_reduce(d, self.mesh.sync_group)
 
     def wait_for_mean(self, l):
         self.in_flight.popleft().wait()

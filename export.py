@@ -28,9 +28,9 @@ def whole_model(model) -> dict:
     state = {}
     for l, (layout, master) in enumerate(zip(model.layouts, model.masters)):
         whole = master.new_empty(layout.padded)
-        mesh.shard.own_piece(whole).copy_(master)
+        mesh.shard_group.own_piece(whole).copy_(master)
         # [shard] all-gather, P fp32, once per call and layer
-        mesh.all_gather(whole, mesh.shard).wait()
+        mesh.all_gather(whole, mesh.shard_group).wait()
         if mesh.rank == 0:
             for name, value in layout.cut(whole).items():
                 state[f"layers.{l}.{name}"] = value.to("cpu", torch.float32, copy=True)

@@ -141,8 +141,8 @@ class Mesh:
         self.link = link
         self.on_one_machine = on_one_machine
         grid = torch.arange(self.world_size).view(self.replicas, self.shards)
-        self.shard = self._group("shard", grid, self.replica)
-        self.sync = self._group("sync", grid.T, self.shard_index)
+        self.shard_group = self._group("shard", grid, self.replica)
+        self.sync_group = self._group("sync", grid.T, self.shard_index)
         self.sent = {"shard": 0.0, "sync": 0.0}  # bytes
         self.calls = Counter()  # operations, by name
         # Seconds that the host has waited for other replicas, and for a simulated link. (For waits
@@ -212,7 +212,7 @@ class Mesh:
             yield handle
         self.calls[handle.name] += 1
         self.sent[group.name] += sent_bytes
-        if group is self.sync:
+        if group is self.sync_group:
             handle.mesh = self
             self.waited("others", began, time.perf_counter())  # shm may wait for a free slot
             if self.link:
@@ -277,11 +277,11 @@ class Mesh:
     def sum_over_ranks(self, row: torch.Tensor) -> torch.Tensor:
         """The sum of the rows (n,) of all ranks, bit-identical on all of them; waits for it."""
         if min(self.replicas, self.shards) == 1:
-            group = max(self.shard, self.sync, key=lambda group: group.size)
+            group = max(self.shard_group, self.sync_group, key=lambda group: group.size)
             self.all_reduce(row, group).wait()
             return row
-        rows = self.gather_rows(row, self.shard).view(-1)
-        rows = self.gather_rows(rows, self.sync).view(self.world_size, -1)
+        rows = self.gather_rows(row, self.shard_group).view(-1)
+        rows = self.gather_rows(rows, self.sync_group).view(self.world_size, -1)
         return rows.sum(dim=0)
 
     def all_gather_object(self, thing) -> list:

@@ -149,7 +149,7 @@ class Method:
         rows = row[None]
         if self.barrier:
             # [sync] all-gather, 2 scalars and the values per replica, once per round
-            rows = self.mesh.gather_rows(row, self.mesh.sync)
+            rows = self.mesh.gather_rows(row, self.mesh.sync_group)
         columns = rows.split([value.numel() for value in own.values()], dim=1)
         self.rows = SimpleNamespace()
         for name, column in zip(own, columns):
@@ -168,7 +168,7 @@ class Method:
         """vector, laid out like model.master, becomes its mean over the replicas; blocks."""
         vector.div_(self.mesh.replicas)
         # [sync] all-reduce, P/N fp32, once per call and layer
-        handles = [self.mesh.all_reduce(v, self.mesh.sync) for v in self.model.views(vector)]
+        handles = [self.mesh.all_reduce(v, self.mesh.sync_group) for v in self.model.views(vector)]
         for handle in handles:
             handle.wait()
 

@@ -174,14 +174,14 @@ class Muon(AdamW):
             M.lerp_(G, 1 - self.betas[0])
             piece[: self.size] = M  # casts to the layers' dtype
         # [shard] all-to-all, P in the compute dtype, once per N blocks and step
-        mesh.all_to_all(self.whole, self.pieces, mesh.shard).wait()
+        mesh.all_to_all(self.whole, self.pieces, mesh.shard_group).wait()
         if mesh.shard_index < len(blocks):
             for X in self.layout.cut(self.whole.view(-1)).values():
                 if X.dim() == 2:
                     out, columns = X.shape
                     X.copy_(orthogonalize(X).mul_((out / columns) ** 0.5))
         # [shard] all-to-all, P in the compute dtype, once per N blocks and step
-        mesh.all_to_all(self.pieces, self.whole, mesh.shard).wait()
+        mesh.all_to_all(self.pieces, self.whole, mesh.shard_group).wait()
         for piece, l in zip(self.pieces, blocks):
             W = model.masters[l][: self.size]
             # W <- (1 - lr wd) W - muon_lr sqrt(out / in) X

@@ -162,7 +162,7 @@ class ShardedModel:
         self.pre_layer_hook = None  # EDiT: called with l before the forward gathers layer l
         # Starts the sum of layer l's gradient over the replicas. A method may replace it.
         # [sync] all-reduce, P/N fp32, once per layer and step (mini-batch and warm-up only)
-        self.sum_layer = lambda l: mesh.all_reduce(self.grads[l], mesh.sync)
+        self.sum_layer = lambda l: mesh.all_reduce(self.grads[l], mesh.sync_group)
         self.metrics_lag = 1 if mesh.device.type == "cuda" else 0  # steps, see known_metrics()
         self.metrics = deque(maxlen=1 + self.metrics_lag)
         self.squares_from = [0] * len(self.layers)  # the first element of a layer in exp_avg_sq
@@ -180,7 +180,7 @@ class ShardedModel:
             else:
                 for name, place in places.items():
                     place.copy_(layer.get_parameter(name).detach())
-            self.masters[l].copy_(self.mesh.shard.own_piece(whole))
+            self.masters[l].copy_(self.mesh.shard_group.own_piece(whole))
             for parameter in layer.parameters():  # it gets its place below
                 parameter.data = parameter.new_empty(0, dtype=self.dtype)
             layer.to(self.mesh.device)
@@ -245,7 +245,7 @@ class ShardedModel:
         bit for bit."""
         square = vector.norm().square().view(1)
         # [shard] all-gather, 1 scalar per rank, when a method calls it
-        return self.mesh.gather_rows(square, self.mesh.shard).sum().sqrt()
+        return self.mesh.gather_rows(square, self.mesh.shard_group).sum().sqrt()
 
     def swap(self, vector: torch.Tensor):
         """Exchange the contents of `master` and of a vector laid out like it."""
@@ -262,9 +262,9 @@ class ShardedModel:
         if self.aliased or not 0 <= l < len(self.layers) or self.gathered_layer[l % 2] == l:
             return
         whole = self.gathered[l % 2][: self.layouts[l].padded]
-        self.mesh.shard.own_piece(whole).copy_(self.masters[l])  # casts to the compute dtype
+        self.mesh.shard_group.own_piece(whole).copy_(self.masters[l])  # casts to the compute dtype
         # [shard] all-gather, P in the compute dtype, both passes, once per layer and micro-step
-        self.handles[l % 2] = self.mesh.all_gather(whole, self.mesh.shard)
+        self.handles[l % 2] = self.mesh.all_gather(whole, self.mesh.shard_group)
         self.gathered_layer[l % 2] = l
 
     # ---- the two passes ----
@@ -342,9 +342,9 @@ class ShardedModel:
         torch._foreach_copy_(list(layout.cut(whole).values()), gradients)
         whole[layout.used :].zero_()
         if not first:  # add the gradient so far to our slice, for the reduce-scatter to sum
-            self.mesh.shard.own_piece(whole).add_(grad)
+            self.mesh.shard_group.own_piece(whole).add_(grad)
         # [shard] reduce-scatter, P fp32, backward, once per layer and micro-step
-        return self.mesh.reduce_scatter(grad, whole, self.mesh.shard)
+        return self.mesh.reduce_scatter(grad, whole, self.mesh.shard_group)
 
     def _finish_reduce(self, l, handle, sum_replicas):
         handle.wait()
@@ -365,7 +365,7 @@ class ShardedModel:
             scalars = self.mesh.sum_over_ranks(scalars)
         else:
             # [shard] all-reduce, 3 scalars, once per step
-            self.mesh.all_reduce(scalars, self.mesh.shard).wait()
+            self.mesh.all_reduce(scalars, self.mesh.shard_group).wait()
         scalars[0].sqrt_()
         self.metrics.append(Metrics(scalars))
         return self.metrics[-1]

@@ -365,8 +365,8 @@ def shorten_timeout(mesh):
     """Ranks of a replica are in step, so a silent one is soon known to be lost. Replicas may wait
     for each other for --timeout_s. With NCCL an operation's time counts from its issue: one that is
     queued behind a sync with a slow replica would seem lost. So there --timeout_s stays."""
-    if mesh.shard.size > 1 and mesh.shard.backend != "nccl":
-        mesh.shard.process_group.set_timeout(mesh.timeout / 6)
+    if mesh.shard_group.size > 1 and mesh.shard_group.backend != "nccl":
+        mesh.shard_group.process_group.set_timeout(mesh.timeout / 6)
 
 
 def leave_together():

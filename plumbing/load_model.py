@@ -50,7 +50,7 @@ class Source:
             whole = master.new_zeros(layout.padded)
             for name, place in layout.cut(whole).items():
                 place.copy_(self.tensors.pop(f"layers.{l}.{name}"))
-            master.copy_(model.mesh.shard.own_piece(whole))
+            master.copy_(model.mesh.shard_group.own_piece(whole))
 
     def check(self, config: ModelConfig, corpus):
         """Raise UserError if the run's model or vocabulary differs. A corpus of token files gets

@@ -227,7 +227,6 @@ class Plan:
                 )
         print(flush=True)
 
-
     def show_note(self, sync_warmup: float):
         """A line if the learning rate rises for longer than one would expect."""
         config = self.config

@@ -170,8 +170,12 @@ def parquet_documents(file, field: str):
     kind = rows.schema_arrow.field(field).type
     if types.is_dictionary(kind):
         kind = kind.value_type
-    if not (types.is_string(kind) or types.is_large_string(kind) or str(kind) == "string_view"
-            or types.is_null(kind)):
+    if not (
+        types.is_string(kind)
+        or types.is_large_string(kind)
+        or str(kind) == "string_view"
+        or types.is_null(kind)
+    ):
         raise ValueError(f'its column "{field}" has {kind}, not strings')
     for batch in rows.iter_batches(64, columns=[field]):
         for text in filter(None, batch[field].to_pylist()):

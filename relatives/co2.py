@@ -67,7 +67,7 @@ class CO2(Method):
         # f = d_i / M
         torch.div(d, self.mesh.replicas, out=self.mean)
         # [sync] all-reduce, sum P/N fp32, asynchronous, once per round
-        self.handle = self.mesh.all_reduce(self.mean, self.mesh.sync)
+        self.handle = self.mesh.all_reduce(self.mean, self.mesh.sync_group)
         # x_i <- a
         self.model.master.copy_(self.anchor)
 

@@ -73,7 +73,7 @@ class Eager(Method):
         self.own.copy_(d)
         torch.div(d, M, out=self.mean)
         # [sync] all-reduce, sum P/N fp32, asynchronous, once per round
-        self.handle = self.mesh.all_reduce(self.mean, self.mesh.sync)
+        self.handle = self.mesh.all_reduce(self.mean, self.mesh.sync_group)
         # b_i <- mu b_i + u;  a_i <- a_i - lr (u + mu b_i);  x_i <- a_i
         self.outer_step(u)
         x.copy_(self.anchor)

@@ -96,7 +96,7 @@ class NoLoCo(Method):
         globally = config.global_every and self.rounds % config.global_every == 0
         if j != i and not globally:
             # [sync] send-receive with the partner, sum P/N fp32, once per round
-            self.mesh.send_receive(mean, z, j, self.mesh.sync).wait()
+            self.mesh.send_receive(mean, z, j, self.mesh.sync_group).wait()
             mean.add_(z).div_(2)
         # u_i <- mu u_i + pull a_i - mean(z_i, z_j)
         u.mul_(config.outer_momentum).add_(a, alpha=config.pull).sub_(mean)
@@ -111,10 +111,10 @@ class NoLoCo(Method):
         M = self.mesh.replicas
         mean = torch.div(self.anchor, M, out=self.model.grad)
         # [sync] all-reduce, sum P/N fp32, once per evaluation and at the end of training
-        self.mesh.all_reduce(mean, self.mesh.sync).wait()
+        self.mesh.all_reduce(mean, self.mesh.sync_group).wait()
         square = self.model.norm(self.anchor - mean).square() / M
         # [sync] all-reduce, 1 scalar, once per evaluation and at the end of training
-        self.mesh.all_reduce(square, self.mesh.sync).wait()
+        self.mesh.all_reduce(square, self.mesh.sync_group).wait()
         self.record.spread = square.sqrt().item()
         return mean
 

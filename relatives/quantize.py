@@ -199,7 +199,7 @@ class MeanInFlight:
         else:
             self.received = torch.empty_like(codes)
             # [sync] all-to-all, codes of the vectors, asynchronous
-            self.first_hop = mesh.all_to_all(self.received, codes, mesh.sync)
+            self.first_hop = mesh.all_to_all(self.received, codes, mesh.sync_group)
 
     def halfway(self):
         """Start the second hop, unless there is none or it has started. Waits for the first."""
@@ -245,7 +245,7 @@ class MeanInFlight:
         """received <- the codes of all replicas."""
         self.received = own.repeat(self.M, 1)
         # [sync] all-gather, codes of each piece's mean (M = 2: of the vectors), asynchronous
-        self.last_hop = self.mesh.all_gather(self.received.view(-1), self.mesh.sync)
+        self.last_hop = self.mesh.all_gather(self.received.view(-1), self.mesh.sync_group)
 
     def _read_rows(self):
         if self.row is not None:

@@ -93,7 +93,7 @@ class Robust(DiLoCo):
         pieces = pad(d, (0, -len(d) % M)).view(M, -1)
         theirs = torch.empty_like(pieces)  # own piece of all replicas
         # [sync] all-to-all, sum P/N fp32, once per round
-        mesh.all_to_all(theirs, pieces, mesh.sync).wait()
+        mesh.all_to_all(theirs, pieces, mesh.sync_group).wait()
         if self.config.aggregate == "flag":
             # [sync] sum over all ranks, M^2 scalars, once per round
             K = mesh.sum_over_ranks((theirs @ theirs.T).view(-1)).view(M, M)
@@ -106,5 +106,5 @@ class Robust(DiLoCo):
             for values, place in zip(theirs.split(COLUMNS, 1), pieces[mesh.replica].split(COLUMNS)):
                 place.copy_(middle(values, trim))
         # [sync] all-gather, sum P/N fp32, once per round
-        mesh.all_gather(pieces.view(-1), mesh.sync).wait()
+        mesh.all_gather(pieces.view(-1), mesh.sync_group).wait()
         d.copy_(pieces.view(-1)[: len(d)])

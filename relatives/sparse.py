@@ -48,7 +48,7 @@ def gather_entries(mesh, found: list, positions: list, payload):
     high = pack((own >> 8).to(torch.uint8), bits=4)
     row = torch.cat([high, (own & 255).to(torch.uint8), payload])
     # [sync] all-gather, payload and 12 bits per position, once per call
-    for row in mesh.gather_rows(row, mesh.sync):
+    for row in mesh.gather_rows(row, mesh.sync_group):
         high, low, payload = row.split([len(high), len(own), len(payload)])
         theirs = (unpack(high, bits=4).flatten().long() << 8) + low
         yield firsts + theirs[: len(firsts)], payload.clone()

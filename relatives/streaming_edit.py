@@ -77,7 +77,7 @@ class StreamingEDiT(StreamingDiLoCo):
     def start_mean(self, d):
         squares = torch.stack([d_l.norm() ** 2 for d_l in d])
         # [shard] all-reduce, one scalar per layer, once per fragment
-        self.mesh.all_reduce(squares, self.mesh.shard).wait()
+        self.mesh.all_reduce(squares, self.mesh.shard_group).wait()
         G = squares.sqrt()
         row = torch.cat([G, self.penalty.judge(G, layers=self.fragment())])
         return MeanInFlight(d, self.config.quantize, self.mesh, row=row, weigh=self.weigh)

@@ -169,7 +169,7 @@ class ZeroOneAdam(Method):
         self.average_coded(self.variance, self.variance, "log8", [None] * len(w))
         sums = torch.stack([layer.sum() for layer in [*V, *w]])
         # [shard] all-gather, 2 scalars per layer, once per refresh (bit-equal in all replicas)
-        old, new = self.mesh.gather_rows(sums, self.mesh.shard).sum(dim=0).chunk(2)
+        old, new = self.mesh.gather_rows(sums, self.mesh.shard_group).sum(dim=0).chunk(2)
         size = torch.where(new > 0, old / new, 1.0)
         for V_l, w_l, size_l in zip(V, w, size):
             torch.mul(w_l, size_l, out=V_l)

@@ -292,8 +292,8 @@ class ImaginedMesh(Mesh):
         self.shards = 2
         self.replicas = 2
         self.timeouts = {"shard": self.timeout, "sync": self.timeout}
-        self.shard = self.make("shard", [0, 1])
-        self.sync = self.make("sync", [0, 2])
+        self.shard_group = self.make("shard", [0, 1])
+        self.sync_group = self.make("sync", [0, 2])
 
     def make(self, name, ranks):
         def set_timeout(timeout):

@@ -213,8 +213,8 @@ def on_meta(replicas=1, shards=1, **options):
     """A method on the meta device, which has no data, so every way to read it on the host raises an
     error; one of so many replicas. Returns it and [what it sends or waits for, ...]."""
     mesh = Mesh(1, torch.device("meta"))
-    mesh.replicas = mesh.sync.size = replicas
-    mesh.shards = mesh.shard.size = shards
+    mesh.replicas = mesh.sync_group.size = replicas
+    mesh.shards = mesh.shard_group.size = shards
     events = []
     issued = Counter()
 

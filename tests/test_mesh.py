@@ -56,7 +56,7 @@ def use_group(mesh, group):
 def check_timeouts(mesh):
     """shorten_timeout() shortens that of the shard group only. (With gloo it is torch's.)"""
     launch.shorten_timeout(mesh)
-    for group, seconds in (mesh.shard, 10), (mesh.sync, 60):
+    for group, seconds in (mesh.shard_group, 10), (mesh.sync_group, 60):
         if group.size > 1:
             assert group.process_group.timeout_s == seconds
 
@@ -64,8 +64,8 @@ def check_timeouts(mesh):
 def collectives(shards, backend):
     """Results, and what the mesh has counted."""
     mesh = Mesh(shards, CPU, 60, lambda ranks, crosses_replicas: backend)
-    shard = use_group(mesh, mesh.shard)
-    sync = use_group(mesh, mesh.sync)
+    shard = use_group(mesh, mesh.shard_group)
+    sync = use_group(mesh, mesh.sync_group)
     ranks = mesh.all_gather_object({"rank": mesh.rank})
     total = mesh.sum_over_ranks(odd_numbers(mesh.rank)).tolist()
     if backend == "shm":
@@ -75,7 +75,7 @@ def collectives(shards, backend):
     waited_s = dict(mesh.waited_s)
     calls = dict(mesh.calls)
     with mesh.uncounted():
-        mesh.all_reduce(odd_numbers(0), mesh.sync).wait()
+        mesh.all_reduce(odd_numbers(0), mesh.sync_group).wait()
     assert mesh.sent == sent
     assert mesh.waited_s == waited_s
     return SimpleNamespace(
@@ -197,10 +197,10 @@ def test_waits_for_a_simulated_link_and_for_others_are_told_apart(monkeypatch):
     ]
 
     # shm may wait for a free slot when an operation starts: between replicas that counts.
-    with mesh._collective(mesh.shard, "", 0, 1):
+    with mesh._collective(mesh.shard_group, "", 0, 1):
         wait()
     assert mesh.waited_s["others"] == 0.25
-    with mesh._collective(mesh.sync, "", 0, 1):
+    with mesh._collective(mesh.sync_group, "", 0, 1):
         wait()
     assert mesh.waited_s["others"] == 1.0
 
@@ -229,16 +229,16 @@ def test_link_carries_what_crosses_replicas_with_its_bytes_and_hops(monkeypatch)
     mesh = Mesh(1, CPU, alone=True)
     mesh.replicas = 4
     mesh.link = SimpleNamespace(carry=carry)
-    mesh.shard = Group("shard", [0, 1], 0, None)
-    mesh.sync = Group("sync", [0, 2, 4, 6], 0, None)
+    mesh.shard_group = Group("shard", [0, 1], 0, None)
+    mesh.sync_group = Group("sync", [0, 2, 4, 6], 0, None)
     x = torch.zeros(6, dtype=torch.float64)
-    mesh.all_reduce(x, mesh.shard)
+    mesh.all_reduce(x, mesh.shard_group)
     assert carried == []
 
-    mesh.all_reduce(x, mesh.sync)
-    mesh.all_gather(x, mesh.sync)
-    mesh.all_to_all(x, x, mesh.sync)
-    mesh.send_receive(x, x, 1, mesh.sync)
+    mesh.all_reduce(x, mesh.sync_group)
+    mesh.all_gather(x, mesh.sync_group)
+    mesh.all_to_all(x, x, mesh.sync_group)
+    mesh.send_receive(x, x, 1, mesh.sync_group)
     assert carried == [(72, 6), (36, 3), (36, 3), (48, 1)]
 
 
@@ -283,7 +283,7 @@ def test_nccl_takes_few_sms_between_machines_and_has_no_third_communicator(
         assert options._timeout == timedelta(seconds=7)
 
     # Its watchdog counts from the moment of issue, so a short timeout would end healthy runs.
-    mesh.shard.process_group = SimpleNamespace(set_timeout=pytest.fail)
+    mesh.shard_group.process_group = SimpleNamespace(set_timeout=pytest.fail)
     launch.shorten_timeout(mesh)
 
 

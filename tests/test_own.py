@@ -269,7 +269,7 @@ def change_in_inference_mode(model, optimizer):
 
 
 def change_by_collective(model, optimizer):
-    model.mesh.all_reduce(model.master, model.mesh.shard).wait()
+    model.mesh.all_reduce(model.master, model.mesh.shard_group).wait()
 
 
 def change_by_swap(model, optimizer):
