@@ -168,12 +168,13 @@ def standard_library() -> Corpus:
     )  # fmt: skip
 
 
-def load(data, vocab_size: int = 0) -> Corpus:
+def load(data, vocab_size: int = 0, block_size: int = 0) -> Corpus:
     """Open a corpus. data: a list of one folder that data.py has made, or of token files and
     folders of them; a string is one of these (a checkpoint of an earlier version has a list with
     ":" between the names); None: the built-in corpus. vocab_size: of the model, which may have more
-    tokens than the corpus (0: the corpus's; of token files GPT-2's). Raises OSError if the corpus
-    is missing, UserError if it is damaged or has other tokens."""
+    tokens than the corpus (0: the corpus's; of token files GPT-2's). block_size: if given, both
+    parts must have a window of it. Raises OSError if the corpus is missing, UserError if it is
+    damaged or has other tokens."""
     names = data or []
     if isinstance(data, (str, Path)):
         names = [str(data)]
@@ -190,6 +191,8 @@ def load(data, vocab_size: int = 0) -> Corpus:
         corpus.vocab_size = vocab_size or corpus.vocab_size
         for array, name in zip(corpus.tokens.arrays, corpus.tokens.names):
             corpus.check(array[:CHECKED_TOKENS], lambda i: f"{name}, position {i:,}")
+        if block_size:
+            check_windows(corpus, block_size)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{title}: damaged ({error}); {HINT}") from None
     return corpus

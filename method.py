@@ -73,7 +73,6 @@ class Method:
     scalars = ()  # names of a replica's numbers and small tensors, from begin() on
     barrier = True  # False: no collective at a round end waits for all replicas
     equal_replicas = True  # after a sync
-    syncs_at_round_end = True  # False: within the round, too
     repairs_replicas = False  # does a sync replace parameters that are not finite?
 
     def __init__(self, model, mesh, config, record, clock):

@@ -259,7 +259,7 @@ def learning_rate(progress: float, config) -> float:
 
 
 def main(argv: list):
-    setup, everyone = launch.start(argv, METHODS)
+    setup, everyone = launch.start(argv, METHODS, data.load)
     setup.plan.show(setup.corpus)
     if not setup.config.dry_run:
         mesh = launch.make_mesh(setup.config, everyone, setup.plan.method.barrier)

@@ -36,7 +36,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import data
 from config import STOPS, Config, UserError, explain, lost_flags, make_config, read_flags
 from mesh import Mesh, translate_comm_errors
 from plumbing import checkpoint, shm, simulate
@@ -71,8 +70,8 @@ class Setup:
     this version of the code does not have; source: the model to start from
     """
 
-    def __init__(self, argv: list, methods: dict, world_size: int, path=None):
-        """path: the checkpoint that all ranks have agreed on; by default this rank chooses it."""
+    def __init__(self, argv: list, methods: dict, open_corpus, world_size: int, path=None):
+        """open_corpus: data.load; path: the checkpoint that all ranks have agreed on; by default this rank chooses it."""
         self.saved = self.source = None
         self.lost = []
         config, self.given, out_dir, found = read_command(argv, methods)
@@ -104,8 +103,7 @@ class Setup:
         replicas = world_size // config.shards
         config.check(replicas)
         simulate.check(config, methods[config.method], replicas)
-        self.corpus = self.load_corpus()
-        data.check_windows(self.corpus, config.block_size)
+        self.corpus = self.find_corpus(open_corpus)
         self.plan = Plan(config, methods[config.method], self.corpus.vocab_size, world_size)
         if not config.dry_run:
             self.plan.check_memory()
@@ -116,9 +114,10 @@ class Setup:
         if self.saved:
             checkpoint.check_resume(self)
 
-    def load_corpus(self) -> data.Corpus:
+    def find_corpus(self, open_corpus):
+        config = self.config
         try:
-            return data.load(self.config.data or None, self.config.vocab_size)
+            return open_corpus(config.data or None, config.vocab_size, config.block_size)
         except (OSError, UserError) as error:
             if not self.saved or "data" in self.given or not self.config.data:
                 raise
@@ -277,7 +276,7 @@ def without_old_keys(store, rank: int, world_size: int):
     return dist.PrefixStore(prefix, store)
 
 
-def start(argv: list, methods: dict) -> tuple:
+def start(argv: list, methods: dict, open_corpus) -> tuple:
     """(the Setup, equal on all ranks; the mesh of connect()). The run's folder exists, locked and
     clean."""
     everyone = connect()
@@ -285,7 +284,7 @@ def start(argv: list, methods: dict) -> tuple:
         config, _, _, found = read_command(argv, methods)
     path = checkpoint.newest_sound(found, methods, everyone, config)
     with alike(everyone):
-        setup = Setup(argv, methods, everyone.world_size, path)
+        setup = Setup(argv, methods, open_corpus, everyone.world_size, path)
     # [start] all-gather of objects, all ranks, once per start
     runs = everyone.all_gather_object(f"{setup.config} {setup.corpus.hash} {setup.saved}")
     with alike(everyone):

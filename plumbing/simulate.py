@@ -90,7 +90,7 @@ def check(config, method, replicas: int):
     for flag in FORMS:
         read_disturbance(config, flag, replicas)
     has_anchor = "anchor" in method.shared + method.private
-    if config.flip and not (has_anchor and method.syncs_at_round_end):
+    if config.flip and (not has_anchor or hasattr(config, "fragments")):  # these sync in a round
         hint = "has no anchor, or syncs within a round; choose diloco, edit or robust"
         raise UserError(f"--flip: {config.method} {hint}")
     if config.virtual_clock and not method.barrier:

@@ -68,7 +68,6 @@ class StreamingDiLoCo(Method):
     scalars = ("landed",)
     barrier = False
     equal_replicas = False
-    syncs_at_round_end = False
     mean = None  # of the fragment in flight
     landed = None  # the fragment that landed in this step
 

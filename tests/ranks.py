@@ -256,7 +256,7 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
         out = Path(same[0])
         out.mkdir(parents=True, exist_ok=True)
         argv = [*flags(**options), "--data", corpus_folder, "--out_dir", str(out)]
-        setup = launch.Setup(argv, train.METHODS, dist.get_world_size())
+        setup = launch.Setup(argv, train.METHODS, train.data.load, dist.get_world_size())
         mesh = _mesh(setup.config, transport)
         with contextlib.redirect_stdout(io.StringIO()) as printed, _made(tamper) as made:
             train.Training(setup, mesh, launch.StopRequest(False)).run()

@@ -272,15 +272,15 @@ def test_mesh_of_a_resumed_run_follows_the_ranks(tmp_path, corpus_folder):
     run_training(4, corpus_folder, shards=4, **options)
     for ranks, given, shards in (1, [], 1), (2, [], 2), (6, [], 2), (4, ["--shards", "1"], 1):
         argv = ["--resume", str(tmp_path / "run"), "--batch_size", "2", *given]
-        assert launch.Setup(argv, train.METHODS, ranks).config.shards == shards
+        assert launch.Setup(argv, train.METHODS, train.data.load, ranks).config.shards == shards
     argv = ["--resume", str(tmp_path / "run"), "--batch_size", "2"]
-    assert launch.Setup([*argv, "--dry_run"], train.METHODS, 1).config.shards == 4
+    assert launch.Setup([*argv, "--dry_run"], train.METHODS, train.data.load, 1).config.shards == 4
     with pytest.raises(UserError, match="another --optimizer, adamw: leave it out"):
-        launch.Setup([*argv, "--optimizer=muon"], train.METHODS, 4)
+        launch.Setup([*argv, "--optimizer=muon"], train.METHODS, train.data.load, 4)
     for flag in "--model=10m", "--n_embd=12", "--n_hidden=128":
         with pytest.raises(UserError, match=f"another {flag.split('=')[0]}, \\w+: leave it out"):
-            launch.Setup([*argv, flag], train.METHODS, 4)
-    launch.Setup([*argv, "--n_hidden=64"], train.METHODS, 4)  # what it has
+            launch.Setup([*argv, flag], train.METHODS, train.data.load, 4)
+    launch.Setup([*argv, "--n_hidden=64"], train.METHODS, train.data.load, 4)  # what it has
 
 
 @pytest.mark.slow
@@ -296,7 +296,7 @@ def test_run_starts_from_a_model_on_any_mesh_with_any_method(tmp_path, corpus_fo
         assert f"init    {init['init_from']}" in run.printed
     start = f"--init_from={init['init_from']}"
     data = f"--data={corpus_folder}"
-    refuse = lambda *argv: launch.Setup([start, *argv], train.METHODS, 1)
+    refuse = lambda *argv: launch.Setup([start, *argv], train.METHODS, train.data.load, 1)
     with pytest.raises(UserError, match="another shape, .*n_layer=2.*: leave out the flags"):
         refuse(data, "--n_layer=3", "--norm_eps=0.1")
     with pytest.raises(UserError, match=r"257 tokens\) than the corpus \(300\): give the --data"):
@@ -403,7 +403,7 @@ def test_given_flags_count_and_others_come_from_the_checkpoint(saved_run, corpus
 def refusal(argv, world_size) -> str:
     """The line that Setup refuses these flags with, "" if the run can continue."""
     try:
-        launch.Setup([*argv.split(), "--device", "cpu"], train.METHODS, world_size)
+        launch.Setup([*argv.split(), "--device", "cpu"], train.METHODS, train.data.load, world_size)
     except UserError as error:
         return str(error)
     return ""
@@ -609,11 +609,11 @@ def test_damaged_checkpoint_is_refused_in_one_line_and_auto_takes_the_one_before
         run = shutil.copytree(saved, tmp_path / name / "run")
         damage(run / "checkpoint-00000009")
         with pytest.raises(UserError) as error:
-            launch.Setup(["--resume", str(run)], train.METHODS, 2)
+            launch.Setup(["--resume", str(run)], train.METHODS, train.data.load, 2)
         line = str(error.value)
         assert "\n" not in line and "cannot be read (" in line and "--resume auto" in line, name
         argv = ["--resume=auto", f"--out_dir={run}"]
-        setup = launch.Setup(argv, train.METHODS, 2)
+        setup = launch.Setup(argv, train.METHODS, train.data.load, 2)
         assert setup.path.name == "checkpoint-00000007", name
 
 
@@ -667,7 +667,7 @@ def test_wrong_value_in_state_json_is_refused_as_on_a_command_line(saved_run, tm
         setting(place, value)(last)
         error = refusal(f"--resume {run}", 2)
         assert "checkpoint-00000009 cannot be read (" in error and "\n" not in error, (place, value)
-        setup = launch.Setup(["--resume=auto", f"--out_dir={run}"], train.METHODS, 2)
+        setup = launch.Setup(["--resume=auto", f"--out_dir={run}"], train.METHODS, train.data.load, 2)
         assert setup.path.name == "checkpoint-00000007", (place, value)
 
 
@@ -764,8 +764,8 @@ def test_only_names_of_digits_are_checkpoints_and_copies_of_users_stay(saved_run
     (run / "checkpoint-00000001").touch()  # not a folder
     assert saved_steps(run) == [7, 9, 99999999, 100000000]  # by number
     checkpoint.remove(checkpoint.list_checkpoints(run)[2:])
-    assert launch.Setup(["--resume", str(run)], train.METHODS, 2).path == run / "checkpoint-00000009"
-    setup = launch.Setup([f"--out_dir={run}", "--overwrite", "--device=cpu"], train.METHODS, 1)
+    assert launch.Setup(["--resume", str(run)], train.METHODS, train.data.load, 2).path == run / "checkpoint-00000009"
+    setup = launch.Setup([f"--out_dir={run}", "--overwrite", "--device=cpu"], train.METHODS, train.data.load, 1)
     os.rename(run / "checkpoint-00000009", run / "checkpoint-00000009.damaged")
     checkpoint.prepare(setup, Mesh(1, torch.device("cpu"), alone=True))
     names = {path.name for path in run.iterdir()}
@@ -786,7 +786,7 @@ def test_nothing_is_written_or_deleted_through_a_link(saved_run, tmp_path, corpu
     (run / "checkpoint-00000003.tmp").symlink_to(theirs)
     (run / "checkpoint-00000001").symlink_to(theirs)
     (run / "model.pt.tmp").symlink_to(theirs / "file")
-    setup = launch.Setup(["--resume", str(run)], train.METHODS, 2)
+    setup = launch.Setup(["--resume", str(run)], train.METHODS, train.data.load, 2)
     checkpoint.prepare(setup, mesh)
     assert not list(run.glob("checkpoint*.tmp"))
     assert checkpoint.write(run, mesh, content, {"flags": {"keep": 1}}).name == "checkpoint-00000012"

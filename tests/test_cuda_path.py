@@ -123,7 +123,7 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
     argv = flags(
         method=method, device=device.type, out_dir=folder, data=corpus_folder, **options
     )
-    setup = launch.Setup(argv, train.METHODS, 4)
+    setup = launch.Setup(argv, train.METHODS, train.data.load, 4)
     folder.mkdir(exist_ok=True)
     mesh = ImaginedMesh(device)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -193,7 +193,7 @@ def test_their_tokenizer_makes_a_corpus_and_a_model_that_is_exported_with_it(
     assert continue_text(model, encoding, "README", count=5).startswith("README")
     for more in "--n_layer=3", "--n_hidden=64":
         with pytest.raises(UserError, match="another shape, .*n_layer=2.*: leave out the flags"):
-            launch.Setup([*argv, more, "--overwrite"], train.METHODS, 1)
+            launch.Setup([*argv, more, "--overwrite"], train.METHODS, train.data.load, 1)
 
 
 def write_tokenizer(folder, begin="", end="", **settings):

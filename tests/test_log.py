@@ -32,7 +32,7 @@ def test_peak_is_known_of_four_gpus_in_bf16(name, dtype, expected):
 @pytest.mark.parametrize("name, known", [("NVIDIA H200", True), ("cpu", False)])
 def test_step_line_shows_mfu_of_a_known_gpu_only(name, known, tmp_path, capsys):
     options = dict(method="minibatch", out_dir=tmp_path, n_layer=2, n_embd=6, block_size=8)
-    setup = launch.Setup(flags(**options), train.METHODS, 1)
+    setup = launch.Setup(flags(**options), train.METHODS, train.data.load, 1)
     setup.config.dtype = "bf16"
     description = setup.describe(Mesh(1, CPU)) | {"device_name": name}
     setup.describe = lambda mesh: description

@@ -33,7 +33,7 @@ CODED = (*ONE_BIT, "sparse_loco", "top_k")  # the plan knows neither padding nor
 
 def planned(corpus_folder, ranks, **options):
     argv = [*flags(**options), "--data", str(corpus_folder)]
-    return launch.Setup(argv, train.METHODS, ranks).plan
+    return launch.Setup(argv, train.METHODS, train.data.load, ranks).plan
 
 
 def measure_memory(method, model, mesh):
@@ -249,7 +249,7 @@ def test_dry_run_of_7b_on_64_gpus_is_right_and_takes_no_memory(corpus_folder, ca
     argv += f"--method edit --offload --link_mbps 10000 --data {corpus_folder}".split()
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
     before = peak()
-    setup = launch.Setup(argv, train.METHODS, 1)
+    setup = launch.Setup(argv, train.METHODS, train.data.load, 1)
     setup.plan.show(setup.corpus)
     assert peak() - before < 400_000  # a block alone takes 800 MB
     C, F, L, V = 4096, 10944, 32, 257
