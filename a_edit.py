@@ -125,4 +125,6 @@ class AEDiT(EDiT):
         if self.local_steps == 0:
             return self.progress_at_sync
         progress = self.progress_at_sync + self.local_steps * self.rate
-        return min(progress, math.nextafter(self.config.max_steps, 0))  # below max_steps
+        # The largest number below max_steps: a guess must not end the training, because the other
+        # replicas would wait for this one.
+        return min(progress, math.nextafter(self.config.max_steps, 0))

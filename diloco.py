@@ -50,6 +50,8 @@ class Config(LocalConfig):  # the paper's tau is H = 500
 def nesterov(anchor, momentum, d, lr, mu):
     """A step of torch.optim.SGD(nesterov=True) with the gradient d, in place."""
     # b <- mu b + d;  a <- a - lr (d + mu b)
+    # The function behind the optimizer's class: it takes d where it is, in the storage of x, and
+    # the momentum from the method's vectors, which checkpoints save.
     options = {"dampening": 0, "weight_decay": 0, "nesterov": mu > 0, "maximize": False}
     sgd([anchor], [d], [momentum], lr=lr, momentum=mu, fused=True, **options)
 

@@ -164,6 +164,7 @@ def nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, accepted):
     """diloco.nesterov() in place, without a host read. accepted: a scalar tensor, 1, or 0 if all
     replicas are flagged. Then dhat must be 0, and nothing changes, bit for bit."""
     # b <- mu b + dhat;  a <- a - lr (dhat + mu b)
+    # A branch would have to read `accepted` on the host, which waits for a GPU. So it is a factor.
     momentum.mul_(mu**accepted).add_(dhat)  # mu^0 = 1
     anchor.addcmul_(dhat, accepted, value=-lr).addcmul_(momentum, accepted, value=-lr * mu)
 

@@ -276,10 +276,12 @@ class Mesh:
 
     def sum_over_ranks(self, row: torch.Tensor) -> torch.Tensor:
         """The sum of the rows (n,) of all ranks, bit-identical on all of them; waits for it."""
-        if min(self.replicas, self.shards) == 1:
+        if min(self.replicas, self.shards) == 1:  # all ranks are one group
             group = max(self.shard_group, self.sync_group, key=lambda group: group.size)
             self.all_reduce(row, group).wait()
             return row
+        # No group has all ranks, and two sums in turn could add in another order on each rank. So
+        # every rank gathers all rows and adds them in rank order.
         rows = self.gather_rows(row, self.shard_group).view(-1)
         rows = self.gather_rows(rows, self.sync_group).view(self.world_size, -1)
         return rows.sum(dim=0)

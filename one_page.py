@@ -9,7 +9,7 @@ sync, synchronize() makes one set of parameters out of four, and all replicas go
 EDiT's penalty protects the sync from bad replicas. Layer by layer, it leaves out a replica that has
 moved much farther than it usually does (it flags it), gives less weight to one that has moved far,
 and limits the length of the common step. In round 13 replica 3 trains with 100 times its learning
-rate. All its 6 layers are flagged, so only the other three replicas count:
+rate. All its 6 layers (embedding, 4 blocks, head) are flagged, so only the other three replicas count:
 
     round 13 | norms 1.0 0.9 0.9 87.8 | weights 0.33 0.34 0.33 0.00 | flagged layers 0 0 0 6 | ...
 
@@ -107,7 +107,7 @@ def synchronize(replicas, anchors, outer, penalty):
         G = torch.stack([d_i.norm() for d_i in d])  # (M,)
         if penalty:
             # flag i if G_i > mean_i + delta sigma_i
-            limits = torch.tensor([largest_norm(replica.accepted[l]) for replica in replicas])
+            limits = torch.tensor([anomaly_limit(replica.accepted[l]) for replica in replicas])
             flagged = (G > limits) | ~G.isfinite()
             # w_i = exp(-G_i) / sum_j exp(-G_j), j unflagged; 0 if all are flagged
             exponents = (-G).masked_fill(flagged, -torch.inf)
@@ -145,12 +145,14 @@ def synchronize(replicas, anchors, outer, penalty):
     # x_i <- anchor
     for replica in replicas:
         for layer, anchor in zip(replica.model.layers, anchors):
+            # The parameters become views of this vector. Without clone() all replicas would share
+            # the anchor's own memory, and their next steps would move it.
             vector_to_parameters(anchor.clone(), layer.parameters())
     return norms, weights, flags
 
 
-def largest_norm(norms):
-    """What is no anomaly after these norms, the earlier ones of the same replica and layer."""
+def anomaly_limit(norms):
+    """The largest norm that is no anomaly. norms: the earlier ones of the same replica and layer."""
     if len(norms) < 10:
         return math.inf
     mean = statistics.fmean(norms[:10])

@@ -11,7 +11,9 @@ computes:
 The model is any list of layers (nn.Module). x = layer(x) for each; the last one also gets the
 targets and returns the loss. model.py has the list that train.py trains, docs/own.py another one.
 
-Both passes are loops over this list, without autograd hooks. The forward keeps each layer's
+Both passes are loops over this list. Frameworks hang such code into autograd by hooks, because they
+must take any model. A loop shows what happens when, and EDiT can step in between two layers. The
+forward keeps each layer's
 input and output (the "tape"). The backward walks the tape from its end and asks autograd for one
 layer's gradients at a time. The flat vector of a layer has P elements, a multiple of 16 N:
 
@@ -35,8 +37,9 @@ means that the next such layer overwrites it. For an embedding 0, blocks 1 and 2
 
 A layer's parameters are views of its buffer. Autograd saves these views. The backward gathers the
 layer into the same buffer first, so they hold the right values again. The two layers that the
-forward gathered last are still there: of L layers a micro-step gathers 2 L - 3, or 2 L - 2 if the
-backward of layer 0 needs its parameters. Each forward begins with empty buffers, so whatever has
+forward gathered last are still there. So of L layers a micro-step gathers 2 L - 3: all L in the
+forward, and in the backward all but the last two and an embedding (2 L - 2 if the backward of layer
+0 needs its parameters). Each forward begins with empty buffers, so whatever has
 changed `master` since then (an inner step, a sync, a checkpoint), no layer is out of date. With
 N = 1 in fp32 the parameters are views of `master`: no buffer, copy or collective.
 
@@ -216,7 +219,11 @@ class ShardedModel:
         for l, layer in enumerate(self.layers):
             buffer = self.masters[l] if self.aliased else self.gathered[l % 2]
             own = []
-            # .data has a version counter of its own: autograd does not see the buffer change.
+            # Autograd counts the writes into a tensor and refuses a backward if a tensor that it has
+            # saved was written since. Here other layers are written into the same buffer between
+            # the forward and the backward, and that is right, because the backward gathers the
+            # layer again first. A tensor made from .data has a counter of its own, which these
+            # writes do not move.
             for name, place in self.layouts[l].cut(buffer.data).items():
                 own.append(layer.get_parameter(name))
                 own[-1].data = place
@@ -357,7 +364,8 @@ class ShardedModel:
         loss: this rank's mean; vote: above 0 to end the round now; in the warm-up the number
         of a signal."""
         ranks = self.mesh.world_size if averaged else self.mesh.shards
-        square = self.grad.norm() ** 2 * self.mesh.shards / ranks  # all replicas add up to M / M
+        # After averaging, all M replicas have the same gradient, so each counts for 1/M of it.
+        square = self.grad.norm() ** 2 * self.mesh.shards / ranks
         scalars = torch.stack([square, loss / ranks, torch.full_like(loss, vote)])
         scalars = scalars.to(self.grad.dtype)
         if averaged:

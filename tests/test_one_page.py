@@ -116,7 +116,7 @@ def test_limits_of_the_page_are_those_of_edit():
     accepted = torch.tensor([True])
     for seen, G in enumerate(norms):
         limit = anomaly_limits(statistics, PenaltyConfig()).item()
-        assert one_page.largest_norm(norms[:seen].tolist()) == pytest.approx(limit, rel=1e-12)
+        assert one_page.anomaly_limit(norms[:seen].tolist()) == pytest.approx(limit, rel=1e-12)
         statistics = update_statistics(statistics, G[None], accepted, PenaltyConfig())
 
 
