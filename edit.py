@@ -394,10 +394,10 @@ class EDiT(Method):
 # (6) A non-finite inner gradient is set to 0 (shard.py).
 # (7) Training stops with an error after three rounds in a row that were rolled back in all layers
 #     (train.py). After (3) only norms that are not finite can do that.
-# (8) None: norms fall with the learning rate, but the statistics remember the past. So over a run the
-#     paper's limit grows, relative to a healthy norm, and a sick replica is seen late or never. We
-#     tried norms that are divided by the round's learning rates. They find more sick replicas, but
-#     the loss does not fall, because such replicas weigh less anyway (lab/LOG.md).
+# (8) None: norms fall with the learning rate, but the statistics remember the past. So over a run
+#     the paper's limit grows, relative to a healthy norm, and a sick replica is seen late or never.
+#     We tried norms that are divided by the round's learning rates. They find more sick replicas,
+#     but the loss does not fall, because such replicas weigh less anyway (lab/LOG.md).
 # As in the paper, the weights take the norms as they are. So the penalty is stronger where norms
 # are larger: in long rounds, at large learning rates, in large layers.
 #
@@ -406,6 +406,6 @@ class EDiT(Method):
 # sync that was under way. Layer 3 may have arrived at one replica and not at another, and the
 # anchors and momenta of layers 0 to 2 have already moved. So the survivors are no longer equal, and
 # no anchor is left to roll back to. A commit would help: change no anchor before all layers have
-# arrived everywhere. But then the forward waits for the last layer, as in DiLoCo, and the overlap is
-# gone. Overlap by layer and live membership exclude each other. So here a lost replica ends the
+# arrived everywhere. But then the forward waits for the last layer, as in DiLoCo, and the overlap
+# is gone. Overlap by layer and live membership exclude each other. So here a lost replica ends the
 # run, and a restart goes on from the last checkpoint, with as many replicas as there are.

@@ -9,7 +9,7 @@ sync, synchronize() makes one set of parameters out of four, and all replicas go
 EDiT's penalty protects the sync from bad replicas. Layer by layer, it leaves out a replica that has
 moved much farther than it usually does (it flags it), gives less weight to one that has moved far,
 and limits the length of the common step. In round 13 replica 3 trains with 100 times its learning
-rate. All its 6 layers (embedding, 4 blocks, head) are flagged, so only the other three replicas count:
+rate. All its 6 layers (embedding, 4 blocks, head) are flagged, so only the others count:
 
     round 13 | norms 1.0 0.9 0.9 87.8 | weights 0.33 0.34 0.33 0.00 | flagged layers 0 0 0 6 | ...
 
@@ -152,7 +152,7 @@ def synchronize(replicas, anchors, outer, penalty):
 
 
 def anomaly_limit(norms):
-    """The largest norm that is no anomaly. norms: the earlier ones of the same replica and layer."""
+    """The largest norm that is no anomaly. norms: earlier ones of the same replica and layer."""
     if len(norms) < 10:
         return math.inf
     mean = statistics.fmean(norms[:10])

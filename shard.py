@@ -219,10 +219,10 @@ class ShardedModel:
         for l, layer in enumerate(self.layers):
             buffer = self.masters[l] if self.aliased else self.gathered[l % 2]
             own = []
-            # Autograd counts the writes into a tensor and refuses a backward if a tensor that it has
-            # saved was written since. Here other layers are written into the same buffer between
-            # the forward and the backward, and that is right, because the backward gathers the
-            # layer again first. A tensor made from .data has a counter of its own, which these
+            # Autograd counts the writes into a tensor. It refuses a backward if a tensor that it
+            # has saved was written since. Here other layers are written into the same buffer
+            # between the forward and the backward, and that is right, because the backward gathers
+            # the layer again first. A tensor made from .data has a counter of its own, which these
             # writes do not move.
             for name, place in self.layouts[l].cut(buffer.data).items():
                 own.append(layer.get_parameter(name))
