@@ -214,8 +214,8 @@ class Config:
     link_mbps: float = option(0.0, "Mbit/s of each replica's link to the others; 0: no limit")
     link_latency_ms: float = option(0.0, "latency of that link per hop", below=1e6)
 
-    # No flag: what a sync needs beside the method's vectors, in vectors like model.master. A method's
-    # dataclass may replace it.
+    # No flag: what a sync needs beside the method's vectors, in vectors like model.master. A
+    # method's dataclass may replace it.
     buffer_vectors = 0.0
 
     @property

@@ -118,7 +118,8 @@ print(f"local SGD    {losses['local SGD'][-1][1]:.3f} after {WARMUP + len(rounds
 # The anchor is the model after the last exchange. Anchor minus parameters is a pseudo-gradient: the
 # outer optimizer takes the mean of all four as the gradient of the anchor. Where the mean points in
 # the same direction from round to round, the outer momentum makes the steps longer. Expect about
-# the loss of local SGD: in so few rounds the momentum gains little. OUTER_MOMENTUM = 0.8 goes too far in so short a run: try it.
+# the loss of local SGD: in so few rounds the momentum gains little. OUTER_MOMENTUM = 0.8 goes too
+# far in so short a run: try it.
 models, optimizers = copy.deepcopy(warm)
 anchor = [p.detach().clone() for p in models[0].parameters()]
 outer = torch.optim.SGD(anchor, lr=0.7, momentum=OUTER_MOMENTUM, nesterov=True)

@@ -53,8 +53,8 @@ FACTS |= {"torch", "device_name"}
 
 
 def read_command(argv: list, methods: dict) -> tuple:
-    """(config of the flags that all methods have, the flags given, and of checkpoint.choose() the run's folder and
-    the checkpoints that it may continue). Raises UserError."""
+    """(config of the flags that all methods have, the flags given, and of checkpoint.choose() the
+    run's folder and the checkpoints that it may continue). Raises UserError."""
     given = read_flags(argv, methods)
     common = given.keys() & Config.__dataclass_fields__.keys()
     config = Config(**{name: given[name] for name in common})  # the method's flags come later
@@ -71,7 +71,8 @@ class Setup:
     """
 
     def __init__(self, argv: list, methods: dict, open_corpus, world_size: int, path=None):
-        """open_corpus: data.load; path: the checkpoint that all ranks have agreed on; by default this rank chooses it."""
+        """open_corpus: data.load; path: the checkpoint that all ranks have agreed on; by default
+        this rank chooses it."""
         self.saved = self.source = None
         self.lost = []
         config, self.given, out_dir, found = read_command(argv, methods)

@@ -18,8 +18,9 @@ Rank 0 writes the rows: one JSON object each, whose first key is `event`.
 step.loss is the mean over all ranks if gradients were averaged, else over replica 0: a local step
 has no communication between replicas. A sync row has lists with one entry per replica: `loss` (mean
 over the round), `steps` (of the round), `pseudo_grad_norm`, `weight`, `dropped` (layers it was left
-out of). `rolled_back` has the numbers of the layers in which all replicas were left out. In methods without a barrier (method.py) they have one entry, of replica 0
-(in streaming_edit only `loss` and `steps`). Of stall_ms,
+out of). `rolled_back` has the numbers of the layers in which all replicas were left out. In
+methods without a barrier (method.py) the lists have one entry, of replica 0 (in streaming_edit only
+`loss` and `steps`). Of stall_ms,
 wait_others_ms is the host's waiting for other replicas and wait_link_ms for a simulated link
 (plumbing/simulate.py); the rest is arithmetic.
 

@@ -129,8 +129,9 @@ class Plan:
         return SLOTS * count
 
     def flops_per_token(self) -> float:
-        """Of forward and backward, as in PaLM's model FLOPs utilization (arXiv 2204.02311): 6 for each
-        parameter in a matrix product, and 12 n_layer C T for attention. Recomputation is not work."""
+        """Of forward and backward, as in PaLM's model FLOPs utilization (arXiv 2204.02311): 6 for
+        each parameter in a matrix product, and 12 n_layer C T for attention. What is recomputed
+        does not count."""
         config = self.config
         multiplied = self.n_params - self.layouts[0].used  # the embedding is looked up
         return 6 * multiplied + 12 * config.n_layer * config.n_embd * config.block_size

@@ -45,7 +45,8 @@ Then the errors of gradients are fed back in the same way, and dropped at the wa
 A run resumed on another mesh keeps e_i of replicas that go on, and E where a replica's old and new
 pieces overlap.
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 sum P/N, and 8 (M-1) (L + 1) for norms and flags.
+Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 sum P/N, and 8 (M-1) (L + 1) for norms and
+flags.
 A step of the warm-up sends 2 (M-1)/M * 4 sum P/N, with int8 2 (M-1)/M * 1.016 sum P/N.
 Run: torchrun --nproc_per_node 4 train.py --method one_bit_edit --optimizer muon
 Source: 1-bit Adam, arXiv 2102.02888, for error feedback at both hops.

@@ -21,7 +21,7 @@ from mesh import Mesh
 from model import Llama, ModelConfig, initialize
 from optimizer import AdamW, Muon
 from plumbing.load_model import open_model
-from ranks import CPU, ROOT, method_alone, run_ranks
+from ranks import CPU, OUR_METHODS, ROOT, method_alone, run_ranks
 from shard import ShardedModel
 
 FP64 = torch.float64
@@ -338,7 +338,7 @@ def test_forward_without_a_backward_leaves_nothing_behind():
 # ---- the votes of a loop of one's own ----
 
 
-@pytest.mark.parametrize("method", train.METHODS)
+@pytest.mark.parametrize("method", OUR_METHODS)
 def test_every_method_votes_0_in_the_warm_up(method):
     made = method_alone(method=method, sync_warmup_steps=1)  # before its first round
     assert made.averages_gradients

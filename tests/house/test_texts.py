@@ -73,7 +73,7 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
     programs = [
         lambda: read_flags(["--help", "all"]),
-        lambda: read_flags(["--help", "all"], {"minibatch": bench.Bench}),
+        lambda: read_flags("--method minibatch --help all".split(), {"minibatch": bench.Bench}),
         data.main,
         sample.main,
         export.main,
@@ -162,6 +162,9 @@ def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
         loss, sent = row[4:6]
         if method == "a_edit":
             assert loss == "as `edit`"
+            continue
+        if method == "qsr":  # it was not compared
+            assert loss == sent == ""
             continue
         losses = [run["over_minibatch"] for run in found[method]]
         assert len(losses) in (1, 4, 8)
