@@ -119,6 +119,8 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
     watch = Watch(monkeypatch, device, gpu)
     monkeypatch.setattr(train, "print_sample", lambda path: None)
     monkeypatch.setattr(checkpoint, "files", lambda path, mesh: 4 * [path / "rank-00000.pt"])
+    open_part = checkpoint.open_part
+    monkeypatch.setattr(checkpoint, "open_part", lambda path, state, _: open_part(path, state, 0))
     options = FLAGS | more
     argv = flags(
         method=method, device=device.type, out_dir=folder, data=corpus_folder, **options
@@ -135,6 +137,8 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
     assert mesh.timeouts["sync"].total_seconds() == 600
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     last = checkpoint.list_checkpoints(folder)[-1]
+    for rank in 1, 2, 3:  # what they would have saved is in the file of rank 0
+        (last / f"rank-{rank:05d}.pt").touch()
     vectors = torch.load(last / "rank-00000.pt")
     del vectors["label"]  # checksums
     return SimpleNamespace(
@@ -193,10 +197,8 @@ def test_training_equals_that_of_a_cpu_and_quiet_steps_wait_only_for_the_step_be
         assert waits == {"event of 1 steps before"}
 
 
-@pytest.mark.parametrize("method", ["diloco", "edit"])
-def test_run_with_vectors_on_the_host_resumes_as_on_a_cpu(
-    method, tmp_path, corpus_folder, monkeypatch
-):
+def test_run_with_vectors_on_the_host_resumes_as_on_a_cpu(tmp_path, corpus_folder, monkeypatch):
+    method = "edit"
     arguments = corpus_folder, monkeypatch
     run(method, CPU, tmp_path / "cpu", *arguments, max_steps=11)
     shutil.copytree(tmp_path / "cpu", tmp_path / "gpu")
