@@ -8,7 +8,7 @@ differ by their momentum only, and its sum can travel in 1 bit, with error feedb
         tau inner steps; g_i is clipped by the replica's own norm:
             m_i <- beta1 m_i + (1 - beta1) g_i
             v_i <- beta2 v_i + (1 - beta2) g_i^2                    # for the refresh
-            x_i <- (1 - lr wd) x_i - lr clamp(m_i / (sqrt(V) + eps), -1, 1)     # step_bound
+            x_i <- (1 - lr wd) x_i - lr clamp(m_i / (sqrt(V) + eps), -1, 1)
         z_i  = (a - x_i) (sqrt(V) + eps) + e_i     # = sum of lr m_i (bounded) + e_i
         e_i <- z_i - C(z_i)                        # C(z): z as a receiver decodes it, in 1 bit
         s    = 1/M sum_i C(z_i) + E                # [sync] average_coded(): quantize.py
@@ -64,10 +64,8 @@ EPS = 1e-8  # AdamW's
 @dataclass
 class Config(QuantizedConfig):  # paper: tau grows from 1 to 16
     quantize: str = option("sign", "what is sent", choices=FORMATS)
-    error_feedback: bool = option(True, "add what was not sent to the next round")
     refresh: bool = option(True, "take a new shape of V after rounds 1, 2, 4, 8, ...")
     tau_schedule: str = option("", "TAU:STEPS,...: for STEPS steps rounds of TAU; then --tau")
-    step_bound: float = option(1.0, "largest step of an element, in learning rates; 0: none")
     buffer_vectors = 1.5  # a mean or the root of V, and codes: sent, received
 
     def describe_round(self, tokens_per_step: int) -> str:
@@ -125,10 +123,9 @@ class ZeroOneAdam(Method):
         self.variance.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         for x, *_ in optimizer.matrices:
             x.mul_(1 - optimizer.lr * optimizer.weight_decay)
-        bound = self.config.step_bound or torch.inf
         # In the storage of the gradient, which is free from here to the next step.
         size = torch.sqrt(V, out=g).add_(EPS)
-        step = torch.div(m, size, out=g).clamp_(-bound, bound).masked_fill_(V == 0, 0)
+        step = torch.div(m, size, out=g).clamp_(-1, 1).masked_fill_(V == 0, 0)
         self.model.master.sub_(step, alpha=optimizer.lr)
 
     def sync(self):
@@ -143,9 +140,6 @@ class ZeroOneAdam(Method):
         self.average_coded(u, z, self.config.quantize, errors)
         for vector in u, self.error, self.mean_error:
             vector.masked_fill_(frozen, 0)
-        if not self.config.error_feedback:
-            self.error.zero_()
-            self.mean_error.zero_()
         # a <- a - u / (sqrt(V) + eps);  x_i <- a;  m_i <- u / sum of lr
         self.anchor.addcdiv_(u, V.sqrt().add_(EPS), value=-1)
         self.model.master.copy_(self.anchor)

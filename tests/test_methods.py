@@ -137,8 +137,7 @@ add("streaming_edit, none", [GRID], STREAMING_EDIT, NONE)
 
 add("zero_one_adam", ALL, ONE_BIT)
 add("zero_one_adam, every step", [FOUR, THREE], ONE_BIT, tau=1, refresh=False, accum=2)
-add("zero_one_adam, 4 bits", [FOUR, (2, 1)], ONE_BIT, quantize="e3m0", step_bound=0.0)
-add("zero_one_adam, no errors", [FOUR], ONE_BIT, error_feedback=False)
+add("zero_one_adam, 4 bits", [FOUR, (2, 1)], ONE_BIT, quantize="e3m0")
 add("zero_one_adam, none", [GRID], ONE_BIT, quantize="none")
 add("zero_one_adam, growing", [GRID, THREE], ONE_BIT, tau_schedule="1:3,2:5")
 

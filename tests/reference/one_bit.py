@@ -39,10 +39,9 @@ class ZeroOneAdam(Method):
         replica.m = f.beta1 * replica.m + (1 - f.beta1) * g
         # v_i <- beta2 v_i + (1 - beta2) g_i^2
         self.v[i] = f.beta2 * self.v[i] + (1 - f.beta2) * g**2
-        # x_i <- x_i - lr (clamp(m_i / (sqrt(V) + eps), -bound, bound) + wd x_i)
+        # x_i <- x_i - lr (clamp(m_i / (sqrt(V) + eps), -1, 1) + wd x_i)
         step = replica.m / (self.V.sqrt() + EPS)
-        if f.step_bound > 0:
-            step = step.clamp(-f.step_bound, f.step_bound)
+        step = step.clamp(-1, 1)
         decay = f.weight_decay * replica.decayed * replica.x
         replica.x[:] = replica.x - lr * (self.movable(step) + decay)
         if i == 0:
@@ -56,9 +55,8 @@ class ZeroOneAdam(Method):
         # e_i <- z_i - C(z_i);  s = 1/M sum_i C(z_i) + E;  u = C(s);  E <- s - u
         u, e, E = mean_with_errors(z, self.E, self.layers, self.N, self.f.quantize)
         u = self.movable(u)
-        if self.f.error_feedback:
-            self.e = [self.movable(e_i) for e_i in e]
-            self.E = self.movable(E)
+        self.e = [self.movable(e_i) for e_i in e]
+        self.E = self.movable(E)
         # a <- a - u / (sqrt(V) + eps);  x_i <- a
         self.a = self.a - u / size
         self.set_all(self.a)
