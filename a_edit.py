@@ -24,9 +24,9 @@ tensor, whose resolution is 128 s. (2) The clock restarts at the end of the sync
 does not shorten a round. (3) Learning rate and end follow the tokens of all replicas. (4) With the
 paper's weights (--step_weighting none) a replica that takes more steps has a larger norm, and so a
 smaller weight. norm_per_step, the default, replaces G_i by G_i mean_j(steps_j) / steps_i in the
-weights. (5) Statistics and limits take G_i divided by the steps of replica i's longest round so
-far: see norm_unit(). (6) On CUDA the vote is read one step late, and the host waits for the device
-twice per sync.
+weights. (5) The statistics are of norms per step, G_i / steps_i, and the limit
+of G_i is for replica i's longest round so far: see judge(). (6) On CUDA the vote is read one step
+late, and the host waits for the device twice per sync.
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.
@@ -74,9 +74,14 @@ class AEDiT(EDiT):
         self.progress_at_sync = self.steps
         self.rate = 1.0
 
+    def resume_with(self, changed):
+        if self.penalty.resume_with(changed):
+            self.longest_round = 0
+
     def before_step(self):
         super().before_step()
-        if self.round_began is None and not self.averages_gradients:  # the first round
+        # The first round of this process: a resumed run does not call begin().
+        if self.round_began is None and not self.averages_gradients:
             self.round_began = self.clock.train_s()
 
     def steps_of_round(self) -> float:
@@ -86,17 +91,15 @@ class AEDiT(EDiT):
         if self.averages_gradients or self.mesh.shard_index != 0:
             return 0.0
         time_is_up = self.clock.train_s() - self.round_began >= self.config.tau_time_s
+        # local_steps does not count this step yet.
         after_this_step = self.progress_at_sync + (self.local_steps + 1) * self.rate
         return float(time_is_up or after_this_step >= self.config.max_steps)
 
-    def norm_unit(self) -> float:
-        """The steps of this replica's longest round so far. A machine that becomes faster takes
-        more steps in a round, so its norms grow, but no anomaly has occurred. One that becomes
-        slower, and the last round, which may be short, have smaller norms: no reason to flag
-        either. (Divided by their own steps these would be larger, because a norm grows more slowly
-        than the steps.)"""
-        self.longest_round = max(self.longest_round, self.local_steps)
-        return self.longest_round
+    def judge(self, G):
+        """Rounds differ in length, and norms with them, but less: a norm grows more slowly than the
+        steps. So a machine that becomes faster, slower, or slower for a while is no anomaly, nor is
+        the last round, which may be short."""
+        return self.penalty.judge(G, length=self.local_steps, longest=self.longest_round)
 
     def comparable_norms(self, norms):
         if self.config.step_weighting == "none":
@@ -104,8 +107,9 @@ class AEDiT(EDiT):
         return norms_per_step(norms, self.rows.steps)
 
     def sync(self):
+        self.longest_round = max(self.longest_round, self.local_steps)
         super().sync()
-        steps = self.rows.steps.tolist()  # host read, once per sync
+        steps = self.rows.steps.tolist()  # a host read, but the first layers travel already
         mean = sum(steps) / len(steps)
         self.progress_at_sync += mean
         self.rate = mean / steps[self.mesh.replica]

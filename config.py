@@ -5,10 +5,9 @@
         tau: int = option(16, "inner steps per round", low=1)      # becomes --tau 8
 
 Booleans become --name and --no-name. Several dataclasses may declare the same flag, each with its
-own default. A run has one object `config` with all its flags as attributes. Its class combines
-Config, the simulation's dataclass and that of the method. A flag that is not given has the value
-of the checkpoint that a run resumes from, else of the --model preset, else its default. A flag that
-the chosen method does not have is refused.
+own default. A run has one object `config` with all its flags as attributes. Its class is the
+method's Config, which inherits the flags of all methods. A flag that is not given has the value of
+the checkpoint that a run resumes from, else of the --model preset, else its default.
 """
 
 import argparse

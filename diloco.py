@@ -17,8 +17,12 @@ up for it: in directions that stay the same from round to round, the steps add u
                                         anchor <- anchor - lr (d + mu b)
         x_i    <- anchor
 
+    M replicas of N shards, P elements of a layer; sum: over the layers. [sync]: among the ranks
+    with the same shard. An all-reduce sends 2 (M-1)/M of a vector: in a ring, first sums, then
+    copies.
+
     symbol     variable        shape        where
-    x_i        model.master    (sum P/N,)   every rank its shard
+    x_i        model.master    (sum P/N,)   each rank holds its own shard
     anchor, a  anchor          (sum P/N,)   equal on all ranks of a sync group
     d_i, d     model.master    (sum P/N,)   in the storage of x_i, which is about to be overwritten
     b          momentum        (sum P/N,)   torch.optim.SGD's momentum buffer
@@ -58,7 +62,7 @@ def nesterov(anchor, momentum, d, lr, mu):
 
 class DiLoCo(Method):
     Config = Config
-    shared = ("anchor", "momentum")
+    shared = ("anchor", "momentum")  # Method makes self.anchor and self.momentum: zeros
 
     def begin(self):
         self.anchor.copy_(self.model.master)

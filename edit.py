@@ -37,17 +37,17 @@ clip, or, if all replicas are flagged, keep the anchor (roll back).
     delta, phi                 anomaly_threshold, pseudo_grad_clip
               lr, mu           outer_lr, outer_momentum
 
-Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 8 (M-1) (L + 1) for norms and flags.
+Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 8 (M-1) (L + 1) for norms and
+flags, losses and steps.
 
 What the overlap saves, on NCCL and gloo. Let each of L equal layers take c seconds to all-reduce
 and f seconds to compute. DiLoCo waits L c. EDiT waits for layer 0 and then, if c > f, at each layer
 for the rest of its all-reduce: max(c, L c - (L-1) f) in all. So it saves at most one forward.
 
-Why only two means are in flight. NCCL may start operations in the order in which the host issues
-them, over all groups (see plumbing/launch.py). If all means were issued at once, the gather of
-layer 0 would start after the last mean but one, and nothing would overlap. With two, one travels
-and one is queued. The link has nothing to do only if a layer computes longer than the next one
-travels. (The price: a last layer that is much larger than the others starts two layers early.)
+Why only two means are in flight. With the setting in plumbing/launch.py NCCL starts operations in
+the order of issue, over all groups. If all means were issued at once, the gather of layer 0 would
+queue behind nearly all of them, and nothing would overlap. So one mean travels and one waits. The
+price: a last layer that is much larger than the others starts only two layers before it is needed.
 
 The deviations from the paper are listed at the end of this file.
 Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
@@ -65,7 +65,7 @@ import torch
 from config import option
 from method import LocalConfig, Method
 
-SIGMA_FLOOR = 0.05  # sigma is at least so much of the mean
+SIGMA_FLOOR = 0.05  # sigma is never below this fraction of the mean
 
 
 @dataclass
@@ -162,7 +162,8 @@ def clip_factor(norm, phi):
 
 def nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, accepted):
     """diloco.nesterov() in place, without a host read. accepted: a scalar tensor, 1, or 0 if all
-    replicas are flagged. Then dhat must be 0, and nothing changes, bit for bit."""
+    replicas are flagged. Then dhat is 0, because all weights are 0, and nothing changes, bit for
+    bit."""
     # b <- mu b + dhat;  a <- a - lr (dhat + mu b)
     # A branch would have to read `accepted` on the host, which waits for a GPU. So it is a factor.
     momentum.mul_(mu**accepted).add_(dhat)  # mu^0 = 1
@@ -174,7 +175,8 @@ def nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, accepted):
 # Flags that the size of a pseudo-gradient depends on.
 SCALES_NORMS = {"tau", "tau_time_s", "max_steps", "data", "batch_size", "accum", "tokens_per_step"}
 SCALES_NORMS |= {"lr", "muon_lr", "min_lr_ratio", "lr_warmup_steps", "grad_clip", "weight_decay"}
-SCALES_NORMS |= {"beta1", "beta2"}
+SCALES_NORMS |= {"beta1", "beta2", "block_size", "average_moments"}
+SCALES_NORMS |= {"delay", "alpha", "fragments"}  # of Streaming EDiT
 ALL = slice(None)
 
 
@@ -202,17 +204,19 @@ class Penalty:
         L = len(self.method.model.layers)
         self.method.statistics = self.method.model.master.new_zeros(3, L)
 
-    def judge(self, G, unit=1.0, layers=ALL):
-        """Is replica i an anomaly? G: its norms. unit: what norms are divided by before they enter
-        the statistics. Only replica i can tell, because only it has seen its earlier norms."""
+    def judge(self, G, layers=ALL, length=1.0, longest=1.0):
+        """Is replica i an anomaly? G: its norms. Only replica i can tell, because only it has seen
+        its earlier norms. length, longest: steps of this round and of the longest round so far, if
+        rounds differ. The statistics are of norms per step, and the limit is for the longest round.
+        """
         own = self.method.statistics[:, layers]  # a view
-        flagged = is_anomaly(G, unit * anomaly_limits(own, self.config))
-        own.copy_(update_statistics(own, G / unit, ~flagged, self.config))
+        flagged = is_anomaly(G, longest * anomaly_limits(own, self.config))
+        own.copy_(update_statistics(own, G / length, ~flagged, self.config))
         return flagged
 
     def weigh(self, norms, flagged, layers=ALL, compared=None):
-        """The weights of all replicas, from their norms and flags. compared: norms for the weights
-        alone, if they are others."""
+        """The weights of all replicas, from their norms and flags. compared: the norms that weights
+        are made from, if not `norms`."""
         own = self.method.statistics[:, layers]
         G = norms[self.method.mesh.replica]
         own.copy_(forget_lost_layers(own, G, flagged.all(dim=0)))
@@ -247,14 +251,15 @@ class Penalty:
             clip=self.clips[layers].mean(),
         )
 
-    def resume_with(self, changed: set):
+    def resume_with(self, changed: set) -> bool:
         """A run continues with other values of the flags `changed`. If norms depend on one of them,
-        the limits of the checkpoint are wrong, so the statistics start anew."""
+        the limits of the checkpoint are wrong, so the statistics start anew. Do they?"""
         found = sorted(changed & SCALES_NORMS)
         if found:
             self.method.statistics.zero_()
             flags = ", ".join(f"--{name}" for name in found)
             print(f"note    {flags} changed, so the statistics of norms start anew")
+        return bool(found)
 
 
 # ---- the method ----
@@ -268,12 +273,16 @@ class EDiT(Method):
 
     def __init__(self, model, mesh, config, record, clock):
         super().__init__(model, mesh, config, record, clock)
-        if config.offload and mesh.device.type == "cuda":
-            self.anchor = torch.zeros(model.master.shape, dtype=model.master.dtype, pin_memory=True)
-            self.momentum = torch.zeros_like(self.anchor, pin_memory=True)
         self.penalty = Penalty(self)
         self.anchors = model.views(self.anchor)
         self.momenta = model.views(self.momentum)
+
+    def new_vector(self, name):
+        """With --offload, on a GPU: anchor and momentum in pinned memory of the host."""
+        x = self.model.master
+        if name not in EDiT.shared or not self.config.offload or x.device.type != "cuda":
+            return super().new_vector(name)
+        return torch.zeros(x.shape, dtype=x.dtype, pin_memory=True)
 
     def begin(self):
         self.anchor.copy_(self.model.master, non_blocking=True)  # --offload: on the host
@@ -283,8 +292,8 @@ class EDiT(Method):
         self.penalty.resume_with(changed)
 
     def sync(self):
-        """The end of the round: norms, weights, and the start of every layer's all-reduce. The next
-        forward ends what begins here."""
+        """The end of the round: norms, weights, and the start of the first two all-reduces. The
+        next forward ends what begins here."""
         squares = []
         for a, x in zip(self.anchors, self.model.masters):
             # d_i = a - x_i, in the storage of x_i
@@ -294,10 +303,10 @@ class EDiT(Method):
         # [shard] all-reduce, L scalars, once per round
         self.mesh.all_reduce(squares, self.mesh.shard_group).wait()
         G = squares.sqrt()
-        self.share(norms=G, flagged=self.penalty.judge(G, self.norm_unit()))
+        self.share(norms=G, flagged=self.judge(G))
         norms = self.rows.norms  # (M, L)
-        compared = self.comparable_norms(norms)
-        self.penalty.weigh(norms, self.rows.flagged > 0, compared=compared)
+        flagged = self.rows.flagged > 0  # back from numbers to bools
+        self.penalty.weigh(norms, flagged, compared=self.comparable_norms(norms))
         self.to_start = deque(self.operations())
         self.in_flight = deque()  # handles, at most two
         self.start_next()
@@ -319,13 +328,11 @@ class EDiT(Method):
             start = self.to_start.popleft()
             self.in_flight.append(start())
 
-    def norm_unit(self) -> float:
-        """What a norm is divided by before it enters the statistics. A-EDiT's rounds differ in
-        length, so there it is a number of steps."""
-        return 1.0
+    def judge(self, G):
+        return self.penalty.judge(G)
 
     def comparable_norms(self, norms):
-        """The norms (M, L) for the weights. A-EDiT allows for unequal rounds."""
+        """The norms (M, L) for the weights. A-EDiT corrects them for unequal rounds."""
         return norms
 
     def start_mean(self, l, d):
@@ -340,14 +347,14 @@ class EDiT(Method):
 
     def complete(self, l: int):
         """The next forward calls it before it computes layer l: x_l becomes the new anchor."""
-        self.outer_step(l)
+        self.finish_layer(l)
         # First the gather of this layer, then the next mean: see "Why only two" above.
         self.model.start_gather(l)
-        if self.to_start:
-            with self.record.stall():
-                self.start_next()
+        with self.record.stall():
+            self.start_next()
 
-    def outer_step(self, l):
+    def finish_layer(self, l):
+        """Wait for the mean of layer l and take its outer step."""
         x = self.model.masters[l]  # it has received dbar
         with self.record.stall():
             self.wait_for_mean(l)
@@ -376,7 +383,7 @@ class EDiT(Method):
     def drain(self):
         if self.model.pre_layer_hook:
             for l in range(len(self.model.layers)):
-                self.outer_step(l)
+                self.finish_layer(l)
                 self.start_next()
 
 
@@ -387,17 +394,17 @@ class EDiT(Method):
 # (3) Flagged norms never enter the statistics, so one outlier does not hide the next. The cost: one
 #     replica whose norms rise suddenly and permanently stays flagged (the log shows it; raise
 #     --anomaly_threshold). Where all replicas are flagged, the statistics of that layer start anew:
-#     see forget_lost_layers(). So a layer is lost at most once in anomaly_warmup_rounds rounds.
+#     see forget_lost_layers(). So a layer is lost at most once in anomaly_warmup_rounds rounds, if
+#     its norms are finite.
 # (4) For the first anomaly_warmup_rounds samples the statistics are the plain mean and standard
 #     deviation: an exponential average that starts at zero is biased.
 # (5) sigma is at least SIGMA_FLOOR * mean, so nearly equal norms do not flag noise.
 # (6) A non-finite inner gradient is set to 0 (shard.py).
 # (7) Training stops with an error after three rounds in a row that were rolled back in all layers
 #     (train.py). After (3) only norms that are not finite can do that.
-# (8) None: norms fall with the learning rate, but the statistics remember the past. So over a run
-#     the paper's limit grows, relative to a healthy norm, and a sick replica is seen late or never.
-#     We tried norms that are divided by the round's learning rates. They find more sick replicas,
-#     but the loss does not fall, because such replicas weigh less anyway (lab/LOG.md).
+# (8) The limits are the paper's, although norms fall with the learning rate and the statistics
+#     remember the past, so that a sick replica is seen late or never. Norms that are divided by the
+#     round's learning rates find more, but the loss does not fall (lab/LOG.md).
 # As in the paper, the weights take the norms as they are. So the penalty is stronger where norms
 # are larger: in long rounds, at large learning rates, in large layers.
 #

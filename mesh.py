@@ -16,12 +16,12 @@ ledger counts in sent["shard"] and sent["sync"] the bytes that this rank has sen
 optimal algorithms would: all-gather, reduce-scatter and all-to-all (n-1)/n of the whole vector,
 all-reduce 2(n-1)/n of its payload, send-receive all of it.
 
-Collectives are asynchronous and return a handle; gather_rows and all_gather_object wait. `wait()`
-blocks the stream on NCCL and the host on gloo and shm (plumbing/shm.py). On a GPU, issue a
-collective and wait for it on the stream on which its tensors were allocated. In a group of one rank
-an operation does nothing and is not counted. If a rank has died, or is silent for timeout_s, the
-others raise RankLostError (in a shard group after a sixth of it). With NCCL its watchdog ends the
-process after timeout_s, in every group.
+Collectives are asynchronous and return a handle. gather_rows, sum_over_ranks and all_gather_object
+wait. `wait()` blocks the stream on NCCL and the host on gloo and shm (plumbing/shm.py). On a GPU,
+issue a collective and wait for it on the stream on which its tensors were allocated. In a group of
+one rank an operation does nothing and is not counted. If a rank has died, or is silent for
+timeout_s, the others raise RankLostError (in a shard group after a sixth of it, see
+launch.shorten_timeout). With NCCL its watchdog ends the process after timeout_s, in every group.
 """
 
 import re
@@ -38,7 +38,7 @@ from torch.profiler import record_function
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# A collective between machines occupies at most so many SMs of a GPU, see _nccl_options(). Not
+# A collective between machines occupies at most this many SMs of a GPU, see _nccl_options(). Not
 # measured yet.
 SYNC_CTAS = 4
 
@@ -51,7 +51,7 @@ class RankLostError(Exception):
 
 @contextmanager
 def translate_comm_errors():
-    """Raise RankLostError where torch raises RuntimeError: it reports lost neighbours so."""
+    """Raise RankLostError where torch raises RuntimeError: that is how it reports lost ranks."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):  # a fault of this rank's GPU
@@ -65,7 +65,8 @@ def translate_comm_errors():
 
 
 class Handle:
-    """A collective in flight. mesh: the Mesh that counts how long the host waits, or None."""
+    """A collective in flight. mesh: the Mesh that counts how long the host waits; None in a shard
+    group."""
 
     def __init__(self, works=(), name="", mesh=None):
         self.works = works
@@ -275,7 +276,8 @@ class Mesh:
         return rows
 
     def sum_over_ranks(self, row: torch.Tensor) -> torch.Tensor:
-        """The sum of the rows (n,) of all ranks, bit-identical on all of them; waits for it."""
+        """The sum of the rows (n,) of all ranks, bit-identical on all of them; waits for it. The
+        argument may be overwritten."""
         if min(self.replicas, self.shards) == 1:  # all ranks are one group
             group = max(self.shard_group, self.sync_group, key=lambda group: group.size)
             self.all_reduce(row, group).wait()

@@ -17,6 +17,7 @@ Who calls what, in train.py, for each step:
     vote()                 0 in the warm-up (train.py's votes there are signals to stop)
     inner_step()
     after_step()           true at the end of a round; then
+    resume_with()          after a checkpoint has been read, if flags changed
     end_round()            averages moments, if asked to; measure() for the record; sync()
     evaluation_model()     and drain(), at a round end, if an evaluation is due
     finish()               once, after the last step
@@ -87,7 +88,11 @@ class Method:
         self.averages_gradients = True  # until the warm-up ends
         self.rows = None  # see share()
         for name in self.shared + self.private:
-            setattr(self, name, torch.zeros_like(model.master))
+            setattr(self, name, self.new_vector(name))
+
+    def new_vector(self, name: str) -> torch.Tensor:
+        """Zeros for self.NAME. EDiT may put them on the host."""
+        return torch.zeros_like(self.model.master)
 
     # ---- what a method writes ----
 
@@ -138,10 +143,10 @@ class Method:
     # ---- what a method uses ----
 
     def share(self, **values):
-        """All-gather one row per replica. self.rows.losses is then each replica's mean loss in
-        the round, .steps its number of steps, and .NAME its value NAME: (M,), or (M, n) for a value
-        of n elements. A value must be equal in the shard group. Without a barrier nobody waits for
-        the other rows: there is only the own one, (1,) or (1, n), for the record."""
+        """Gather one row of numbers per replica. Afterwards self.rows.losses (each replica's mean
+        loss in the round), .steps (its inner steps) and .NAME hold an entry per replica, (M,), or
+        (M, n) for a value of n elements. A value must be equal in the shard group. Without a
+        barrier nobody waits for the others: they hold only this replica's, (1,) or (1, n)."""
         loss = self.record.loss_sum / self.local_steps
         own = {"losses": loss, "steps": torch.full_like(loss, self.local_steps), **values}
         row = torch.cat([value.to(self.model.master.dtype).view(-1) for value in own.values()])
@@ -164,7 +169,8 @@ class Method:
         self.share(**norms)
 
     def average(self, vector: torch.Tensor):
-        """vector, laid out like model.master, becomes its mean over the replicas; blocks."""
+        """vector, laid out like model.master, becomes its mean over the replicas; blocks. One
+        all-reduce per layer, so that its buffers are no larger than a layer."""
         vector.div_(self.mesh.replicas)
         # [sync] all-reduce, P/N fp32, once per call and layer
         handles = [self.mesh.all_reduce(v, self.mesh.sync_group) for v in self.model.views(vector)]
@@ -193,7 +199,8 @@ class Method:
         self.local_steps += 1
         self.rates.append(lr)
         self.record.loss_sum = self.record.loss_sum + metrics.loss
-        # On a GPU the votes are known one step late.
+        # On a GPU the votes are known one step late. In a round's first step those that are known
+        # belong to the last round.
         voted = self.local_steps > self.model.metrics_lag and self.model.known_metrics()[2] > 0
         full = self.local_steps >= self.steps_of_round()
         return voted or full or self.progress >= self.config.max_steps
@@ -201,7 +208,7 @@ class Method:
     def end_round(self):
         self.rounds += 1
         with self.record.stall():
-            for name in self.config.averaged_moments():  # finite: clip_gradient()
+            for name in self.config.averaged_moments():  # finite: clip_gradient() zeroes a bad one
                 self.average(getattr(self.model, name))
             self.measure()
             self.sync()

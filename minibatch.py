@@ -21,7 +21,9 @@ from method import Method
 
 @dataclass
 class Config(config.Config):
-    sync_warmup_steps = math.inf  # not a flag
+    # Without a type it is no field of the dataclass, and so no flag. The warm-up never ends, and
+    # sync() is never called.
+    sync_warmup_steps = math.inf
 
 
 class MiniBatch(Method):

@@ -39,7 +39,7 @@ A layer's parameters are views of its buffer. Autograd saves these views. The ba
 layer into the same buffer first, so they hold the right values again. The two layers that the
 forward gathered last are still there. So of L layers a micro-step gathers 2 L - 3: all L in the
 forward, and in the backward all but the last two and an embedding (2 L - 2 if the backward of layer
-0 needs its parameters). Each forward begins with empty buffers, so whatever has
+0 needs its parameters). Each forward forgets what the buffers hold, so whatever has
 changed `master` since then (an inner step, a sync, a checkpoint), no layer is out of date. With
 N = 1 in fp32 the parameters are views of `master`: no buffer, copy or collective.
 
@@ -95,7 +95,7 @@ class Layout:
 
 
 class Metrics:
-    """Gradient norm, mean loss and number of votes of one step. Equal in a shard group, and in all
+    """Gradient norm, mean loss and sum of requests of one step. Equal in a shard group, and in all
     replicas if gradients are averaged. They are copied to the host without blocking it."""
 
     def __init__(self, scalars: torch.Tensor):
@@ -152,7 +152,7 @@ class ShardedModel:
         self.dtype = dtype
         self.recompute = recompute
         needs_weights = getattr(self.layers[0], "backward_needs_weights", True)
-        self.gathered_from = 0 if needs_weights else 1  # the layers that the backward gathers
+        self.first_gathered = 0 if needs_weights else 1  # the backward gathers from here on
         self.layouts = [Layout(layer, mesh.shards) for layer in self.layers]
         count = sum(layout.shard_size for layout in self.layouts)
         master_dtype = torch.promote_types(dtype, torch.float32)
@@ -243,8 +243,8 @@ class ShardedModel:
 
     def sizes_from(self, firsts: list, shards: int, shard: int) -> list:
         """Of each layer's elements from firsts[l] on: how many are in shard number `shard`."""
-        ends = [layout.size_of_shard(shards) for layout in self.layouts]
-        return [min(n, max(0, (shard + 1) * n - first)) for n, first in zip(ends, firsts)]
+        sizes = [layout.size_of_shard(shards) for layout in self.layouts]
+        return [min(n, max(0, (shard + 1) * n - first)) for n, first in zip(sizes, firsts)]
 
     def norm(self, vector: torch.Tensor) -> torch.Tensor:
         """||vector|| over the whole replica, of a vector laid out like `master` or of one layer;
@@ -287,12 +287,12 @@ class ShardedModel:
         last = len(self.layers) - 1
         hook = self.pre_layer_hook
         for l, layer in enumerate(self.layers):
-            if hook:  # it updates layer l's parameters, so later layers cannot be prefetched
+            if hook:  # it updates layer l's parameters
                 with record_function(f"sync, layer {l}"):
-                    hook(l)
+                    hook(l)  # it starts the gather, too
             self.start_gather(l)
             self.handles[l % 2].wait()
-            if not hook:
+            if not hook:  # else layer l + 1 has no new parameters yet
                 self.start_gather(l + 1)
             recompute = self.recompute and 0 < l < last
             named = record_function(f"forward, layer {l}")
@@ -310,10 +310,10 @@ class ShardedModel:
         reducing = None
         summing = []
         for l in reversed(range(len(self.layers))):
-            if l >= self.gathered_from:
+            if l >= self.first_gathered:
                 self.start_gather(l)
                 self.handles[l % 2].wait()
-            if l > self.gathered_from:
+            if l > self.first_gathered:
                 self.start_gather(l - 1)
             gradients, grad_x = self._backward_layer(l, grad_x)
             if reducing:  # the reduce-scatter of layer l+1, which used the buffer during layer l
@@ -359,14 +359,14 @@ class ShardedModel:
 
     # ---- the end of a step ----
 
-    def step_metrics(self, loss: torch.Tensor, vote: float, averaged: bool) -> Metrics:
-        """Sum over all ranks if gradients were averaged, else over the shard group.
-        loss: this rank's mean; vote: above 0 to end the round now; in the warm-up the number
-        of a signal."""
+    def step_metrics(self, loss: torch.Tensor, request: float, averaged: bool) -> Metrics:
+        """Sum what the ranks know of this step: all ranks if gradients were averaged, else those of
+        the shard group. loss: this rank's mean; request: above 0 if this rank asks for something,
+        see train.py."""
         ranks = self.mesh.world_size if averaged else self.mesh.shards
         # After averaging, all M replicas have the same gradient, so each counts for 1/M of it.
         square = self.grad.norm() ** 2 * self.mesh.shards / ranks
-        scalars = torch.stack([square, loss / ranks, torch.full_like(loss, vote)])
+        scalars = torch.stack([square, loss / ranks, torch.full_like(loss, request)])
         scalars = scalars.to(self.grad.dtype)
         if averaged:
             # [sync] sum over all ranks, 3 scalars, once per step
@@ -379,8 +379,8 @@ class ShardedModel:
         return self.metrics[-1]
 
     def known_metrics(self) -> list:
-        """[norm, loss, votes] of the last step on CPUs, of the step before on GPUs, without
-        waiting. The same on all ranks of a replica."""
+        """[norm, loss, sum of requests] of the last step on CPUs, of the step before on GPUs, where
+        this waits at most for that step. The same on all ranks of a replica."""
         return self.metrics[0].read()
 
     def clip_gradient(self, max_norm: float):

@@ -63,7 +63,7 @@ class Training:
         make_method = METHODS[config.method]
         self.method = make_method(self.model, mesh, config, RoundRecord(mesh), clock)
         cluster.disturb(self.batches, self.method)
-        # with --resume or --init_from
+        # Fills all of them from a checkpoint or a model, if the flags name one.
         checkpoint.load(setup, self.model, self.optimizer, self.method, clock)
         self.log = Log(setup, mesh, clock, self.method.steps)
         self.round_end = self.method.progress  # at the last round end
@@ -84,7 +84,7 @@ class Training:
             write_syncs(method, self.log)
             self.log.step(method, lr, metrics)
             check_finite(model, method)
-            if method.local_steps == 0:
+            if method.local_steps == 0:  # after a sync, and after each step of the warm-up
                 self.at_round_end()
         self.finish()
 
@@ -259,6 +259,7 @@ def learning_rate(progress: float, config) -> float:
 
 
 def main(argv: list):
+    # data.load is handed over, so that the plumbing imports no program.
     setup, everyone = launch.start(argv, METHODS, data.load)
     setup.plan.show(setup.corpus)
     if not setup.config.dry_run:

@@ -3,8 +3,8 @@ r"""Layers, data and a training loop of your own, with the methods of this proje
     python docs/own.py --method minibatch
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 docs/own.py --method edit --shards 2
 
-To which of three noisy spirals does a point belong? Replace the three parts below. Flags of the
-method, the optimizer and the learning rate count; those about text, files and devices do not.
+To which of three noisy spirals does a point belong? Replace the three parts. Flags of the method
+and the optimizer count, those about text, files, devices and simulations do not.
 """
 
 import sys
@@ -16,6 +16,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project's folder
 from config import parse, run_command
 from mesh import Mesh
+from plumbing.launch import check_mesh, connect
 from plumbing.log import Clock, RoundRecord
 from shard import ShardedModel
 from train import METHODS, learning_rate, make_optimizer
@@ -35,15 +36,16 @@ def make_layers(n=32) -> list:
 
 # ---- data: every rank must get a batch of its own in every step ----
 def make_batch(seed: int, size=64) -> tuple:
-    generator = torch.Generator().manual_seed(seed)
-    spiral = torch.randint(3, (size,), generator=generator)
-    radius = torch.rand(size, generator=generator)
-    angle = 4 * radius + 2.1 * spiral + 0.1 * torch.randn(size, generator=generator)
+    random = {"generator": torch.Generator().manual_seed(seed)}
+    spiral = torch.randint(3, (size,), **random)
+    radius = torch.rand(size, **random)
+    angle = 4 * radius + 2.1 * spiral + 0.1 * torch.randn(size, **random)
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), spiral
 
 
-# ---- the loop: method.py says what each call of the method does ----
+# ---- the loop: method.py says what each call does ----
 def train(config, mesh) -> ShardedModel:
+    config.check(mesh.replicas)
     model = ShardedModel(make_layers(), mesh)
     optimizer = make_optimizer(model, config)
     method = METHODS[config.method](model, mesh, config, RoundRecord(mesh), Clock(mesh.device))
@@ -68,12 +70,11 @@ def train(config, mesh) -> ShardedModel:
 
 def main():
     config, _ = parse(sys.argv[1:], METHODS)
+    check_mesh(config, connect().world_size)
     model = train(config, Mesh(config.shards, torch.device("cpu")))
     loss = model.forward(*make_batch(seed=0, size=3000), train=False)
     print(f"{config.method}: loss {loss:.3f} on new points (guessing: 1.099)")
 
 
 if __name__ == "__main__":
-    if torch.distributed.is_torchelastic_launched():  # by torchrun
-        torch.distributed.init_process_group("gloo")
     run_command("own.py", main)

@@ -535,7 +535,10 @@ def load(setup, model, optimizer, method, clock):
                     value = value.to(mesh.device, copy=True)
                 setattr(method, name, value)
             now = vars(setup.config)
-            method.resume_with({name for name in setup.given if flags.get(name) != now.get(name)})
+            changed = {name for name in setup.given if flags.get(name) != now.get(name)}
+            if flags["corpus_hash"] == setup.corpus.hash:  # the corpus has only moved
+                changed -= {"data"}
+            method.resume_with(changed)
         same_method = setup.config.method == flags["method"]
         for saved, found in zip((shared, own), vectors(model, method)):
             for name, vector in found.items():

@@ -315,8 +315,8 @@ class Log:
         if self.mesh.device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated()
         if self.rolled_back:
-            found = [f"{l} in {n}" for l, n in sorted(self.rolled_back.items())]
-            print(f"note    rounds that were rolled back, by layer: {', '.join(found)}")
+            found = [f"layer {l} in {n} rounds" for l, n in sorted(self.rolled_back.items())]
+            print(f"note    rolled back, because all replicas were left out: {', '.join(found)}")
         row = self.now(method)
         row["tokens_per_s"] = row.pop("tokens") / row["train_s"]
         row |= {"val_loss": val_loss, "peak_memory_bytes": peak_bytes, "exit": "done"}

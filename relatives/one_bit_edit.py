@@ -152,7 +152,8 @@ class OneBitEDiT(EDiT):
     def start_coded(self, l, v, format) -> MeanInFlight:
         """The mean of v, of layer l, over the replicas starts, with errors fed back."""
         v = v[: len(self.errors[l])]
-        # z_i = v_i + e_i;  e_i <- z_i - C(z_i);  E <- s - C(s), both in units of a mean
+        # z_i = v_i + e_i;  e_i <- z_i - C(z_i);  E <- s - C(s). Here s and E are means, the sums
+        # of the docstring divided by M; receive() multiplies by M again.
         z = self.errors[l].add_(v)
         return MeanInFlight([z], format, self.mesh, [self.mean_errors[l]])
 

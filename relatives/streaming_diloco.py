@@ -76,6 +76,8 @@ class StreamingDiLoCo(Method):
         vectors = self.model.master, self.anchor, self.momentum
         rows = list(zip(*map(self.model.used_views, vectors)))  # a layer's x, anchor and momentum
         F = self.config.fragments
+        if F > len(rows):
+            raise UserError(f"--fragments {F}: the model has only {len(rows)} layers")
         self.layers = [rows[p::F] for p in range(F)]  # of each fragment
 
     def begin(self):
@@ -100,7 +102,8 @@ class StreamingDiLoCo(Method):
     def send_if_due(self, here: bool):
         k = self.local_steps
         interval = self.config.tau // self.config.fragments
-        if here and k % interval == 0 and k + self.rounds > 0:  # both are 0 in the warm-up
+        # Both are 0 before the first step; k = 0 in a later round sends the last fragment.
+        if here and k % interval == 0 and k + self.rounds > 0:
             self.send((k // interval - 1) % self.config.fragments)
 
     def send(self, p):

@@ -23,8 +23,8 @@ in quantized pieces from quantize.py.
                                                         # elements of x_i that are not finite
 
 So a replica that has diverged is repaired, fragment by fragment, within one round. The names and
-shapes are those of edit.py and streaming_diloco.py. Norms, flags and weights are (M, L), where L
-counts the layers of the fragment.
+shapes are those of edit.py and streaming_diloco.py. Norms, flags and weights are (M, n) for
+the n layers of the fragment.
 
 With all parts off it is Streaming DiLoCo, bit for bit. With --fragments 1 --delay 0 --quantize none
 it is EDiT.
@@ -85,6 +85,7 @@ class StreamingEDiT(StreamingDiLoCo):
     def weigh(self, rows):
         """The norms and flags of all replicas have arrived."""
         norms, flags = rows.chunk(2, dim=1)
+        # MeanInFlight makes a mean of M vectors, so the weights must have the mean 1.
         return self.penalty.weigh(norms, flags > 0, self.fragment()) * self.mesh.replicas
 
     def outer_step(self, l, d, a, b):

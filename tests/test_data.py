@@ -23,7 +23,7 @@ import torch
 import data
 import train
 from config import UserError, explain, parse
-from plumbing import simulate, text, tokenizer
+from plumbing import text, tokenizer
 from ranks import ROOT
 
 

@@ -20,7 +20,7 @@ SGD = dict(sync_warmup_steps=0, tau=1, max_steps=6, grad_clip=0)
 
 
 def wait_at_once(method, model, mesh):
-    """CO2 with staleness 0."""
+    """CO2 that waits at once."""
     sync = method.sync
     outer_step = method.outer_step
 

@@ -1,4 +1,4 @@
-"""The relatives: what those without a barrier send, NoLoCo's pairs, CO2's staleness, fragments."""
+"""The relatives: what those without a barrier send, NoLoCo's pairs, CO2's traffic, fragments."""
 
 import math
 from types import SimpleNamespace
@@ -321,7 +321,7 @@ def test_positions_survive_12_bits_and_payloads_their_bytes(n):
         sent.append(row)
         return torch.stack([row, row])
 
-    mesh = SimpleNamespace(gather_rows=gather_rows, sync=None)
+    mesh = SimpleNamespace(gather_rows=gather_rows, sync_group=None)
     for at, theirs in sparse.gather_entries(mesh, [firsts + positions], [positions], payload):
         assert torch.equal(at, firsts + positions)
         assert torch.equal(theirs, payload)

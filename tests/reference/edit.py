@@ -47,9 +47,9 @@ class EDiT(Method):
         self.set_all(self.a)
         return self.row()
 
-    def judged_norms(self, norms):
-        """What is compared with earlier norms."""
-        return norms
+    def lengths(self, i):
+        """Of this round of replica i and of its longest one, if they differ."""
+        return 1, 1
 
     def judge(self, l, d):
         """Flags and weights of layer l. d: the pseudo-gradients d_i of the layer."""
@@ -57,13 +57,13 @@ class EDiT(Method):
         norms = norms_of(d)
         G = self.comparable_norms(norms)
         flagged = []
-        judged = self.judged_norms(norms)
-        for G_i, samples in zip(judged, self.samples[l]):
-            flagged.append(is_anomaly(G_i, samples, self.f))
+        for i, (G_i, samples) in enumerate(zip(norms, self.samples[l])):
+            length, longest = self.lengths(i)
+            flagged.append(is_anomaly(G_i / longest, samples, self.f))
             if not flagged[-1]:
-                samples.append(G_i)
+                samples.append(G_i / length)
         if all(flagged):  # the limits are wrong, but for a norm that is not finite
-            for G_i, samples in zip(judged, self.samples[l]):
+            for G_i, samples in zip(norms, self.samples[l]):
                 if math.isfinite(G_i):
                     samples.clear()
         verdict = Verdict(l, norms, flagged, self.weights(G, flagged))
@@ -148,9 +148,9 @@ class AEDiT(EDiT):
         self.longest = [max(pair) for pair in zip(self.longest, self.steps)]
         return super().sync(lr)
 
-    def judged_norms(self, norms):
-        # G_i / the steps of replica i's longest round
-        return [norm / count for norm, count in zip(norms, self.longest)]
+    def lengths(self, i):
+        # the statistics are of G_i / steps_i; the limit is that of the longest round
+        return self.steps[i], self.longest[i]
 
     def comparable_norms(self, norms):
         if self.f.step_weighting != "norm_per_step":

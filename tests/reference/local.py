@@ -1,7 +1,7 @@
 """Methods with rounds of local steps and one exchange of whole vectors at the end of each.
 
-Post Local SGD (arXiv 1808.07217), DiLoCo (2311.08105), SlowMo (1910.00643), CO2
-(2401.16265; its staleness gap penalty is reconstructed from memory), NoLoCo (2506.10911, with
+Post Local SGD (arXiv 1808.07217), QSR (2310.14423), DiLoCo (2311.08105), SlowMo (1910.00643), CO2
+(2401.16265, without its staleness gap penalty), NoLoCo (2506.10911, with
 Gossip-PGA, 2105.09080), eager updates (2502.12996), robust DiLoCo (median and trimmed mean,
 1803.01498; Flag Aggregator, ICLR 2024).
 Beside the product: diloco.py and relatives/NAME.py have the same equations on shards.
