@@ -1,7 +1,7 @@
 """Checkpoints: what a run needs to continue, on the same ranks or on others.
 
     out/edit/checkpoint-00000400/
-        state.json       the run: progress, flags, mesh
+        state.json       the run: progress, flags, mesh; a checksum of all of it
         rank-00000.pt    rank 0: its counters, scalars and flat vectors by name, and a label: of
                          which checkpoint and rank it is, a checksum of each value; a file per rank
 
@@ -14,10 +14,10 @@ The folder is written as checkpoint.tmp and gets its name when all ranks have wr
 and the disk has them (fsync). So list_checkpoints() finds only complete ones, whenever a rank is
 killed or the power fails.
 
-At a start every value is verified before it is used: those of state.json as flags are, those of the
-other files by their checksums. The ranks share this work and agree on the result. A checkpoint that
-is damaged is refused in one line. With --resume auto the one before is taken, and the damaged one
-gets the name checkpoint-00000400.damaged.
+At a start every value is verified before it is used, by the checksums; those of state.json also as
+flags are. The ranks share this work and agree on the result. A checkpoint that is damaged is
+refused in one line. With --resume auto the one before is taken, and the damaged one gets the name
+checkpoint-00000400.damaged. A disk that cannot be read now ends the start, and changes no name.
 
     same mesh        exact: on CPUs the run continues bit for bit (a GPU's attention adds in
                      varying order)
@@ -55,6 +55,13 @@ def number(path) -> int | None:
     """The step in the name of a checkpoint's folder. None: it has another name."""
     found = re.fullmatch("checkpoint-([0-9]+)", Path(path).name)
     return int(found[1]) if found else None
+
+
+def leftovers(folder, suffix: str) -> list:
+    """What a run may have left: checkpoint-00000400 with this suffix. A user's
+    checkpoint-best.tmp is not among them."""
+    found = Path(folder).glob(f"checkpoint-*{suffix}")
+    return [path for path in found if number(path.name.removesuffix(suffix)) is not None]
 
 
 def list_checkpoints(folder) -> list:
@@ -125,7 +132,7 @@ def clean(folder, setup):
     own = list_checkpoints(folder)
     if setup.config.overwrite:
         remove(own)
-        for path in folder.glob("checkpoint-*.damaged"):
+        for path in leftovers(folder, ".damaged"):
             delete(path)
         for path in folder / "model.pt", *folder.glob("timeline-*.json"):
             path.unlink(missing_ok=True)
@@ -135,7 +142,7 @@ def clean(folder, setup):
             damaged = path.with_suffix(".damaged")
             delete(damaged)
             os.rename(path, damaged)
-    for path in folder.glob("checkpoint*.tmp"):
+    for path in folder / "checkpoint.tmp", *leftovers(folder, ".tmp"):
         delete(path)
 
 
@@ -187,7 +194,7 @@ def alike(mesh, doing: str = ""):
         yield
     except Exception as wrong:
         error = explain(wrong)[1]
-    # [sync] all-gather of objects, all ranks, 2 or 3 per start, 2 per checkpoint
+    # [start] all-gather of objects, all ranks, 2 or 3 per start, 2 per checkpoint
     errors = [line for line in mesh.all_gather_object(error) if line]
     if errors:
         raise UserError("" if mesh.rank else doing + errors[0])
@@ -227,6 +234,11 @@ def checksum(value, start: int = 0) -> int:
     if torch.is_tensor(value):
         return zlib.crc32(value.reshape(-1).view(torch.uint8).numpy(), start)
     return zlib.crc32(repr(value).encode(), start)
+
+
+def state_checksum(state: dict) -> int:
+    """CRC-32 of a state.json. What JSON has read it writes as it was, also the order."""
+    return zlib.crc32(json.dumps(state).encode())
 
 
 def check_equal(mesh, sums: list):
@@ -324,6 +336,7 @@ def write(folder: Path, mesh, content: dict, state: dict) -> Path:
             if mesh.rank == 0:
                 if not all(path.is_file() for path in paths):
                     raise UserError(f"{unfinished} is incomplete: nodes must share --out_dir")
+                state = state | {"checksum": state_checksum(state)}
                 (unfinished / "state.json").write_text(json.dumps(state, indent=1))
                 to_disk(unfinished / "state.json")
                 to_disk(unfinished)
@@ -339,12 +352,21 @@ def write(folder: Path, mesh, content: dict, state: dict) -> Path:
 # ---- loading ----
 
 
+class NotNow(UserError):
+    """The disk or the network does not give a file, which may be sound. The text is one line."""
+
+
 @contextmanager
 def readable(path):
-    """Damaged and foreign files raise errors of many kinds. All become UserError, one line."""
+    """Damaged and foreign files raise errors of many kinds. All become UserError, one line. A
+    passing error becomes NotNow."""
     try:
         yield
     except Exception as error:
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            reason = f"{error.strerror or error}: {error.filename or 'one of its files'}"
+            hint = "start again when the disk gives it"
+            raise NotNow(f"checkpoint {path} cannot be read now ({reason}); {hint}") from None
         reason = str(error)
         if not isinstance(error, UserError):
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -370,11 +392,13 @@ def check_value(name: str, value, example, limits: dict):
 
 def check_state(state: dict, methods: dict):
     """Raise an error unless all values of a state.json could be those of a run."""
-    if "checkpoint" not in state:
+    if not {"checkpoint", "checksum"} <= state.keys():
         raise UserError(
             "it has no checksums: an earlier edition of this code has saved it, which can continue "
             "it"
         )
+    if state.pop("checksum") != state_checksum(state):
+        raise UserError("state.json is damaged: its checksum differs")
     for name, example in STATE.items():
         check_value(name, state[name], example, {"below": 2**63})
     for group in "shard", "sync":
@@ -415,7 +439,8 @@ def read(path, methods: dict) -> tuple:
         state = json.loads((path / "state.json").read_bytes())
         check_state(state, methods)
         if number(path) not in (None, state["step"]):
-            raise UserError(f"it was saved after step {state['step']}")
+            saved = f"another step than its state.json ({state['step']})"
+            raise UserError(f"its folder's name says {saved}")
         world_size = state["flags"]["world_size"]
         there = len(list(path.glob("rank-*.pt")))
         if there < world_size:
@@ -445,27 +470,34 @@ def verify(path, state: dict, ranks):
                 raise UserError(f"of rank {rank} there are other values than were saved")
             for name, value in content.items():
                 if checksum(value) != saved[name]:
-                    raise UserError(f"{name} of rank {rank} is damaged: its checksum is another")
+                    raise UserError(f"{name} of rank {rank} is damaged: its checksum differs")
 
 
 def newest_sound(found: list, methods: dict, mesh, config) -> Path | None:
     """The newest of these checkpoints that is not damaged, None of none. All ranks of the mesh call
-    it and verify the files together. Raises UserError, on all ranks, if all are damaged."""
-    # [sync] all-gather of objects, all ranks, once per start
+    it and verify the files together. Raises UserError, on all ranks, if all are damaged, or if one
+    cannot be read now: it may be sound, and the run must not go back behind it."""
+    # [start] all-gather of objects, all ranks, once per start
     if len(set(map(str, mesh.all_gather_object(found)))) > 1:
         hint = "nodes must share --out_dir and see the same files"
         raise UserError("" if mesh.rank else f"the ranks see different checkpoints: {hint}")
     lines = []
     for path in reversed(found):
         line = ""
+        passing = False
         try:
             state, flags = read(path, methods)
             if not config.dry_run:
                 verify(path, state, range(mesh.rank, flags["world_size"], mesh.world_size))
         except UserError as error:
             line = str(error)
-        # [sync] all-gather of objects, all ranks, once per start, and per damaged checkpoint
-        damaged = [line for line in mesh.all_gather_object(line) if line]
+            passing = isinstance(error, NotNow)
+        # [start] all-gather of objects, all ranks, once per start, and per damaged checkpoint
+        found_by = mesh.all_gather_object((line, passing))
+        for line, passing in found_by:
+            if passing:
+                raise UserError("" if mesh.rank else line)
+        damaged = [line for line, _ in found_by if line]
         if not damaged:
             for line in lines:
                 print(f"resume  {line}; the one before is taken")

@@ -96,9 +96,11 @@ def cut_off(folder, target, step):
 
 
 def edit_state(path, change):
-    """Change state.json."""
+    """Change state.json, with a checksum that fits."""
     state = json.loads((path / "state.json").read_text())
+    del state["checksum"]
     change(state)
+    state["checksum"] = checkpoint.state_checksum(state)
     (path / "state.json").write_text(json.dumps(state))
 
 
@@ -671,6 +673,38 @@ def test_wrong_value_in_state_json_is_refused_as_on_a_command_line(saved_run, tm
         assert setup.path.name == "checkpoint-00000007", (place, value)
 
 
+def others(value):
+    """The value with one change at a time, in each place of it."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            for other in others(inner):
+                yield value | {name: other}
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            for other in others(inner):
+                yield value[:i] + [other] + value[i + 1 :]
+    elif isinstance(value, bool):
+        yield not value
+    elif isinstance(value, str):
+        yield value + "0"
+    else:
+        yield value + 1
+
+
+def test_every_changed_value_of_state_json_is_noticed(saved_run, tmp_path):
+    """Also one that is legal: of a run with another seed."""
+    path = shutil.copytree(saved_run / "checkpoint-00000009", tmp_path / "checkpoint-00000009")
+    state = json.loads((path / S).read_text())
+    changed = list(others(state))
+    assert len(changed) > 80
+    for other in changed:
+        (path / S).write_text(json.dumps(other))
+        with pytest.raises(UserError, match="checkpoint-00000009 cannot be read"):
+            checkpoint.read(path, train.METHODS)
+    (path / S).write_text(json.dumps(state))
+    checkpoint.read(path, train.METHODS)
+
+
 def test_every_flipped_bit_of_a_file_is_noticed_or_changes_nothing(saved_run, tmp_path):
     path = shutil.copytree(saved_run, tmp_path / "run") / "checkpoint-00000009"
     state, _ = checkpoint.read(path, train.METHODS)
@@ -751,12 +785,34 @@ def test_checkpoint_that_vanishes_is_not_called_damaged(saved_run, tmp_path, mon
     assert "delete" not in error
 
 
+def test_passing_error_of_the_disk_ends_the_start_and_renames_nothing(
+    saved_run, tmp_path, monkeypatch, capsys
+):
+    """The newest checkpoint may be sound."""
+    run = shutil.copytree(saved_run, tmp_path / "run")
+    last = run / "checkpoint-00000009"
+    names = sorted(os.listdir(run))
+    read_bytes = Path.read_bytes
+
+    def fail(path):
+        if path == last / S:
+            raise OSError(5, "Input/output error", str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    argv = ["--resume=auto", f"--out_dir={run}", "--batch_size=2", "--device=cpu"]
+    with pytest.raises(UserError, match="cannot be read now .Input/output error: .*state.json"):
+        launch.start(argv, train.METHODS, train.data.load)
+    assert sorted(os.listdir(run)) == names
+
+
 # ---- names, links and disks ----
 
 
 def test_only_names_of_digits_are_checkpoints_and_copies_of_users_stay(saved_run, tmp_path):
     run = shutil.copytree(saved_run, tmp_path / "run")
     copies = {"checkpoint-best7", "checkpoint-00000002-backup1", "checkpoint-00000009.old"}
+    copies |= {"checkpoint-mine.damaged", "checkpoint-best.tmp"}
     for name in copies:
         shutil.copytree(run / "checkpoint-00000007", run / name)
     for name in "checkpoint-100000000", "checkpoint-99999999":
@@ -767,6 +823,7 @@ def test_only_names_of_digits_are_checkpoints_and_copies_of_users_stay(saved_run
     assert launch.Setup(["--resume", str(run)], train.METHODS, train.data.load, 2).path == run / "checkpoint-00000009"
     setup = launch.Setup([f"--out_dir={run}", "--overwrite", "--device=cpu"], train.METHODS, train.data.load, 1)
     os.rename(run / "checkpoint-00000009", run / "checkpoint-00000009.damaged")
+    (run / "checkpoint-00000004.tmp").mkdir()
     checkpoint.prepare(setup, Mesh(1, torch.device("cpu"), alone=True))
     names = {path.name for path in run.iterdir()}
     assert names == copies | {"checkpoint-00000001", "metrics.jsonl"}
