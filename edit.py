@@ -174,7 +174,7 @@ def nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, accepted):
 # Flags that the size of a pseudo-gradient depends on.
 SCALES_NORMS = {"tau", "tau_time_s", "max_steps", "data", "batch_size", "accum", "tokens_per_step"}
 SCALES_NORMS |= {"lr", "muon_lr", "min_lr_ratio", "lr_warmup_steps", "grad_clip", "weight_decay"}
-SCALES_NORMS |= {"beta1", "beta2"}
+SCALES_NORMS |= {"beta1", "beta2", "block_size"}
 ALL = slice(None)
 
 

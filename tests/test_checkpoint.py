@@ -637,7 +637,7 @@ def setting(place, value):
 
 NAN = float("nan")
 WRONG_VALUES = [
-    ("tokens", None), ("tokens", "1"), ("tokens", -1), ("tokens", [1]), ("train_s", None),
+    ("tokens", None), ("tokens", "1"), ("tokens", -1), ("tokens", 2**63), ("tokens", [1]), ("train_s", None),
     ("train_s", "1"), ("train_s", NAN), ("train_s", -1.0), ("metrics_bytes", None),
     ("metrics_bytes", 1.5), ("metrics_bytes", -1), ("tokens_per_step", None),
     ("tokens_per_step", "32"), ("progress", None), ("progress", NAN), ("progress", True),
@@ -719,6 +719,15 @@ def test_vector_of_another_size_is_refused_although_copying_would_stretch_it():
     for saved in [model.exp_avg[:1]], [model.exp_avg[:1]] * 2:
         with pytest.raises(UserError, match="exp_avg does not have this model's size"):
             checkpoint.fill(model.exp_avg, saved, model, "exp_avg")
+
+
+def test_ranks_that_see_different_checkpoints_are_told_to_share_the_folder():
+    found = [Path("run/checkpoint-00000007"), Path("run/checkpoint-00000009")]
+    for rank in 0, 1:
+        mesh = SimpleNamespace(rank=rank, all_gather_object=lambda own: [own, found[:1]])
+        with pytest.raises(UserError) as error:
+            checkpoint.newest_sound(found, train.METHODS, mesh, None)
+        assert ("nodes must share --out_dir" in str(error.value)) == (rank == 0)
 
 
 def test_dry_run_reads_no_vector(saved_run, tmp_path):
