@@ -366,8 +366,14 @@ def saved_run(tmp_path_factory, corpus_folder):
     return folder
 
 
+def mapped_files() -> list:
+    """The files of checkpoints that this process maps: the disk keeps their room."""
+    with open("/proc/self/maps") as maps:
+        return [line.split()[5:] for line in maps if "rank-0" in line]
+
+
 def load_for_an_hour(method, model, mesh):
-    """By the clock of the training, which a run reads in plumbing/log.py."""
+    """By the clock of the training, which a run reads in plumbing/log.py. Returns mapped_files."""
     passed = []
     fill = checkpoint.fill
     hours = lambda: 3600 * len(passed) + time.perf_counter()
@@ -378,6 +384,7 @@ def load_for_an_hour(method, model, mesh):
         fill(*args)
 
     checkpoint.fill = slow_fill
+    return mapped_files
 
 
 def test_given_flags_count_and_others_come_from_the_checkpoint(saved_run, corpus_folder, tmp_path):
@@ -387,6 +394,7 @@ def test_given_flags_count_and_others_come_from_the_checkpoint(saved_run, corpus
     changed = dict(max_steps=20, tau=2, lr=0.02, batch_size=3, resume="auto", out_dir=out_dir)
     run = run_training(2, corpus_folder, load_for_an_hour, **changed, checkpoint_interval=6)
     assert all(row["train_s"] < 3600 for row in run.rows("step"))  # loading is no training
+    assert [rank["watched"] for rank in run.ranks] == [[], []]
     assert run.printed.count("saved ") == 3  # due at 12 and 18, and at the end
     assert [row["steps"] for row in run.rows("sync")] == [[2, 2]] * 5 + [[1, 1]]
     (line,) = [line for line in run.printed.splitlines() if line.startswith("resume ")]
