@@ -368,8 +368,14 @@ def saved_run(tmp_path_factory, corpus_folder):
     return folder
 
 
+def mapped_files() -> list:
+    """The files of checkpoints that this process maps: the disk keeps their room."""
+    with open("/proc/self/maps") as maps:
+        return [line.split()[5:] for line in maps if "rank-0" in line]
+
+
 def load_for_an_hour(method, model, mesh):
-    """By the clock of the training, which a run reads in plumbing/log.py."""
+    """By the clock of the training, which a run reads in plumbing/log.py. Returns mapped_files."""
     passed = []
     fill = checkpoint.fill
     hours = lambda: 3600 * len(passed) + time.perf_counter()
@@ -380,6 +386,7 @@ def load_for_an_hour(method, model, mesh):
         fill(*args)
 
     checkpoint.fill = slow_fill
+    return mapped_files
 
 
 def test_given_flags_count_and_others_come_from_the_checkpoint(saved_run, corpus_folder, tmp_path):
@@ -389,6 +396,7 @@ def test_given_flags_count_and_others_come_from_the_checkpoint(saved_run, corpus
     changed = dict(max_steps=20, tau=2, lr=0.02, batch_size=3, resume="auto", out_dir=out_dir)
     run = run_training(2, corpus_folder, load_for_an_hour, **changed, checkpoint_interval=6)
     assert all(row["train_s"] < 3600 for row in run.rows("step"))  # loading is no training
+    assert [rank["watched"] for rank in run.ranks] == [[], []]
     assert run.printed.count("saved ") == 3  # due at 12 and 18, and at the end
     assert [row["steps"] for row in run.rows("sync")] == [[2, 2]] * 5 + [[1, 1]]
     (line,) = [line for line in run.printed.splitlines() if line.startswith("resume ")]
@@ -639,7 +647,7 @@ def setting(place, value):
 
 NAN = float("nan")
 WRONG_VALUES = [
-    ("tokens", None), ("tokens", "1"), ("tokens", -1), ("tokens", [1]), ("train_s", None),
+    ("tokens", None), ("tokens", "1"), ("tokens", -1), ("tokens", 2**63), ("tokens", [1]), ("train_s", None),
     ("train_s", "1"), ("train_s", NAN), ("train_s", -1.0), ("metrics_bytes", None),
     ("metrics_bytes", 1.5), ("metrics_bytes", -1), ("tokens_per_step", None),
     ("tokens_per_step", "32"), ("progress", None), ("progress", NAN), ("progress", True),
@@ -753,6 +761,15 @@ def test_vector_of_another_size_is_refused_although_copying_would_stretch_it():
     for saved in [model.exp_avg[:1]], [model.exp_avg[:1]] * 2:
         with pytest.raises(UserError, match="exp_avg does not have this model's size"):
             checkpoint.fill(model.exp_avg, saved, model, "exp_avg")
+
+
+def test_ranks_that_see_different_checkpoints_are_told_to_share_the_folder():
+    found = [Path("run/checkpoint-00000007"), Path("run/checkpoint-00000009")]
+    for rank in 0, 1:
+        mesh = SimpleNamespace(rank=rank, all_gather_object=lambda own: [own, found[:1]])
+        with pytest.raises(UserError) as error:
+            checkpoint.newest_sound(found, train.METHODS, mesh, None)
+        assert ("nodes must share --out_dir" in str(error.value)) == (rank == 0)
 
 
 def test_dry_run_reads_no_vector(saved_run, tmp_path):

@@ -1,6 +1,7 @@
 """The penalty: its equations, rollback; what a sync sends, reads and allocates, and in which order.
 Sick replicas are in test_methods.py."""
 
+import contextlib
 import functools
 import math
 from collections import Counter
@@ -10,7 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from config import Config
 from edit import (
+    SCALES_NORMS,
+    Penalty,
     PenaltyConfig,
     anomaly_limits,
     clip_factor,
@@ -123,6 +127,29 @@ def test_lost_layer_starts_anew_but_for_norms_that_are_not_finite_and_other_laye
     assert torch.equal(found[:, 1:], statistics[:, 1:])
 
 
+def test_every_flag_of_batches_and_the_inner_optimizer_scales_norms():
+    """And what sets the length of a round, and the schedule. A resume cannot change the rest."""
+    found = {"tau", "tau_time_s", "max_steps", "block_size"}
+    group = ""
+    for name, field in Config.__dataclass_fields__.items():
+        group = field.metadata["group"] or group
+        if group in ("data", "inner optimizer"):
+            found.add(name)
+    assert SCALES_NORMS == found - {"vocab_size", "optimizer"}
+
+
+@pytest.mark.parametrize("replica, count", [(0, 12), (1, 0)])
+def test_replica_starts_a_lost_layer_anew_if_its_own_norm_is_finite(replica, count):
+    """The norm of replica 0 is not."""
+    mesh = SimpleNamespace(replicas=2, replica=replica)
+    model = SimpleNamespace(master=torch.zeros(()), layers=[None])
+    method = SimpleNamespace(mesh=mesh, model=model, config=PenaltyConfig())
+    method.statistics = torch.tensor([[12.0], [1.0], [0.1]])
+    norms = torch.tensor([[math.nan], [9.0]])
+    Penalty(method).weigh(norms, flagged=torch.ones(2, 1, dtype=torch.bool))
+    assert method.statistics[0].item() == count
+
+
 def test_layer_that_all_replicas_lost_is_named_in_the_record(corpus_folder):
     """In the fourth round both replicas move their last layer far away."""
     options = ROUNDS | dict(anomaly_warmup_rounds=2, max_steps=20)
@@ -151,6 +178,12 @@ class Moved:
 def test_noise_around_equal_norms_is_never_flagged():
     """sigma has a floor: 5% of the mean."""
     flagged, _ = feed([*[1.0] * 12, 1.001, 1.1])
+    assert not any(flagged)
+
+
+def test_norms_of_zero_are_never_flagged():
+    """Of a layer that does not move: its limit is 0, too."""
+    flagged, _ = feed([0.0] * 14)
     assert not any(flagged)
 
 
@@ -363,6 +396,30 @@ def test_one_bit_edit_starts_the_hops_of_neighbouring_layers_in_turn():
     for l in range(L - 1):
         expected += [first_hop[l + 1], second_hop[l]]
     assert hops == [*expected, second_hop[-1]]
+
+
+def test_start_of_a_mean_and_the_wait_for_one_are_a_stall():
+    """Either may take long: shm starts no operation before a slot is free."""
+    method, events = on_meta(2, method="edit")
+    method.end_round()
+
+    @contextlib.contextmanager
+    def stall():
+        events.append("stall")
+        yield
+        events.append("go on")
+
+    method.record.stall = stall
+    events.clear()
+    for l in range(L):
+        method.complete(l)
+    state = "go on"
+    for event in events:
+        if event in ("stall", "go on"):
+            state = event
+        elif event.startswith(("sync", "wait: sync")):
+            assert state == "stall", event
+    assert len([event for event in events if event.startswith("sync all-reduce")]) == L - 2
 
 
 def assert_window(events):

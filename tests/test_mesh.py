@@ -189,7 +189,9 @@ def test_waits_for_a_simulated_link_and_for_others_are_told_apart(monkeypatch):
     mesh = Mesh(1, CPU, alone=True)
     mesh.spans = []
     work = SimpleNamespace(link_s=0.5, wait=wait)
-    Handle([work], "", mesh).wait()
+    handle = Handle([work], "", mesh)
+    handle.wait()
+    handle.wait()  # it has ended: each layer of a fragment waits for the same one
     assert mesh.waited_s == {"others": 0.25, "link": 0.5}
     assert mesh.spans == [  # for --timeline
         ("wait for others", 100.0, 100.25),
@@ -208,6 +210,16 @@ def test_waits_for_a_simulated_link_and_for_others_are_told_apart(monkeypatch):
 def test_error_of_torch_becomes_a_lost_rank():
     with pytest.raises(RankLostError), translate_comm_errors():
         raise RuntimeError("x")
+
+
+@pytest.mark.parametrize("more", ["", ". This may mean that a process has died"])
+def test_lost_rank_is_reported_in_one_line_without_torchs_stack_and_files(more):
+    text = f"[/pytorch/gloo/pair.cc:598] Connection closed{more}\nException raised from pair.cc"
+    with pytest.raises(RankLostError) as error, translate_comm_errors():
+        raise RuntimeError(text)
+    line = "lost contact with another rank (Connection closed); --resume auto"
+    assert str(error.value).startswith(line)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])

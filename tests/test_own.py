@@ -333,6 +333,8 @@ def test_forward_without_a_backward_leaves_nothing_behind():
     again.forward(*batch(0, 2))
     again.backward(1.0)
     assert torch.equal(model.grad, again.grad)
+    model.forward(*batch(0, 0), train=False)
+    assert model.tape == []  # an evaluation keeps no activations
 
 
 # ---- the votes of a loop of one's own ----

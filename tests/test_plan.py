@@ -84,6 +84,20 @@ def test_streaming_buffers_hold_a_fragment_sent_and_received(corpus_folder):
         assert plan.memory()["sync buffers"] == 2 / F * plan.shard_bytes
 
 
+@pytest.mark.parametrize(
+    "formats, block_bytes",
+    [(("sign", "none"), 32 + 4), (("sign", "int8"), 256 + 4), (("none", "none"), 0)],
+)
+def test_one_bit_buffers_hold_the_codes_of_all_layers_sent_and_received(
+    corpus_folder, formats, block_bytes
+):
+    """A block of 256 elements has 1024 bytes in fp32."""
+    flags = dict(zip(("quantize", "warmup_format"), formats))
+    plan = planned(corpus_folder, 2, method="one_bit_edit", **flags)
+    expected = 2 * block_bytes / 1024 * plan.shard_bytes
+    assert plan.memory().get("sync buffers", 0) == pytest.approx(expected)
+
+
 def test_kinds_of_memory_follow_the_method_and_the_dtype(corpus_folder):
     methods = [planned(corpus_folder, 2, method=name, backend="shm") for name in ("diloco", "co2")]
     shared = [plan.memory().get("shared memory", 0) for plan in methods]

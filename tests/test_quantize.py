@@ -1,6 +1,8 @@
 """The formats of quantized vectors, and error feedback. test_methods.py has the mean over replicas
 in all formats."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -172,3 +174,45 @@ def test_error_feedback_loses_nothing(ranks, size):
     owners = (torch.stack(E) != 0).sum(dim=0)  # of each element
     assert (owners <= 1).all()
     assert owners.any() == (ranks > 2)
+
+
+def mesh_of_equals(replicas, replica):
+    """All replicas have the vectors of this one, so what it receives it has sent."""
+
+    def all_to_all(received, pieces, group):
+        received.copy_(pieces[replica].expand_as(received))
+        return SimpleNamespace(wait=lambda: None)
+
+    def all_gather(whole, group):
+        return SimpleNamespace(wait=lambda: None)
+
+    return SimpleNamespace(
+        replicas=replicas,
+        replica=replica,
+        sync_group=None,
+        all_to_all=all_to_all,
+        all_gather=all_gather,
+    )
+
+
+@pytest.mark.parametrize("replica", [0, 1, 2])
+def test_owner_forgets_errors_beside_its_piece(replica):
+    """After a resume with other replicas its piece is another one."""
+    size = 700
+    E = torch.ones(size).double()
+    MeanInFlight([drawn(size)], "sign", mesh_of_equals(3, replica), [E]).halfway()
+    first = 256 * replica
+    assert not E[:first].any()
+    assert E[first : first + 256].all()
+    assert not E[first + 256 :].any()
+
+
+@pytest.mark.parametrize("format", ["none", "sign", "two_bits", "e3m0", "int8"])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_mean_of_a_shard_that_is_all_padding_is_empty(replicas, format):
+    empty = torch.zeros(0)
+    vectors = [drawn(300, dtype=torch.float32), empty]
+    errors = [torch.zeros(300), torch.zeros(0)]
+    mean = MeanInFlight(vectors, format, mesh_of_equals(replicas, 0), errors)
+    assert len(mean.wait(0)) == 300
+    assert len(mean.wait(1)) == 0

@@ -1,6 +1,7 @@
 """ZeRO-3: sharded equals whole, what is sent, what is alive, what decays."""
 
 import math
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -342,3 +343,14 @@ def test_gradient_is_clipped_to_its_norm_and_zeroed_if_that_is_not_finite(max_no
         model.step_metrics(loss, 0.0, False)
         model.clip_gradient(max_norm)
         assert torch.allclose(model.grad, expected, rtol=1e-6, atol=0)
+
+
+def test_gradient_is_clipped_by_its_own_norm_where_metrics_are_known_a_step_late():
+    """As on a GPU."""
+    model = make_model(ModelConfig(1, 1, 8, 8, 11), Mesh(1, CPU))
+    model.metrics = deque(maxlen=2)
+    for value in (0.5, 50.0, 0.5):
+        model.grad.fill_(value)
+        model.step_metrics(torch.zeros(()), 0.0, False)
+        model.clip_gradient(1.0)
+        assert model.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
