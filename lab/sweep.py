@@ -25,7 +25,6 @@ on one GPU; the CPU's cores are divided among all processes, unless OMP_NUM_THRE
 
 import functools
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
@@ -192,7 +191,9 @@ def make_run(root, label, flags, given, ranks, plain, load) -> Run:
 
 
 def check(run: Run, load):
-    """Raise UserError for what train.py would refuse."""
+    """Raise UserError for what the run's program would refuse."""
+    if run.plain:
+        check_plain(run.words())
     os.environ["LOCAL_RANK"] = str(0 if run.plain else run.ranks - 1)  # the last rank needs a GPU
     try:
         launch.Setup(
@@ -200,6 +201,11 @@ def check(run: Run, load):
         )
     finally:
         del os.environ["LOCAL_RANK"]
+
+
+def check_plain(words):
+    from plain.__main__ import read_config
+    read_config(words)
 
 
 def finished(folder) -> bool:
@@ -372,12 +378,12 @@ def read_command(argv: list) -> tuple:
         if getattr(args, flag) < 1:
             raise UserError(f"--{flag} {getattr(args, flag)}: must be at least 1")
     for word in args.base:
-        flag, _, value = word.partition("=")
+        flag, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(f"--base {word}: write FLAG=VALUE, as in method=minibatch")
         read_flags(words_of({flag: value}), METHODS)
     if args.x not in table.CURVES and args.x not in axes:
         raise UserError(f"--x {args.x}: one of {', '.join(table.CURVES)}, or a flag of the sweep")
-    if args.plain and importlib.util.find_spec("plain") is None:
-        raise UserError("--plain: there is no package `plain`; start this in the project's folder")
     args.name = name
     return args, axes
 
@@ -395,7 +401,15 @@ def main(argv: list):
         f"{args.jobs} at a time"
     )
     root.mkdir(parents=True, exist_ok=True)
-    checkpoint.lock(root)
+    lock = checkpoint.lock(root)
+    try:
+        make(root, args, todo)
+    finally:
+        os.close(lock)
+
+
+def make(root, args, todo):
+    """Make the runs, and then the table. Raises Failed if a run has failed."""
     sweep = Sweep(todo, args.jobs)
     sweep.execute()
     for run, text in sweep.failed:
@@ -403,7 +417,7 @@ def main(argv: list):
     show(root, args)
     if sweep.failed:
         folders = ", ".join(run.folder.name for run, _ in sweep.failed)
-        raise Failed(f"{len(sweep.failed)} of {len(runs)} runs failed: {folders}")
+        raise Failed(f"{len(sweep.failed)} of {len(todo)} runs failed: {folders}")
 
 
 def show(root, args):
