@@ -4,6 +4,9 @@
     python -m lab.plot --timeline out/edit out/diloco --out timeline.svg    # see timeline.py
     python -m lab.plot --tensorboard out/edit out/diloco    # event files, into the runs' folders
 
+A run with at most three evaluations has its training loss beside them: the mean of each round over
+all replicas; before the first sync, the loss of each logged step.
+
 The experiments draw their pictures with draw(), too, so a method has the same color, marker and
 place in all of them. There, runs that differ only in their seed are one line: the mean, with
 vertical lines from the lowest to the highest. Most colors are Okabe and Ito's, safe for color-blind
@@ -20,11 +23,18 @@ import numpy as np
 
 from config import Parser, UserError, run_command
 from lab import timeline
-from lab.rows import GRAY, METHODS, in_order, read_run
+from lab.rows import COUNTS, GRAY, METHODS, in_order, read_run
 from lab.svg import new_figure, save
 
 OWN = ("#7570b3", "X-")  # color, marker and line of the reader's own methods
 VARIANTS = "os^vDX"  # markers
+FEW_EVALUATIONS = 3  # with at most so many a run shows its training loss, too
+AXES = {  # column of the evaluations -> its name below an axis
+    "step": "inner steps",
+    "tokens": "tokens",
+    "train_s": "seconds of training",
+    "sync_bytes": "bytes over slow links, per rank",
+}
 # The names in the picture of a frontier, by variant. All other points are gray.
 NAMED = {
     "": ["minibatch", "edit", "streaming_edit"],
@@ -157,12 +167,41 @@ def draw_runs(folders, path):
         if methods[row["method"]] > 1:
             row["variant"] = row["folder"]
 
-    panels = [
-        Panel("tokens", "val_loss", "tokens"),
-        Panel("train_s", "val_loss", "seconds of training"),
-        Panel("sync_bytes", "val_loss", "bytes over slow links, per rank"),
-    ]
-    draw(rows, panels, path)
+    training = []
+    for row in rows:
+        if len(row["step"]) <= FEW_EVALUATIONS:
+            training += training_losses(row)
+    ylabel = "loss, nats per token" if training else Panel.ylabel
+    names = ("tokens", "train_s", "sync_bytes")
+    panels = [Panel(name, "val_loss", AXES[name], ylabel) for name in names]
+    draw(rows + training, panels, path)
+
+
+def training_losses(record) -> list:
+    """A row like that of the run, with the training loss as its curve; none if there is none.
+    record: of read_run()."""
+    rounds = [row for row in record["syncs"] if {"step", "loss"} <= row.keys()]
+    first = rounds[0]["step"] if rounds else math.inf
+    points = []  # (step, loss)
+    for row in record["steps"]:
+        if row["step"] < first and row.get("loss") is not None:
+            points.append((row["step"], row["loss"]))
+    for row in rounds:
+        losses = [loss for loss in row["loss"] if loss is not None]
+        if losses:
+            points.append((row["step"], fmean(losses)))
+    if not points:
+        return []
+
+    # A sync row has no clock. Between two logged steps tokens, seconds and bytes grow evenly.
+    known = sorted(record["steps"] + record["evals"], key=lambda row: row["step"])
+    at, losses = zip(*points)
+    found = {"method": record["method"], "val_loss": losses}
+    found["variant"] = ", ".join(filter(None, [record.get("variant"), "training loss"]))
+    for name in COUNTS:
+        logged = [row[name] for row in known]
+        found[name] = np.interp(at, [row["step"] for row in known], logged).tolist()
+    return [found]
 
 
 def draw_timelines(folders, path):

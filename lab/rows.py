@@ -60,9 +60,10 @@ DAMAGED = (ValueError, LookupError, TypeError, ArithmeticError)  # what reading 
 
 
 def read_run(folder) -> dict:
-    """The record of a run: its folder, config and method; `steps` and `evals`, the lists of these
-    rows; a list per column of the evaluations; `rounds`, the steps of each replica in each. A
-    val_loss that is not finite is None. Raises UserError for a file that is not a record."""
+    """The record of a run: its folder, config and method; `steps`, `syncs`, `evals` and `resumes`,
+    the lists of these rows; a list per column of the evaluations; `rounds`, the steps of each
+    replica in each; `end`, that row if the run has finished, else None. A val_loss that is not
+    finite is None. Raises UserError for a file that is not a record."""
     path = Path(folder, "metrics.jsonl")
     rows = defaultdict(list)
     try:
@@ -73,7 +74,11 @@ def read_run(folder) -> dict:
         config = rows["config"][0]
         record = {"folder": folder, "config": config, "method": config["method"]}
         record["steps"] = rows["step"]
+        record["syncs"] = rows["sync"]
         record["evals"] = rows["eval"]
+        record["resumes"] = rows["resume"]
+        ends = [row for row in rows["end"] if row.get("exit") == "done"]
+        record["end"] = ends[-1] if ends else None
         record["rounds"] = [row["steps"] for row in rows["sync"]]
         for name in CURVES:
             record[name] = [row[name] for row in rows["eval"]]

@@ -512,6 +512,34 @@ def test_plot_draws_records_of_runs(monkeypatch, tmp_path):
     assert [row["sync_bytes"] for row in found] == [[3], [3], [3]]
 
 
+def test_a_short_run_shows_its_training_loss_round_by_round(monkeypatch, tmp_path):
+    """Steps 2 and 4 average gradients. Then two rounds, and one logged step between them, whose
+    loss is that of one replica: it is no point. Between the logged steps tokens and bytes grow
+    evenly. A replica without a finite loss does not count."""
+    pytest.importorskip("matplotlib")
+    steps = []
+    for step, sent, loss in (2, 20, 5.0), (4, 40, 4.0), (8, 60, 9.0):
+        steps.append(STEP | {"step": step, "tokens": 10 * step, "sync_bytes": sent, "loss": loss})
+    rounds = []
+    for step, losses in (6, [3.0, 2.0]), (8, [None, 1.0]):
+        rounds.append({"event": "sync", "step": step, "steps": [2, 2], "loss": losses})
+    record = [CONFIG, *steps, *rounds, EVALUATION | {"tokens": 80, "sync_bytes": 60}]
+    (tmp_path / "metrics.jsonl").write_text(json_lines(record))
+    (found,) = plot.training_losses(rows.read_run(tmp_path))
+    assert found["val_loss"] == (5.0, 4.0, 2.5, 1.0)
+    assert found["tokens"] == [20, 40, 60, 80]
+    assert found["sync_bytes"] == [20, 40, 50, 60]
+
+    out = tmp_path / "x.svg"
+    plot_runs(monkeypatch, tmp_path, "--out", out)
+    svg = out.read_text()
+    assert ">EDiT, training loss<" in svg
+    assert ">loss, nats per token<" in svg
+    (tmp_path / "metrics.jsonl").write_text(json_lines([*record, *[record[-1]] * 3]))
+    plot_runs(monkeypatch, tmp_path, "--out", out)  # four evaluations are a curve
+    assert "training loss" not in out.read_text()
+
+
 NOT_A_RECORD = "metrics.jsonl is not the record of a run"
 BROKEN = {  # text of metrics.jsonl -> what the line must say
     json_lines([CONFIG, STEP]): "the run has no evaluation yet",

@@ -14,7 +14,7 @@ import pytest
 import lab.__main__  # the experiments
 import ranks
 from config import UserError, parse
-from lab import bench, runs
+from lab import bench, runs, sweep
 from ranks import OUR_METHODS, ROOT, Launch, script
 from train import METHODS
 
@@ -62,7 +62,7 @@ def test_flags_of_the_slurm_script_are_valid():
 
 
 NAMED = {
-    "README": {"train.py", "data.py", "sample.py", "export.py", "lab", "lab.plot"},
+    "README": {"train.py", "data.py", "sample.py", "export.py", "lab", "lab.plot", "lab.sweep", "lab.table"},
     "RESULTS": {"lab"},
 }
 
@@ -86,6 +86,10 @@ def test_every_command_names_real_files_modules_and_flags(name, text):
         if "lab.bench" in modules:
             first = words.index("lab.bench") + 1
             read_flags(words[first:], {"minibatch": bench.Bench})
+        if "lab.sweep" in modules:
+            first = words.index("lab.sweep") + 1
+            args, axes = sweep.read_command(words[first:])
+            assert sweep.plan(ROOT / "none", axes, args.ranks, args.plain), command
         if modules == ["lab"]:
             experiment = set(words[3:4])
             assert experiment <= set(runs.EXPERIMENTS), command

@@ -13,7 +13,7 @@ import data
 import export
 import sample
 import test_ladder
-from lab import bench, plot, runs
+from lab import bench, plot, runs, sweep, table
 from lab.rows import mean_and_error
 from ranks import ROOT
 from test_readme import RESULTS, TEXT, read_flags
@@ -79,6 +79,8 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
         export.main,
         runs.main,
         plot.main,
+        lambda: sweep.read_command(["x", "--help"]),
+        lambda: table.main(["--help"]),
     ]
     for show_help in programs:
         with pytest.raises(SystemExit):

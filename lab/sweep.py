@@ -1,0 +1,433 @@
+"""Ablations in one line: every combination of flags, each with every seed, and a table at the end.
+
+    python -m lab.sweep tau --method diloco edit --tau 4 16 --seed 1 2 3 --max_steps 448
+    python -m lab.sweep tau --method minibatch --seed 1 2 3 --max_steps 448    # more runs of it
+
+The first word names the sweep. The others are flags of train.py, each with one value or several;
+yes and no stand for --name and --no-name: --weighted_averaging yes no. (Several --data are several
+corpora.) A flag that only some of the methods have is left out for the others, and a line says so.
+Runs that are then equal are made once. All command lines are checked before the first run starts.
+
+The runs are in out/sweep/NAME/, a folder each, with what the run has printed (output.txt) and its
+command line (command.txt). The name of a folder ends with a hash of all its flags and its corpus,
+not of the code: after a change of the code that affects results, take another NAME. At the end
+lab.table compares all runs in there, also those of earlier command lines, and writes NAME.md,
+NAME.csv and NAME.svg beside them.
+
+The same command line continues an interrupted sweep: a finished run is not repeated, an interrupted
+one resumes from its checkpoint (with --plain it starts again), a failed one is tried again. Ctrl-C
+lets each run end its round and save. A second Ctrl-C does not wait.
+
+--ranks 4 processes train a run, with torchrun; --plain trains it in one (plain/). The number of
+ranks is --replicas times --shards where --replicas is given. --jobs 2 makes two runs at once, also
+on one GPU; the CPU's cores are divided among all processes, unless OMP_NUM_THREADS is set.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import data
+from config import STOPS, Config, Parser, UserError, explain, make_config, read_flags, run_command
+from lab import table
+from plumbing import checkpoint, launch
+from train import METHODS
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+PLAIN = [sys.executable, "-m", "plain"]
+TRAIN = os.path.relpath(Path(__file__).parent.parent / "train.py")
+OWN_FLAGS = ("out_dir", "resume", "overwrite", "save_on_exit", "dry_run")  # the sweep sets them
+# Flags that do not change what a run computes: they are not in its hash.
+NO_SETTING = {*OWN_FLAGS, "data", "checkpoint_interval", "keep", "timeout_s"}
+
+
+@dataclass
+class Run:
+    """label: its flags that have several values in the sweep; flags: of train.py."""
+
+    label: str
+    flags: dict
+    ranks: int
+    plain: bool
+    folder: Path
+
+    @property
+    def fresh(self) -> bool:
+        return self.plain or not checkpoint.list_checkpoints(self.folder)
+
+    def words(self) -> list:
+        """The flags on the command line."""
+        words = words_of(self.flags)
+        if self.plain:
+            replicas = self.ranks // int(self.flags.get("shards", 1))
+            words += ["--replicas", str(replicas)] if "replicas" not in self.flags else []
+        else:
+            words.append("--save_on_exit")
+        return [
+            *words, "--out_dir", str(self.folder),
+            *(["--overwrite"] if self.fresh else ["--resume", "auto"]),
+        ]  # fmt: skip
+
+    def command(self) -> list:
+        if self.plain:
+            return [*PLAIN, *self.words()]
+        return [*TORCHRUN, str(self.ranks), TRAIN, *self.words()]
+
+
+# ---- planning ----
+
+
+def read_axes(words) -> dict:
+    """The words of a command line as flag -> its values. None: the flag stands alone."""
+    axes = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found = [value] if equals else []
+            if name.startswith("no-"):
+                name = name[3:]
+                found = ["no"]
+            axes.setdefault(name, []).extend(found)
+        elif name:
+            axes[name].append(word)
+        else:
+            raise UserError(f"{word}: a value stands behind its flag, as in --tau 4 16")
+    for name in OWN_FLAGS:
+        if name in axes:
+            raise UserError(f"--{name}: the sweep sets it for each run; leave it out")
+    return {name: values or [None] for name, values in axes.items()}
+
+
+def words_of(flags: dict) -> list:
+    words = []
+    for name, value in flags.items():
+        if value == "no":
+            words.append(f"--no-{name}")
+        elif value in ("yes", None):
+            words.append(f"--{name}")
+        else:
+            words += [f"--{name}", value]
+    return words
+
+
+def combinations(axes) -> list:
+    """Each combination of values, as flag -> value. The first seed of all comes first, so that a
+    sweep that is not finished yet has whole seeds."""
+    names = sorted(axes, key=lambda name: name != "seed")
+    found = []
+    for values in itertools.product(*(axes[name] for name in names)):
+        flags = dict(zip(names, values))
+        found.append({name: flags[name] for name in axes})
+    return found
+
+
+def plan(root: Path, axes: dict, ranks: int, plain: bool) -> tuple:
+    """(the different runs of a sweep in the folder root; method -> flags left out for it). Raises
+    UserError for a command line that cannot run. Writes nothing."""
+    axes = {"method": [Config.method]} | axes
+    for method in axes["method"]:
+        read_flags(words_of({"method": method}), METHODS)
+    swept = [name for name, values in axes.items() if len(values) > 1]
+    load = functools.lru_cache(open_corpus)
+    runs = {}
+    left_out = defaultdict(dict)  # of dicts without values: sets in order
+    for flags in combinations(axes):
+        given = read_flags(words_of(flags), METHODS)
+        method = given.get("method", Config.method)
+        known = METHODS[method].Config.__dataclass_fields__
+        for name in sorted(given.keys() - known):
+            # What no method of the sweep has stays, and make_config() refuses it.
+            if any(name in METHODS[m].Config.__dataclass_fields__ for m in axes["method"]):
+                left_out[method][name] = None
+                flags.pop(name)
+                given.pop(name)
+        label = describe({name: flags[name] for name in swept if name in flags})
+        try:
+            run = make_run(root, label, flags, given, ranks, plain, load)
+            if run.folder not in runs and not finished(run.folder):
+                check(run, load)
+        except (OSError, UserError) as error:
+            raise UserError(f"{label or method}: {explain(error)[1]}") from None
+        runs.setdefault(run.folder, run)
+    return list(runs.values()), left_out
+
+
+def open_corpus(names, vocab_size, block_size):
+    return data.load(list(names) or None, vocab_size, block_size)
+
+
+def describe(flags: dict) -> str:
+    parts = []
+    for name, value in flags.items():
+        parts.append(value if name == "method" else f"{name} {value or 'yes'}")
+    return ", ".join(parts)
+
+
+def make_run(root, label, flags, given, ranks, plain, load) -> Run:
+    config = make_config(given, METHODS, {})
+    if config.replicas:
+        ranks = config.replicas * config.shards
+    corpus = load(tuple(config.data), config.vocab_size, config.block_size)
+    settings = {name: value for name, value in vars(config).items() if name not in NO_SETTING}
+    settings["replicas"] = ranks // config.shards
+    text = json.dumps([settings, corpus.hash, ranks, plain], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    # Another command line may have made the run, in which other flags had several values.
+    earlier = list(root.glob(f"*-{digest}"))
+    name = label.replace(", ", ",").replace(" ", "=").replace("/", "_")[:100] or config.method
+    folder = earlier[0] if earlier else root / f"{name}-{digest}"
+    return Run(label or config.method, flags, ranks, plain, folder)
+
+
+def check(run: Run, load):
+    """Raise UserError for what the run's program would refuse."""
+    if run.plain:
+        check_plain(run.words())
+    os.environ["LOCAL_RANK"] = str(0 if run.plain else run.ranks - 1)  # the last rank needs a GPU
+    try:
+        launch.Setup(
+            run.words(), METHODS, lambda names, *sizes: load(tuple(names or ()), *sizes), run.ranks
+        )
+    finally:
+        del os.environ["LOCAL_RANK"]
+
+
+def check_plain(words):
+    from plain.__main__ import read_config
+    read_config(words)
+
+
+def finished(folder) -> bool:
+    """Has the run written its last row?"""
+    try:
+        last = Path(folder, "metrics.jsonl").read_text().splitlines()[-1]
+        row = json.loads(last)
+        return row["event"] == "end" and row["exit"] == "done"
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+# ---- running ----
+
+
+class Stopped(Exception):
+    def __init__(self, number, done, total):
+        self.exit_code = 128 + number
+        name = signal.Signals(number).name
+        super().__init__(
+            f"stopped by {name}: {done} of {total} runs are done; "
+            "the same command line goes on from here"
+        )
+
+
+class Failed(Exception):
+    exit_code = 1
+
+
+class Signals:
+    """Notes the signals that stop a sweep: how many have come, and the number of the first."""
+
+    def __init__(self):
+        self.count = 0
+        self.number = 0
+        for number in STOPS:
+            signal.signal(number, self._note)
+
+    def _note(self, number, frame):
+        self.count += 1
+        self.number = self.number or number
+
+
+class Sweep:
+    """Makes runs, `jobs` at once. failed: (run, its last line)."""
+
+    def __init__(self, runs, jobs):
+        self.runs = runs
+        self.jobs = jobs
+        self.waiting = list(runs)
+        self.running = {}  # process -> (run, begin)
+        self.failed = []
+        self.done = 0  # failed ones, too
+        self.began = time.monotonic()
+        self.signals = Signals()
+
+    def execute(self):
+        """Raises Stopped after a signal, when all children have ended."""
+        stopped = 0  # signals that the children have got
+        while self.running or self.waiting and not self.signals.count:
+            while self.waiting and len(self.running) < self.jobs and not self.signals.count:
+                self.start(self.waiting.pop(0))
+            for process in list(self.running):
+                if process.poll() is not None:
+                    self.end(process)
+            if stopped < self.signals.count:
+                stopped = self.signals.count
+                for process in self.running:
+                    stop(process, at_once=stopped > 1)
+            time.sleep(0.05)
+        if self.signals.count:
+            done = sum(finished(run.folder) for run in self.runs)
+            raise Stopped(self.signals.number, done, len(self.runs))
+
+    def start(self, run):
+        command = run.command()
+        run.folder.mkdir(parents=True, exist_ok=True)
+        if run.fresh:  # an earlier record would look like this run's
+            Path(run.folder, "metrics.jsonl").unlink(missing_ok=True)
+        shown = ["python" if word == sys.executable else word for word in command]
+        Path(run.folder, "command.txt").write_text(shlex.join(shown) + "\n")
+        processes = 1 if run.plain else run.ranks
+        threads = max(1, cores() // (self.jobs * processes))
+        environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
+        with open(run.folder / "output.txt", "a") as output:
+            # In a session of its own: Ctrl-C in a terminal reaches the sweep only, which passes
+            # one signal on. A second one would end train.py without a checkpoint.
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
+        self.running[process] = run, time.monotonic()
+
+    def end(self, process):
+        """A line about the run that this process has made."""
+        run, began = self.running.pop(process)
+        if self.signals.count and not finished(run.folder):
+            return
+        self.done += 1
+        if finished(run.folder):
+            result = f"loss {last_loss(run.folder):.4f}"
+            checkpoint.remove(checkpoint.list_checkpoints(run.folder))  # model.pt stays
+        else:
+            self.failed.append((run, reason(run.folder, process.returncode)))
+            result = "failed"
+        now = time.monotonic()
+        left = (now - self.began) / self.done * (len(self.runs) - self.done)
+        minutes, seconds = divmod(round(left), 60)
+        print(
+            f"{self.done}/{len(self.runs)} | {run.label} | {result} | {now - began:.0f} s | "
+            f"{minutes}m{seconds:02d}s left"
+        )
+
+
+def cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def stop(process, at_once):
+    """SIGTERM; torchrun passes it on to its ranks. at_once: without waiting for a checkpoint."""
+    if not at_once:
+        process.terminate()
+        return
+    try:
+        os.killpg(process.pid, signal.SIGKILL)  # torchrun's ranks notice it, see launch.py
+    except ProcessLookupError:
+        pass
+
+
+def last_loss(folder) -> float:
+    last = Path(folder, "metrics.jsonl").read_text().splitlines()[-1]
+    return json.loads(last)["val_loss"]
+
+
+def reason(folder, exit_code) -> str:
+    """The last error in a run's output."""
+    lines = Path(folder, "output.txt").read_text(errors="replace").splitlines()
+    errors = [line for line in lines if "error: " in line]
+    return (errors or [line for line in lines if line.strip()] or [f"exit {exit_code}"])[-1].strip()
+
+
+# ---- the command line ----
+
+
+def read_command(argv: list) -> tuple:
+    """(the sweep's own arguments, flag of train.py -> values)."""
+    parser = Parser(
+        prog="python -m lab.sweep",
+        usage="python -m lab.sweep NAME [--flag VALUE ...] [--ranks N | --plain] [--jobs N]",
+        description="Every combination of flags of train.py, and a table of the results.",
+        allow_abbrev=False,
+    )
+    number = {"type": int, "metavar": "N"}
+    parser.add_argument("--ranks", default=4, help="processes of a run (default: 4)", **number)
+    parser.add_argument("--plain", action="store_true", help="train each run in one process")
+    parser.add_argument("--jobs", default=1, help="runs at once (default: 1)", **number)
+    parser.add_argument(
+        "--base", nargs="+", default=[], metavar="FLAG=VALUE", help="of lab.table: compare with it"
+    )
+    parser.add_argument("--x", default="tokens", help="of lab.table: the x axis of the picture")
+    name = ""
+    if argv and not argv[0].startswith("-"):
+        name, *argv = argv
+    args, words = parser.parse_known_args(argv)
+    if not name or name in (".", "..") or "/" in name:
+        raise UserError("the first word is the name of the sweep, a folder in out/sweep/")
+    axes = read_axes(words)
+    for flag in ("ranks", "jobs"):
+        if getattr(args, flag) < 1:
+            raise UserError(f"--{flag} {getattr(args, flag)}: must be at least 1")
+    for word in args.base:
+        flag, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(f"--base {word}: write FLAG=VALUE, as in method=minibatch")
+        read_flags(words_of({flag: value}), METHODS)
+    if args.x not in table.CURVES and args.x not in axes:
+        raise UserError(f"--x {args.x}: one of {', '.join(table.CURVES)}, or a flag of the sweep")
+    args.name = name
+    return args, axes
+
+
+def main(argv: list):
+    args, axes = read_command(argv)
+    root = Path("out/sweep", args.name)
+    runs, left_out = plan(root, axes, args.ranks, args.plain)
+    todo = [run for run in runs if not finished(run.folder)]
+    for method, names in left_out.items():
+        print(f"note    {method} does not have --{', --'.join(names)}: left out for it")
+    total = len(combinations(axes))
+    print(
+        f"sweep   {root}: {total} combinations, {len(runs)} different runs, {len(todo)} to do, "
+        f"{args.jobs} at a time"
+    )
+    root.mkdir(parents=True, exist_ok=True)
+    lock = checkpoint.lock(root)
+    try:
+        make(root, args, todo)
+    finally:
+        os.close(lock)
+
+
+def make(root, args, todo):
+    """Make the runs, and then the table. Raises Failed if a run has failed."""
+    sweep = Sweep(todo, args.jobs)
+    sweep.execute()
+    for run, text in sweep.failed:
+        print(f"failed  {run.folder}/output.txt: {text}")
+    show(root, args)
+    if sweep.failed:
+        folders = ", ".join(run.folder.name for run, _ in sweep.failed)
+        raise Failed(f"{len(sweep.failed)} of {len(todo)} runs failed: {folders}")
+
+
+def show(root, args):
+    """The table of all runs of the sweep."""
+    folders = sorted(path.parent for path in root.glob("*/metrics.jsonl"))
+    if any(map(finished, folders)):
+        print()
+        words = [*map(str, folders), "--x", args.x, "--out", str(root / args.name)]
+        table.main([*words, "--base", *args.base] if args.base else words)
+
+
+if __name__ == "__main__":
+    run_command("sweep.py", lambda: main(sys.argv[1:]))

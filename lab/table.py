@@ -1,0 +1,505 @@
+"""Runs side by side: means, standard errors, paired distances, a picture.
+
+    python -m lab.table out/diloco out/edit
+    python -m lab.table out/sweep/tau/*/ --base method=minibatch --x sync_bytes --out tau
+
+The folders are those of any runs that have a metrics.jsonl. The columns are the flags in which the
+runs differ, so runs of unlike settings never share a line. A flag that only follows another one
+(each --model has its own n_layer) is named below the table. Runs that differ in nothing but their
+seed are one line: the mean of their last validation loss +- its standard error,
+
+    s / sqrt(n),  s^2 = sum_i (x_i - mean)^2 / (n - 1)
+
+The distance to the base is how much higher the loss is, as a share. It is computed run by run and
+then averaged over the seeds. The base of a run has the flags of --base, and the run's own value of
+every other flag, also its seed. A flag that one of the two methods lacks is no difference. A run
+without a base, or with several, has no distance. Without --base, it is the first value of the first
+column.
+
+An effect is what one flag does, everything else equal: the same pairs, averaged over the settings
+of the other flags, for each seed. Only the seeds count that all these settings have. Marks: * the
+mean is at least two standard errors from 0; ? one seed only, so nobody knows the error.
+
+--out NAME writes NAME.md, NAME.csv (a line per run: pandas.read_csv reads it) and NAME.svg.
+"""
+
+import csv
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from config import Config, Parser, UserError, run_command
+from lab import plot
+from lab.rows import METHODS, read_run
+
+# Flags of a start, of its files and of its log: runs that differ in them are alike. The others are
+# what the record says beside the flags; the flags say the same.
+NO_SETTING = {"event", "step", "seed", "out_dir", "resume", "overwrite", "dry_run"}
+NO_SETTING |= {"save_on_exit", "checkpoint_interval", "keep", "profile", "timeline", "timeout_s"}
+NO_SETTING |= {"log_interval", "eval_interval"}
+NO_SETTING |= {"world_size", "mesh", "micro_steps", "micro_batch", "n_params"}
+CURVES = ("step", "tokens", "train_s", "sync_bytes")  # what --x may be beside a flag
+
+
+@dataclass
+class Run:
+    """A finished run. flags: what may be a column; record: of read_run()."""
+
+    folder: str
+    flags: dict
+    seed: int
+    loss: float
+    end: dict
+    record: dict
+    base: object = None  # the run with which it is compared
+
+    @property
+    def over(self):
+        """How much higher the loss is than that of the base, as a share. None without a base."""
+        return self.loss / self.base.loss - 1 if self.base else None
+
+    def values(self, names) -> tuple:
+        return tuple(self.flags.get(name) for name in names)
+
+
+# ---- reading ----
+
+
+def read_runs(folders) -> tuple:
+    """(the finished runs, notes on what was left out). Raises UserError for a folder that is no
+    run."""
+    runs = []
+    notes = []
+    for folder in folders:
+        record = read_run(folder)
+        end = record["end"]
+        if not end:
+            steps = [row["step"] for row in record["steps"]]
+            done = f"step {max(steps, default=0)} of {record['config'].get('max_steps', '?')}"
+            notes.append(f"{folder}: not finished ({done}), left out")
+        elif not isinstance(end.get("val_loss"), (int, float)):
+            notes.append(f"{folder}: its last loss is not finite, left out")
+        else:
+            notes += changes_on_the_way(record)
+            config = [record["config"], *record["resumes"]][-1]
+            flags = settings(config)
+            seed = config.get("seed")
+            runs.append(Run(str(folder), flags, seed, end["val_loss"], end, record))
+    if not runs:
+        raise UserError("; ".join([*notes, "there is no finished run to compare"]))
+    return without_repetitions(runs, notes), notes
+
+
+def settings(config: dict) -> dict:
+    """The flags that may be columns, as name -> a number, a text or None."""
+    flags = {name: plain_value(config[name]) for name in config.keys() - NO_SETTING}
+    if "mesh" in config:  # --replicas 0 means: as many as there are
+        flags["replicas"] = config["mesh"]["replicas"]
+    order = [*Config.__dataclass_fields__, *config]
+    return {name: flags[name] for name in dict.fromkeys(order) if name in flags}
+
+
+def plain_value(value):
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, dict)):
+        return " ".join(map(str, value))
+    return value
+
+
+def changes_on_the_way(record) -> list:
+    """Notes on a run that was resumed with other flags. The last ones stand in the table."""
+    notes = []
+    before = settings(record["config"])
+    for row in record["resumes"]:
+        after = settings(row)
+        for name in before:
+            if after.get(name) != before[name] and name != "data":
+                change = f"{name} {before[name]} -> {after.get(name)}"
+                notes.append(f"{record['folder']}: resumed at step {row['step']} with {change}")
+        before = after
+    return notes
+
+
+def without_repetitions(runs, notes) -> list:
+    """Runs that differ in nothing are no independent ones: the first counts."""
+    kept = {}
+    for run in runs:
+        key = json.dumps([run.flags, run.seed])
+        if key in kept:
+            notes.append(f"{run.folder}: repeats {kept[key].folder}, left out")
+        else:
+            kept[key] = run
+    return list(kept.values())
+
+
+# ---- columns and lines ----
+
+
+def find_columns(runs) -> tuple:
+    """(the columns; flag -> the column that it follows). A flag is a column if runs that have it
+    differ in it, and if no earlier column tells its value."""
+    names = list(dict.fromkeys(name for run in runs for name in run.flags))
+    hashes = {run.flags.get("corpus_hash") for run in runs}
+    columns = []
+    followers = {}
+    for name in names:
+        if len({run.flags[name] for run in runs if name in run.flags}) < 2:
+            continue
+        if name == "data" and len(hashes) == 1:  # one corpus in two places
+            continue
+        leader = next((column for column in columns if tells(runs, column, name)), None)
+        if leader:
+            followers[name] = leader
+        else:
+            columns.append(name)
+    return columns, followers
+
+
+def tells(runs, column, name) -> bool:
+    """Does each value of the column go with one value of the other flag?"""
+    found = defaultdict(set)
+    for run in runs:
+        found[run.flags.get(column)].add(run.flags.get(name))
+    return all(len(others) == 1 for others in found.values())
+
+
+def in_order(value) -> tuple:
+    """A key that sorts the values of a flag: methods as in all tables, numbers by size."""
+    if value is None:
+        return 0, 0, ""
+    if isinstance(value, (int, float)):
+        return 1, value, ""
+    if value in METHODS:
+        return 2, list(METHODS).index(value), ""
+    return 3, 0, value
+
+
+def find_lines(runs, columns) -> dict:
+    """Values of the columns -> their runs, by seed."""
+    lines = defaultdict(list)
+    for run in sorted(runs, key=lambda run: in_order(run.seed)):
+        lines[run.values(columns)].append(run)
+    keys = sorted(lines, key=lambda values: [in_order(value) for value in values])
+    return {values: lines[values] for values in keys}
+
+
+def label(names, values) -> str:
+    parts = []
+    for name, value in zip(names, values):
+        if value is not None:
+            parts.append(str(value) if name == "method" else f"{name} {value}")
+    return ", ".join(parts) or "all runs"
+
+
+# ---- pairs ----
+
+
+def partners(run, others, same) -> list:
+    """Those of the others that have the run's seed and its values of the flags `same`."""
+    found = []
+    for other in others:
+        equal = [
+            run.flags.get(name) == other.flags.get(name)
+            for name in same
+            if name in run.flags and name in other.flags
+        ]
+        if other.seed == run.seed and all(equal):
+            found.append(other)
+    return found
+
+
+def read_base(words, runs, columns) -> dict:
+    """--base FLAG=VALUE ... as flag -> value. Raises UserError if no run has it."""
+    if not words and columns:
+        first = {run.flags.get(columns[0]) for run in runs} - {None}
+        return {columns[0]: min(first, key=in_order)}
+    base = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        values = {run.flags[name] for run in runs if name in run.flags}
+        found = [value for value in values if matches(value, text)]
+        if not equals:
+            raise UserError(f"--base {word}: write FLAG=VALUE, as in method=minibatch")
+        if not found:
+            known = ", ".join(map(str, sorted(values, key=in_order))) or "no such flag"
+            raise UserError(f"--base {word}: no finished run has it; there is: {known}")
+        base[name] = found[0]
+    if base and not any(base.items() <= run.flags.items() for run in runs):
+        raise UserError(f"--base {' '.join(words)}: no finished run has all of these")
+    return base
+
+
+def matches(value, text) -> bool:
+    try:
+        return text == str(value) or float(text) == value
+    except ValueError:
+        return False
+
+
+def set_bases(runs, base, columns, followers) -> list:
+    """Give each run its base. Returns notes on those that have none, or several."""
+    if not base:
+        return []
+    excused = {followers.get(name, name) for name in base}
+    same = [name for name in columns if name not in excused]
+    bases = [run for run in runs if base.items() <= run.flags.items()]
+    lacking = defaultdict(list)
+    for run in runs:
+        found = [run] if run in bases else partners(run, bases, same)
+        if len(found) == 1:
+            run.base = found[0]
+        else:
+            reason = "several bases fit" if found else "no base"
+            lacking[f"{label(columns, run.values(columns))}: {reason}"].append(run.seed)
+    return [f"{text}, seed {', '.join(map(str, seeds))}" for text, seeds in lacking.items()]
+
+
+# ---- statistics ----
+
+
+def standard_error(found) -> float:
+    """That of the mean of n >= 2 numbers."""
+    return statistics.stdev(found) / math.sqrt(len(found))
+
+
+def describe_mean(found, form) -> str:
+    text = form.format(statistics.mean(found))
+    if len(found) > 1:
+        text += f" +- {form.format(standard_error(found)).lstrip('+')}"
+    return text
+
+
+def describe_distance(found) -> str:
+    """The mean of distances, with its mark."""
+    text = describe_mean(found, "{:+.2%}")
+    if len(found) == 1:
+        return f"{text} ?"
+    mean = statistics.mean(found)
+    if mean != 0 and abs(mean) >= 2 * standard_error(found):
+        return f"{text} *"
+    return text
+
+
+@dataclass
+class Effect:
+    """What a flag's value does to the loss, compared with another value of it."""
+
+    name: str
+    value: object
+    first: object
+    by_seed: dict  # seed -> mean distance over the settings of the other flags
+    settings: int  # that count
+    notes: list
+
+
+def find_effect(runs, columns, name, value, first) -> Effect:
+    others = [column for column in columns if column != name]
+    bases = [run for run in runs if run.flags.get(name) == first]
+    cells = defaultdict(dict)  # setting of the other flags -> seed -> distance
+    for run in runs:
+        if run.flags.get(name) == value:
+            found = partners(run, bases, others)
+            cell = cells[run.values(others)]
+            if len(found) == 1:
+                cell[run.seed] = run.loss / found[0].loss - 1
+
+    title = f"effect of {name} {value} over {first}"
+    notes = [f"{title}: no pair for {label(others, s)}" for s, cell in cells.items() if not cell]
+    paired = [cell for cell in cells.values() if cell]
+    if not paired:
+        return Effect(name, value, first, {}, 0, notes)
+    common = set.intersection(*map(set, paired))
+    some = set.union(*map(set, paired))
+    if some - common:
+        seeds = ", ".join(map(str, sorted(some - common)))
+        notes.append(f"{title}: without seed {seeds}, which not all settings have")
+    by_seed = {s: statistics.mean(cell[s] for cell in paired) for s in sorted(common)}
+    return Effect(name, value, first, by_seed, len(paired), notes)
+
+
+def find_effects(runs, columns, base) -> list:
+    """The effect of each value of each column over the base's value, or over the first one."""
+    found = []
+    for name in columns:
+        values = sorted({run.flags[name] for run in runs if name in run.flags}, key=in_order)
+        first = base.get(name, values[0])
+        for value in values:
+            if value != first:
+                found.append(find_effect(runs, columns, name, value, first))
+    return found
+
+
+# ---- output ----
+
+
+def markdown(lines) -> str:
+    head, *rest = lines
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rest])
+
+
+def result_lines(lines, columns, base) -> list:
+    """The cells of the table. base: flag -> value."""
+    over = f"over {label(base, base.values())}"
+    head = [*columns, "validation loss", "MB sent", "seeds"]
+    if base:
+        head += [over, "n"]
+    table = [head]
+    for values, runs in lines.items():
+        cells = ["" if value is None else str(value) for value in values]
+        cells.append(describe_mean([run.loss for run in runs], "{:.4f}"))
+        sent = [run.record["sync_bytes"][-1] for run in runs if run.record["sync_bytes"]]
+        cells.append(f"{statistics.mean(sent) / 1e6:,.1f}" if sent else "")
+        cells.append(str(len(runs)))
+        found = [run.over for run in runs if run.base]
+        if base and all(run.base is run for run in runs):
+            cells += ["base", ""]
+        elif base:
+            cells += [describe_distance(found) if found else "", str(len(found))]
+        table.append(cells)
+    return table
+
+
+def effect_lines(effects) -> list:
+    table = [["flag", "value", "over", "effect on the loss", "seeds", "settings"]]
+    for effect in effects:
+        if effect.by_seed:
+            cells = [effect.name, effect.value, effect.first]
+            cells.append(describe_distance(list(effect.by_seed.values())))
+            table.append([*map(str, cells), str(len(effect.by_seed)), str(effect.settings)])
+    return table
+
+
+def notes_on_seeds(lines, columns) -> list:
+    every = {run.seed for runs in lines.values() for run in runs}
+    notes = []
+    for values, runs in lines.items():
+        lacking = every - {run.seed for run in runs}
+        if lacking:
+            seeds = ", ".join(map(str, sorted(lacking, key=in_order)))
+            notes.append(f"{label(columns, values)}: its mean is without seed {seeds}")
+    return notes
+
+
+def notes_on_followers(runs, followers) -> list:
+    notes = []
+    for name, leader in followers.items():
+        pairs = {run.flags.get(leader): run.flags.get(name) for run in runs}
+        shown = [f"{a}: {pairs[a]}" for a in sorted(pairs, key=in_order) if pairs[a] is not None]
+        notes.append(f"{name} follows {leader} ({', '.join(shown)})")
+    return notes
+
+
+MARKS = "`*`: at least two standard errors from 0. `?`: one seed only. +-: the standard error."
+
+
+def page(runs, base_words, notes) -> tuple:
+    """(text, columns, names of all flags that differ). Gives the runs their bases."""
+    columns, followers = find_columns(runs)
+    base = read_base(base_words, runs, columns)
+    lines = find_lines(runs, columns)
+    notes = notes + set_bases(runs, base, columns, followers) + notes_on_seeds(lines, columns)
+    parts = [markdown(result_lines(lines, columns, base))]
+    effects = find_effects(runs, columns, base)
+    if effects:
+        parts.append("Each flag by itself, everything else equal:")
+        parts.append(markdown(effect_lines(effects)))
+    parts.append(MARKS)
+    for effect in effects:
+        notes += effect.notes
+    notes += notes_on_followers(runs, followers)
+    parts += ["\n".join(f"- {note}" for note in notes)] if notes else []
+    return "\n\n".join(parts), columns, [*columns, *followers]
+
+
+def write_csv(path, runs, names):
+    names = ["method", *(name for name in names if name != "method")]
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        results = ["val_loss", "over_base", "sync_bytes", "train_s", "tokens_per_s", "steps"]
+        writer.writerow(["folder", *names, "seed", *results])
+        for run in runs:
+            sent = run.record["sync_bytes"][-1] if run.record["sync_bytes"] else None
+            found = [run.loss, run.over, sent]
+            found += [run.end.get(name) for name in ("train_s", "tokens_per_s", "step")]
+            writer.writerow([run.folder, *run.values(names), run.seed, *found])
+
+
+def check_x(x, runs):
+    """Raise UserError unless it is a column of the evaluations, or a flag that is a number."""
+    if x in CURVES:
+        return
+    found = {run.flags[x] for run in runs if x in run.flags}
+    if not found or not all(isinstance(value, (int, float)) for value in found):
+        choices = ", ".join(CURVES)
+        raise UserError(f"--x {x}: it must be one of {choices}, or a flag whose values are numbers")
+
+
+def curves(runs, columns, x) -> list:
+    """Rows of lab.plot. The runs of a line have the same x at the same evaluation: their mean."""
+    rows = []
+    names = [name for name in columns if name not in (x, "method")]
+    for values, found in find_lines(runs, columns).items():
+        variant = label(names, found[0].values(names)) if names else ""
+        variant = "" if variant == "all runs" else variant
+        if x not in CURVES:
+            points = [[run.flags.get(x)] for run in found]
+            losses = [[run.loss] for run in found]
+        else:
+            count = min(len(run.record[x]) for run in found)
+            columns_of_x = [run.record[x][:count] for run in found]
+            points = [[statistics.mean(at) for at in zip(*columns_of_x)]] * len(found)
+            losses = [run.record["val_loss"][:count] for run in found]
+        for run, at, loss in zip(found, points, losses):
+            if at and at[0] is not None:  # a method may lack the flag
+                loss = [math.nan if value is None else value for value in loss]
+                rows.append(
+                    {"method": run.flags["method"], "variant": variant, x: at, "val_loss": loss}
+                )
+    return rows
+
+
+def draw(runs, columns, x, path) -> str:
+    """Write the picture. Returns the line that says so."""
+    panel = plot.Panel(x, "val_loss", plot.AXES.get(x, x))
+    try:
+        plot.draw(curves(runs, columns, x), [panel], path)
+    except ModuleNotFoundError as error:
+        return f"picture none: pip install {error.name}"
+    return f"picture {path}"
+
+
+def main(argv: list):
+    parser = Parser(prog="python -m lab.table", description="Compare runs.", allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", metavar="FOLDER", help="a run's out_dir")
+    parser.add_argument(
+        "--base", nargs="+", default=[], metavar="FLAG=VALUE", help="the runs to compare with"
+    )
+    parser.add_argument(
+        "--x", default="tokens", help=f"of the picture: {', '.join(CURVES)}, or a flag"
+    )
+    parser.add_argument("--out", help="write OUT.md, OUT.csv and OUT.svg")
+    args = parser.parse_args(argv)
+    runs, notes = read_runs(args.runs)
+    check_x(args.x, runs)
+    text, columns, names = page(runs, args.base, notes)
+    print(text)
+    if args.out:
+        write(args.out, text, runs, columns, names, args.x)
+
+
+def write(name, text, runs, columns, names, x):
+    name = name.removesuffix(".md").removesuffix(".csv").removesuffix(".svg")
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{name}.md").write_text(f"{text}\n")
+    write_csv(f"{name}.csv", runs, names)
+    print(f"\ntable   {name}.md, {name}.csv")
+    print(draw(runs, columns, x, f"{name}.svg"))
+
+
+if __name__ == "__main__":
+    run_command("table.py", lambda: main(sys.argv[1:]))
