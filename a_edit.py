@@ -30,7 +30,7 @@ late, and the host waits for the device twice per sync.
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.
-Plain version: tests/reference/edit.py.
+Plain version: plain/a_edit.py.
 """
 
 import math

@@ -310,8 +310,7 @@ def open_token_file(path: Path, vocab_size: int) -> np.memmap:
         array = np.lib.format.open_memmap(path, "r")
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{path.name} is no row of token ids: {array.dtype} {array.shape}")
-        array.base.madvise(mmap.MADV_RANDOM)
-        return array
+        return without_reading_ahead(array)
     if path.with_suffix(".idx").exists():
         return open_megatron_file(path)
 
@@ -377,9 +376,13 @@ def regular_file(path: Path):
 
 
 def memory_map(path, dtype, offset: int = 0) -> np.memmap:
-    array = np.memmap(path, dtype, "r", offset)
-    # Batches read at random positions. Reading ahead costs milliseconds per batch.
-    array.base.madvise(mmap.MADV_RANDOM)
+    return without_reading_ahead(np.memmap(path, dtype, "r", offset))
+
+
+def without_reading_ahead(array: np.memmap) -> np.memmap:
+    """Batches read at random positions. Reading ahead costs milliseconds per batch."""
+    if hasattr(mmap, "MADV_RANDOM"):  # Windows has no such advice
+        array.base.madvise(mmap.MADV_RANDOM)
     return array
 
 

@@ -33,7 +33,7 @@ starts from a model that was pretrained on one worker, not from a mini-batch war
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 12 (M-1) for losses, steps and norms.
 Run: torchrun --nproc_per_node 4 train.py --method diloco --shards 2
 Source: DiLoCo, arXiv 2311.08105 (algorithm 1); Post Local SGD, arXiv 1808.07217.
-Plain version: tests/reference/local.py.
+Plain version: plain/diloco.py.
 """
 
 from dataclasses import dataclass

@@ -52,7 +52,7 @@ price: a last layer that is much larger than the others starts only two layers b
 The deviations from the paper are listed at the end of this file.
 Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
 Source: EDiT, arXiv 2412.07210, and its authors' code, atorch local_sgd.
-Plain version: tests/reference/edit.py.
+Plain version: plain/edit.py.
 """
 
 import functools

@@ -9,7 +9,7 @@ ends. The all-reduce is in shard.py, where it overlaps with the backward.
 
 Slow-link bytes per rank and step: 2 (M-1)/M * 4 sum P/N.
 Run: python train.py --method minibatch
-Plain version: tests/reference/simulation.py.
+Plain version: plain/minibatch.py.
 """
 
 import math

@@ -33,6 +33,14 @@ def widen(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def has_native_bf16(device: str) -> bool:
+    """Does it compute in bf16 as fast as in fp32, or faster?"""
+    if device == "cpu":
+        return torch.cpu.get_capabilities().get("avx512_bf16", False)  # with AMX, too
+    cuda = torch.cuda  # without a GPU it is a dry run for another machine
+    return not cuda.is_available() or cuda.is_bf16_supported(including_emulation=False)
+
+
 @dataclass
 class ModelConfig:
     n_layer: int = 4

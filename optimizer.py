@@ -43,7 +43,7 @@ the same steps: on unlike hardware, which rounds otherwise, replicas drift apart
 
 Run: torchrun --nproc_per_node 4 train.py --method edit --optimizer muon
 Source: Muon, Jordan et al. 2024, kellerjordan.github.io/posts/muon; MuLoCo, arXiv 2505.23725.
-Plain version: tests/reference/muon.py.
+Plain version: plain/muon.py.
 """
 
 import torch

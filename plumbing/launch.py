@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from config import STOPS, Config, UserError, explain, lost_flags, make_config, read_flags
 from mesh import Mesh, translate_comm_errors
+from model import has_native_bf16
 from plumbing import checkpoint, shm, simulate
 from plumbing.checkpoint import alike
 from plumbing.load_model import open_model
@@ -198,13 +199,6 @@ def local_rank() -> int:
     """Number on this machine. 0 for all if each sees only its own GPU, as with torchrun's
     --virtual-local-rank."""
     return int(os.environ.get("LOCAL_RANK", 0))
-
-
-def has_native_bf16(device: str) -> bool:
-    if device == "cpu":
-        return torch.cpu.get_capabilities().get("avx512_bf16", False)  # with AMX, too
-    cuda = torch.cuda  # without a GPU it is a dry run for another machine
-    return not cuda.is_available() or cuda.is_bf16_supported(including_emulation=False)
 
 
 # ---- starting ----

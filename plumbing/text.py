@@ -210,15 +210,18 @@ def signals_raise():
     waits in read() would be noticed when the wait ends, which may be never. So a timer interrupts
     such waits, twice a second; Python runs the handlers and goes on waiting."""
     before = {}
+    has_timer = hasattr(signal, "setitimer")  # not on Windows
     for number in STOPS:
         if signal.getsignal(number) == signal.SIG_DFL:
             before[number] = signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    before[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda number, frame: None)
-    timer = signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
+    if has_timer:
+        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda number, frame: None)
+        timer = signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
+        if has_timer:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -32,7 +32,7 @@ Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N. Let T be the time of 
 the training waits for max(0, T - tau * time of a step) per round.
 Run: torchrun --nproc_per_node 4 train.py --method co2 --shards 2
 Source: CO2, arXiv 2401.16265 (abstract), and its authors' code, fairscale-CO2.
-Plain version: tests/reference/local.py.
+Plain version: plain/local.py.
 """
 
 from dataclasses import dataclass

@@ -50,7 +50,7 @@ flags.
 A step of the warm-up sends 2 (M-1)/M * 4 sum P/N, with int8 2 (M-1)/M * 1.016 sum P/N.
 Run: torchrun --nproc_per_node 4 train.py --method one_bit_edit --optimizer muon
 Source: 1-bit Adam, arXiv 2102.02888, for error feedback at both hops.
-Plain version: tests/reference/one_bit.py.
+Plain version: plain/one_bit.py.
 """
 
 import functools

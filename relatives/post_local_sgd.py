@@ -22,7 +22,7 @@ of the learning rate.
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 8 (M-1) for losses and steps.
 Run: torchrun --nproc_per_node 4 train.py --method post_local_sgd --shards 2
 Source: Post Local SGD, arXiv 1808.07217 (read: its code, epfml/LocalSGD-Code).
-Plain version: tests/reference/local.py.
+Plain version: plain/local.py.
 """
 
 from method import Method

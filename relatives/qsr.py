@@ -16,7 +16,7 @@ and a round that is much longer has larger norms.
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 8 (M-1) for losses and steps.
 Run: torchrun --nproc_per_node 4 train.py --method qsr --tau 4
 Source: arXiv 2310.14423 (from memory; the lengths of rounds are those of its authors' code).
-Plain version: tests/reference/local.py.
+Plain version: plain/local.py.
 """
 
 import math

@@ -39,7 +39,7 @@ Bytes per rank and element: 2 (M-1)/M * bytes_per_element(), which is 0.141 for 
 two_bits, 0.516 for e3m0, 1.016 for int8 and log8, 4 for none.
 Source: Streaming DiLoCo, arXiv 2501.18512 (its scaling could not be read; this one is ours); 1-bit
 Adam, arXiv 2102.02888, for sign and the errors of both hops.
-Plain version: tests/reference/quantize.py.
+Plain version: plain/quantize.py.
 """
 
 import functools

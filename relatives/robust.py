@@ -27,7 +27,7 @@ and with flag 4 M^2 (M-1) N (if N = 1: 8 M (M-1)).
 Run: torchrun --nproc_per_node 4 train.py --method robust --aggregate flag --flip 1:300:700
 Source: Flag Aggregator, ICLR 2024, and its authors' code; the median and the trimmed mean,
 arXiv 1803.01498.
-Plain version: tests/reference/local.py.
+Plain version: plain/local.py.
 """
 
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ as in the paper, which sets only SGD's momentum to zero.)
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 12 (M-1) for losses, steps and norms.
 Run: torchrun --nproc_per_node 4 train.py --method slowmo --shards 2
 Source: SlowMo, arXiv 1910.00643.
-Plain version: tests/reference/local.py.
+Plain version: plain/local.py.
 """
 
 from dataclasses import dataclass

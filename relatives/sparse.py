@@ -4,7 +4,7 @@ A layer's shard is cut into chunks of 4,096 consecutive elements; what is left i
 Of each chunk of n elements the round(density n) largest are sent, at least one: a position in 12
 bits and what a method sends of the value. All replicas add up the same bytes, in rank order, so
 they stay bit-equal.
-Plain version: tests/reference/sparse.py.
+Plain version: plain/sparse.py.
 """
 
 import torch

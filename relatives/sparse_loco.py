@@ -33,7 +33,7 @@ Slow-link bytes per rank and round: (M-1) (1.75 density + 4/4096) sum P/N, and 1
 losses, steps and norms. It grows with M.
 Run: torchrun --nproc_per_node 4 train.py --method sparse_loco
 Source: SparseLoCo, arXiv 2508.15706; the codes tplr-ai/CCLoco and one-covenant/templar.
-Plain version: tests/reference/sparse.py.
+Plain version: plain/sparse.py.
 """
 
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N / 7.76. Let T be the t
 takes on the link. Then the training waits for F max(0, T - delay * time of a step) per round.
 Run: torchrun --nproc_per_node 4 train.py --method streaming_diloco
 Source: Streaming DiLoCo, arXiv 2501.18512 (read: tables and captions).
-Plain version: tests/reference/streaming.py.
+Plain version: plain/streaming.py.
 """
 
 from dataclasses import dataclass

@@ -35,7 +35,7 @@ over three seeds, at 1/8 of the bytes over the slow links.
 Slow-link bytes per rank and round: those of Streaming DiLoCo, and for each fragment
 8 (M-1) L for norms and flags.
 Run: torchrun --nproc_per_node 4 train.py --method streaming_edit
-Plain version: tests/reference/streaming.py.
+Plain version: plain/streaming.py.
 """
 
 from dataclasses import dataclass

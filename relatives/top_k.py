@@ -29,7 +29,7 @@ warm-up is mini-batch.
 Slow-link bytes per rank and step: (M-1) 5.5 density sum P/N, and 8 (M-1) per row of the record.
 Run: torchrun --nproc_per_node 4 train.py --method top_k
 Source: Deep Gradient Compression, arXiv 1712.01887, and its authors' code.
-Plain version: tests/reference/sparse.py.
+Plain version: plain/sparse.py.
 """
 
 from dataclasses import dataclass

@@ -45,7 +45,7 @@ mini-batch; with rounds that grow, 2%: RESULTS (f).
 Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 sum P/N (with a refresh 1.156), and 12 (M-1).
 Run: torchrun --nproc_per_node 4 train.py --method zero_one_adam --tau_schedule 2:96,4:192,8:384
 Source: 0/1 Adam, arXiv 2202.06009; 1-bit Adam, arXiv 2102.02888; DeepSpeed's code of both.
-Plain version: tests/reference/one_bit.py.
+Plain version: plain/one_bit.py.
 """
 
 import functools

@@ -31,7 +31,7 @@ from model import ModelConfig
 from optimizer import AdamW
 from plumbing import launch, simulate
 from plumbing.log import Clock, RoundRecord
-from reference import METHODS as PLAIN_VERSIONS
+from plain import METHODS as PLAIN_VERSIONS
 
 # Not those that a reader has added: what they promise only the reader knows.
 OUR_METHODS = [name for name in train.METHODS if name in PLAIN_VERSIONS]

@@ -25,7 +25,7 @@ from edit import (
 )
 from mesh import Mesh
 from ranks import method_alone, run_training, train_all
-from reference import Sick
+from sick import Sick
 
 ROUNDS = dict(method="edit", tau=3, sync_warmup_steps=2, max_steps=14)  # four rounds
 STREAMING = dict(method="streaming_edit", tau=8, sync_warmup_steps=2, fragments=2, max_steps=60)

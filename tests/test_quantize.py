@@ -8,7 +8,7 @@ import torch
 
 from mesh import Mesh
 from ranks import CPU, run_ranks
-from reference import rounded
+from plain import rounded
 from relatives.quantize import MeanInFlight, decode, encode
 
 FORMATS = ["e3m0", "int8"]  # sign, two_bits and log8: below

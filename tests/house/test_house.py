@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ranks import ROOT
-from reference import METHODS as PLAIN_VERSIONS
+from plain import METHODS as PLAIN_VERSIONS
 from train import METHODS
 
-FOLDERS = ("", "relatives", "plumbing", "lab")
+FOLDERS = ("", "relatives", "plain", "plumbing", "lab")
 PRODUCT = []
 for folder in FOLDERS:
     PRODUCT += sorted((ROOT / folder).glob("*.py"))
@@ -62,11 +62,13 @@ def test_imports_point_one_way():
 
     methods = {"method", "minibatch", "diloco", "edit", "a_edit"}
     programs = {"train", "data", "sample", "export"}
-    may_import_plumbing = {*programs, "plumbing", "lab"}
+    may_import_plumbing = {*programs, "plumbing", "plain", "lab"}
     for name, imported in graph.items():
         folder = name.split(".")[0]
         if folder != "lab":
             assert not from_folder(imported, "lab"), name
+        if folder not in ("plain", "lab"):
+            assert not from_folder(imported, "plain"), name
         if folder not in may_import_plumbing:
             assert not from_folder(imported, "plumbing"), name
         if folder == "plumbing":  # concepts, but no method and no program, except data
@@ -102,16 +104,16 @@ def test_docstring_of_a_method_names_the_file_of_its_plain_version(name):
     assert last_line == f"Plain version: {plain.as_posix()}."
 
 
-def test_plain_versions_share_only_the_network_and_the_data_with_the_product():
-    imported = set()
-    for path in (ROOT / "tests" / "reference").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                imported.add(node.module)
-    product = {path.stem for path in ROOT.glob("*.py")} | {"relatives", "plumbing", "lab"}
-    assert {name.split(".")[0] for name in imported} & product == {"data", "model"}
+def test_plain_versions_share_only_network_data_and_errors_with_the_sharded_ones():
+    for name, imported in imports().items():
+        if from_folder({name}, "plain") and name != "plain.__main__":  # it reads the flags
+            ours = imported - from_folder(imported, "plain")
+            assert ours <= {"data", "model", "config"}, name
+
+
+def test_plain_versions_have_no_collective():
+    for path in (ROOT / "plain").glob("*.py"):
+        assert "torch.distributed" not in path.read_text()
 
 
 # ---- lines and communication ----

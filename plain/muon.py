@@ -2,8 +2,8 @@
 
 X <- a X + (b A + c A A) X with A = X X^T leaves the singular vectors of X as they are, and a
 singular value s becomes a s + b s^3 + c s^5. So the plain version decomposes the momentum and
-iterates on its singular values. Matrices of blocks only: all else takes AdamW's step (core.py).
-Beside the product: optimizer.py, which iterates on whole matrices that it collects from shards.
+iterates on its singular values. Matrices of blocks only: all else takes AdamW's step (replica.py).
+Sharded twin: optimizer.py, which iterates on whole matrices that it collects from shards.
 Source: Muon (Jordan et al., 2024); the coefficients are MuLoCo's, arXiv 2505.23725.
 """
 

@@ -1,10 +1,9 @@
-"""EDiT and A-EDiT (arXiv 2412.07210): DiLoCo with a penalty, layer by layer.
+"""EDiT (arXiv 2412.07210): DiLoCo with a penalty, layer by layer.
 
 Read EDiT.sync first: for each layer norms, flags, weights, a weighted mean, clip, outer step. The
 statistics are computed from the list of all norms so far, not updated in place.
-A-EDiT differs in two lines of the penalty, and in when a round ends (simulation.py).
-Beside the product: edit.py and a_edit.py. There the layers' outer steps run inside the next
-forward pass, which changes when something is sent, but no number.
+Sharded twin: edit.py. There the layers' outer steps run inside the next forward pass, which changes
+when something is sent, but no number.
 """
 
 import math
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reference.core import Method, mean, norms_of, weighted_sum
+from plain.method import Method, mean, norms_of, weighted_sum
 
 SIGMA_FLOOR = 0.05  # of the mean
 
@@ -35,7 +34,7 @@ class EDiT(Method):
         self.samples = [[[] for _ in self.replicas] for _ in self.layers]
         self.verdicts = []
 
-    def sync(self, lr):
+    def sync(self):
         d = self.d()
         for l, layer in enumerate(self.layers):
             d_l = [d_i[layer] for d_i in d]
@@ -135,25 +134,3 @@ def anomaly_limit(samples, warmup, f):
         variance = (1 - alpha) * variance + alpha * (G - mu) ** 2
     sigma = max(math.sqrt(variance), SIGMA_FLOOR * mu)
     return mu + f.anomaly_threshold * sigma
-
-
-class AEDiT(EDiT):
-    """Replicas take steps_i steps in a round. --step_weighting none: the paper's weights."""
-
-    def begin(self):
-        super().begin()
-        self.longest = [0] * self.M  # the most steps of replica i in a round
-
-    def sync(self, lr):
-        self.longest = [max(pair) for pair in zip(self.longest, self.steps)]
-        return super().sync(lr)
-
-    def lengths(self, i):
-        # the statistics are of G_i / steps_i; the limit is that of the longest round
-        return self.steps[i], self.longest[i]
-
-    def comparable_norms(self, norms):
-        if self.f.step_weighting != "norm_per_step":
-            return norms
-        # G_i mean_j(steps_j) / steps_i
-        return [norm / count * mean(self.steps) for norm, count in zip(norms, self.steps)]

@@ -3,16 +3,16 @@
 The model is cut into F fragments: fragment p has the layers p, p + F, p + 2F, ... Every tau / F
 inner steps one of them is sent, and it lands `delay` steps later. Nothing travels here: the mean is
 computed when a fragment is sent, and used when it lands.
-Beside the product: relatives/streaming_diloco.py and relatives/streaming_edit.py.
+Sharded twins: relatives/streaming_diloco.py and relatives/streaming_edit.py.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from reference.core import Method
-from reference.edit import EDiT
-from reference.quantize import quantized_mean
+from plain.method import Method
+from plain.edit import EDiT
+from plain.quantize import quantized_mean
 
 
 @dataclass
@@ -102,5 +102,5 @@ class StreamingEDiT(StreamingDiLoCo, EDiT):
         self.penalized_step(l, dbar, verdict)
         return verdict.flagged
 
-    def sync(self, lr):
+    def sync(self):
         return self.row()

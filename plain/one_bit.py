@@ -2,16 +2,16 @@
 
 C(v) is v as the receiver decodes it (quantize.py). What a message leaves out, z - C(z), is added to
 the next one: e_i of replica i, and E of the owners of pieces of the mean.
-Beside the product: relatives/zero_one_adam.py and relatives/one_bit_edit.py.
+Sharded twins: relatives/zero_one_adam.py and relatives/one_bit_edit.py.
 """
 
 import math
 
 import torch
 
-from reference.core import EPS, Method, norms_of
-from reference.edit import EDiT
-from reference.quantize import mean_with_errors, quantized_mean
+from plain.method import EPS, Method, norms_of
+from plain.edit import EDiT
+from plain.quantize import mean_with_errors, quantized_mean
 
 
 class ZeroOneAdam(Method):
@@ -25,7 +25,6 @@ class ZeroOneAdam(Method):
         self.v = [self.V.clone() for _ in self.replicas]
         self.e = self.zeros()
         self.E = torch.zeros_like(self.a)
-        self.lr_sum = 0.0  # of the round
         self.rounds = 0
 
     def movable(self, vector):
@@ -44,10 +43,8 @@ class ZeroOneAdam(Method):
         step = step.clamp(-1, 1)
         decay = f.weight_decay * replica.decayed * replica.x
         replica.x[:] = replica.x - lr * (self.movable(step) + decay)
-        if i == 0:
-            self.lr_sum += lr
 
-    def sync(self, lr):
+    def sync(self):
         size = self.V.sqrt() + EPS
         d = self.d()
         # z_i = (a - x_i) (sqrt(V) + eps) + e_i
@@ -62,8 +59,7 @@ class ZeroOneAdam(Method):
         self.set_all(self.a)
         # m_i <- u / (the round's sum of lr)
         for replica in self.replicas:
-            replica.m = u / self.lr_sum
-        self.lr_sum = 0.0
+            replica.m = u / sum(self.rates)
         self.rounds += 1
         if self.f.refresh and math.log2(self.rounds).is_integer():  # rounds 1, 2, 4, 8, ...
             self.refresh_variance()
@@ -85,7 +81,7 @@ class OneBitEDiT(EDiT):
         self.e = self.zeros()
         self.E = torch.zeros_like(self.a)
 
-    def sync(self, lr):
+    def sync(self):
         d = self.d()
         verdicts = []
         for l, layer in enumerate(self.layers):

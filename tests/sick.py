@@ -1,6 +1,6 @@
-"""Replicas whose parameters jump away from the anchor, in the plain versions and in a training.
+"""Replicas whose parameters jump away from the anchor, in a plain and in a sharded training.
 
-The same object disturbs both: simulation.py calls spoil(), and a distributed run takes the object
+The same object disturbs both: plain/train.py calls spoil(), and a distributed run takes the object
 as a tamper (ranks.py), which calls __call__ on every rank before the training begins.
 """
 

@@ -3,7 +3,7 @@
 Nothing is packed here: `rounded` gives the values that would arrive. In the mean over M > 2
 replicas each piece of a vector has an owner, which adds up what all send and sends the mean,
 rounded once more. Two replicas send all to each other and round once. One replica sends nothing.
-Beside the product: quantize.py, which has the codes and the two hops.
+Sharded twin: relatives/quantize.py, which has the codes and the two hops.
 Source: Streaming DiLoCo, arXiv 2501.18512; 1-bit Adam, arXiv 2102.02888, for the errors.
 """
 
@@ -11,14 +11,14 @@ import math
 
 import torch
 
-from reference.core import mean, pieces, weighted_sum
+from plain.method import mean, pieces, weighted_sum
 
 BLOCK = 256  # elements with a scale of their own
 
 
 def fp32(number):
     """A scale travels in fp32."""
-    return number.float().double()
+    return number.float().to(number.dtype)
 
 
 def int8(block):
@@ -32,7 +32,7 @@ def int8(block):
 def e3m0(block):
     """The nearest of 0, s/64, s/32, ..., s; the larger one of two that are as near."""
     s = fp32(block.abs().max())
-    levels = s * torch.tensor([1, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 0]).double()
+    levels = s * torch.tensor([1, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 0]).to(block)
     distance = (block.abs()[:, None] - levels).abs()
     nearest = distance.argmin(dim=1)  # the first one of equals
     return block.sign() * levels[nearest]
@@ -60,7 +60,7 @@ def sign(block):
 def two_bits(block):
     # s = the rms of the elements that are not 0;  v -> +-1.51 s if |v| > 0.9816 s, else +-0.4528 s
     s = fp32(block.norm() / math.sqrt(max(1, block.count_nonzero())))
-    is_large = (block.abs() > 0.9816 * s).double()
+    is_large = (block.abs() > 0.9816 * s).to(block.dtype)
     size = 1.510 * is_large + 0.4528 * (1 - is_large)
     return signs(block) * size * s
 

@@ -1,11 +1,10 @@
 """Methods with rounds of local steps and one exchange of whole vectors at the end of each.
 
-Post Local SGD (arXiv 1808.07217), QSR (2310.14423), DiLoCo (2311.08105), SlowMo (1910.00643), CO2
-(2401.16265, without its staleness gap penalty), NoLoCo (2506.10911, with
-Gossip-PGA, 2105.09080), eager updates (2502.12996), robust DiLoCo (median and trimmed mean,
-1803.01498; Flag Aggregator, ICLR 2024).
-Beside the product: diloco.py and relatives/NAME.py have the same equations on shards.
-An all-reduce there is a mean() here; what travels asynchronously there waits in an attribute here.
+Post Local SGD (arXiv 1808.07217), QSR (2310.14423), SlowMo (1910.00643), CO2 (2401.16265, without
+its staleness gap penalty), NoLoCo (2506.10911, with Gossip-PGA, 2105.09080), eager updates
+(2502.12996), robust DiLoCo (median and trimmed mean, 1803.01498; Flag Aggregator, ICLR 2024).
+Sharded twins: relatives/NAME.py. An all-reduce there is a mean() here. What travels asynchronously
+there waits in an attribute here.
 """
 
 import math
@@ -13,36 +12,25 @@ import math
 import numpy as np
 import torch
 
-from reference.core import Method, mean, norms_of
-
-ALL = slice(None)
-
+from plain.diloco import ALL
+from plain.method import Method, mean, norms_of
 
 class PostLocalSGD(Method):
-    def sync(self, lr):
+    def sync(self):
         # x_i <- 1/M sum_j x_j
         self.set_all(mean([replica.x for replica in self.replicas]))
         return {}
 
 
 class QSR(PostLocalSGD):
-    """It differs in when a round ends (simulation.py)."""
-
-
-class DiLoCo(Method):
-    def sync(self, lr):
-        # d = 1/M sum_i (a - x_i)
-        d = self.d()
-        self.nesterov(ALL, mean(d))
-        # x_i <- a
-        self.set_all(self.a)
-        return {"pseudo_grad_norm": norms_of(d)}
+    """It differs in when a round ends (train.py)."""
 
 
 class SlowMo(Method):
     """With the paper's u. The product's momentum is v = lr_inner u, which divides by no rate."""
 
-    def sync(self, lr):
+    def sync(self):
+        lr = self.rates[-1]
         d = self.d()
         # u <- mu u + d / lr_inner
         self.b = self.f.outer_momentum * self.b + mean(d) / lr
@@ -59,7 +47,7 @@ class CO2(Method):
         super().begin()
         self.mean = None
 
-    def sync(self, lr):
+    def sync(self):
         d = self.d()
         if self.mean is not None:
             self.outer_step()
@@ -88,6 +76,9 @@ class NoLoCo(Method):
         self.u = self.zeros()
         self.t = 0  # rounds
 
+    def anchor(self, i):
+        return self.anchors[i]
+
     def pairs(self):
         """The replicas of each pair, drawn for this round. If M is odd, the last one is alone."""
         generator = np.random.Generator(
@@ -96,9 +87,9 @@ class NoLoCo(Method):
         order = generator.permutation(self.M).tolist()
         return [order[first : first + 2] for first in range(0, self.M, 2)]
 
-    def sync(self, lr):
+    def sync(self):
         self.t += 1
-        d = [a_i - replica.x for a_i, replica in zip(self.anchors, self.replicas)]
+        d = self.d()
         if self.f.global_every and self.t % self.f.global_every == 0:
             # Gossip-PGA: each replica takes its outer step alone, then all anchors are averaged
             self.outer_steps(d, [[i] for i in range(self.M)])
@@ -145,8 +136,11 @@ class Eager(Method):
         self.dbar = None  # the mean of the round before
         self.own = None  # the d_i of the round before
 
-    def sync(self, lr):
-        d = [a_i - replica.x for a_i, replica in zip(self.anchors, self.replicas)]
+    def anchor(self, i):
+        return self.anchors[i]
+
+    def sync(self):
+        d = self.d()
         for i in range(self.M):
             # u = d_i / M + (dbar - d_i' / M);  ' and dbar: of the round before
             u = d[i] / self.M
@@ -182,7 +176,7 @@ class Robust(Method):
     """DiLoCo with another aggregate than the mean. Elements that are not finite count as 0. (The
     product also cuts what is beyond +-1e12: nothing here is.)"""
 
-    def sync(self, lr):
+    def sync(self):
         d = self.d()
         if self.M == 1:
             self.nesterov(ALL, d[0])
@@ -201,7 +195,7 @@ class Robust(Method):
         else:  # the median: one or two in the middle are left
             left_out = (self.M - 1) // 2
         # of each element: without the largest and the smallest ones
-        ordered = torch.from_numpy(np.sort(d.numpy(), axis=0))
+        ordered = d.sort(dim=0).values
         return mean(ordered[left_out : self.M - left_out])
 
 
@@ -211,7 +205,7 @@ def flag(d):
     G = d.norm(dim=1)
     # u_i = d_i / G_i, the columns
     u = (d / G[:, None].clamp(min=1e-30)).T
-    w = torch.ones(len(d)).double()
+    w = torch.ones_like(G)
     for _ in range(6):
         # y = the first left singular vector of [w_1 u_1, ..., w_M u_M]
         left, _, _ = torch.linalg.svd(u * w, full_matrices=False)
@@ -222,4 +216,4 @@ def flag(d):
         y = -y
     # d = y * 1/M sum_i max(0, <y, u_i>) * median_i G_i
     agreement = (y @ u).clamp(min=0).mean().item()
-    return y * agreement * np.median(G.numpy())
+    return y * agreement * np.median(G.tolist())

@@ -3,13 +3,13 @@
 Each rank's piece of each layer is cut into chunks of 4,096 elements, the last one shorter. Of a
 chunk of n elements the round(density n) largest are sent, at least one. Here a message is a whole
 vector that is 0 where nothing is sent; positions and bytes are the product's.
-Beside the product: relatives/top_k.py, relatives/sparse_loco.py and relatives/sparse.py.
+Sharded twins: relatives/top_k.py, relatives/sparse_loco.py and relatives/sparse.py.
 Source: Deep Gradient Compression, arXiv 1712.01887; SparseLoCo, arXiv 2508.15706.
 """
 
 import torch
 
-from reference.core import EPS, Method, mean, norms_of, pieces
+from plain.method import EPS, Method, mean, norms_of, pieces
 
 CHUNK = 4096  # elements
 
@@ -80,7 +80,7 @@ class SparseLoCo(Method):
         super().begin()
         self.e = self.zeros()
 
-    def sync(self, lr):
+    def sync(self):
         d = self.d()
         messages = []
         for i in range(self.M):
@@ -114,5 +114,5 @@ def two_sizes(values):
     result = values.sign()
     for members in is_large, ~is_large:
         if members.any():
-            result[members] *= size[members].mean().half().double()
+            result[members] *= size[members].mean().half().to(values.dtype)
     return result

@@ -6,28 +6,28 @@
         the method's sync
 
 Read run() first. Whatever depends on time is virtual: a step of replica i takes seconds[i].
-Beside the product: train.py (the loop), method.py (rounds), a_edit.py (rounds that end by the
-clock), config.py (the learning rate).
+Sharded twins: train.py (the loop), method.py (rounds), a_edit.py (rounds that end by the clock),
+plumbing/simulate.py (disturbed replicas).
 """
 
 import math
+import time
 
 import torch
 
 import data
 from model import ModelConfig
-from reference.core import Method, Replica, clipped, mean
-from reference.edit import AEDiT, EDiT
-from reference.local import CO2, DiLoCo, Eager, NoLoCo, PostLocalSGD, QSR, Robust, SlowMo
-from reference.one_bit import OneBitEDiT, ZeroOneAdam
-from reference.quantize import mean_with_errors
-from reference.sparse import SparseLoCo, TopK
-from reference.streaming import StreamingDiLoCo, StreamingEDiT
-
-
-class MiniBatch(Method):
-    """Its warm-up never ends: Simulation.averaged_step() is all of it."""
-
+from plain.a_edit import AEDiT
+from plain.diloco import DiLoCo
+from plain.edit import EDiT
+from plain.local import CO2, QSR, Eager, NoLoCo, PostLocalSGD, Robust, SlowMo
+from plain.method import hits, mean
+from plain.minibatch import MiniBatch
+from plain.one_bit import OneBitEDiT, ZeroOneAdam
+from plain.quantize import mean_with_errors
+from plain.replica import Replica, clipped
+from plain.sparse import SparseLoCo, TopK
+from plain.streaming import StreamingDiLoCo, StreamingEDiT
 
 METHODS = {
     "minibatch": MiniBatch,
@@ -54,7 +54,7 @@ def cosine(step, lr, min_lr_ratio, warmup, max_steps):
     """The learning rate of a step: it rises linearly, then falls along a cosine."""
     if step < warmup:
         return lr * (step + 1) / warmup
-    t = (step - warmup) / (max_steps - warmup)
+    t = (step - warmup) / max(1, max_steps - warmup)
     least = lr * min_lr_ratio
     return least + lr * (1 - min_lr_ratio) * (1 + math.cos(math.pi * t)) / 2
 
@@ -72,45 +72,50 @@ def scheduled_tau(f, k):
     return f.tau
 
 
-class Simulation:
-    """A training of M replicas of N ranks each. f: all flags as attributes; sick: a Sick or None.
+class Training:
+    """A training of M replicas of N ranks each. f: all flags as attributes; listen(event, row):
+    called with each row of the record; sick: what spoils replicas in a test.
 
     rows     event -> rows of the record: step, sync, eval
-    now      virtual seconds
     model    name -> parameter, at the end
     """
 
-    def __init__(self, f, M, N, corpus, sick=None):
+    def __init__(self, f, M, N, corpus, listen=None, sick=None):
         self.f = f
         self.M = M
         self.N = N
         self.corpus = corpus
         self.sick = sick
-        self.config = ModelConfig(f.n_layer, f.n_head, f.n_embd, f.block_size, corpus.vocab_size)
-        self.replicas = [Replica(self.config, f.seed) for _ in range(M)]
+        self.listen = listen
+        shape = {name: getattr(f, name) for name in ModelConfig.__dataclass_fields__}
+        self.config = ModelConfig(**shape | {"vocab_size": corpus.vocab_size})
+        self.replicas = [Replica(self.config, f) for _ in range(M)]
         self.method = METHODS[f.method](f, self.replicas, N)
         self.rows = {"step": [], "sync": [], "eval": []}
 
         self.taken = [0] * M  # inner steps of each replica before this round
+        self.in_round = False
         self.progress = 0.0  # their mean over the replicas
         self.rate = [1.0] * M  # progress in one step of replica i, as in the last round
         self.seconds = [1.0] * M  # of a step
         if f.slow_replica:
             slow, factor = f.slow_replica.split(":")
             self.seconds[int(slow)] = float(factor)
-        self.now = 0.0
+        self.now = 0.0  # virtual seconds, at the last round end
+        self.evaluated_at = 0.0  # the progress
+        self.evaluating_s = 0.0  # seconds: no training
 
         # the errors of gradients that travel in 8 bits, in the warm-up
         self.e = [torch.zeros_like(replica.x) for replica in self.replicas]
         self.E = torch.zeros_like(self.replicas[0].x)
-        self.run()
 
     def run(self):
         f = self.f
+        self.began = time.perf_counter()
         warmup = min(f.sync_warmup_steps, f.max_steps)
         while self.progress < warmup:
             self.averaged_step()
-            self.evaluate(self.replicas[0].x, {})
+            self.end_round(self.replicas[0].x, {})
 
         if self.progress < f.max_steps:
             self.method.begin()
@@ -119,7 +124,21 @@ class Simulation:
             self.sync()
             if self.progress >= f.max_steps:
                 self.method.finish(self.taken[0] - f.sync_warmup_steps)
-            self.evaluate(self.method.judged(), self.method.spread())
+            self.end_round(self.method.judged(), self.method.spread())
+
+    def end_round(self, x, more):
+        """Evaluate the parameters x, if it is due. more: for the record."""
+        interval = self.f.eval_interval
+        due = self.progress // interval > self.evaluated_at // interval
+        self.evaluated_at = self.progress
+        if due or self.progress >= self.f.max_steps:
+            self.evaluate(x, more)
+
+    def note(self, event, row):
+        """A row of the record."""
+        self.rows[event].append(row)
+        if self.listen:
+            self.listen(event, row)
 
     def gradient(self, i, step):
         return self.replicas[i].gradient(self.f, self.corpus, step, i, self.M, self.N)
@@ -137,15 +156,17 @@ class Simulation:
             loss, g = self.gradient(i, self.taken[i])
             losses.append(loss)
             gradients.append(g)
-        g = clipped(self.mean_gradient(gradients), self.f.grad_clip)
+        mean_g = self.mean_gradient(gradients)
+        g = clipped(mean_g, self.f.grad_clip)
         lr = self.learning_rate(self.progress)
         for replica in self.replicas:
             replica.step(g, lr, self.f)
 
-        self.rows["step"].append({"loss": mean(losses), "lr": lr})
         self.taken = [count + 1 for count in self.taken]
         self.progress += 1
         self.now += max(self.seconds)
+        norm = mean_g.norm().item()
+        self.note("step", self.counts() | {"loss": mean(losses), "lr": lr, "grad_norm": norm})
 
     def mean_gradient(self, gradients):
         """1/M sum_i g_i; with --warmup_format int8 in 8 bits, with error feedback."""
@@ -159,14 +180,16 @@ class Simulation:
     # ---- a round of local steps ----
 
     def round(self):
+        self.in_round = True
         self.method.steps = [0] * self.M
+        self.method.rates = []
         self.loss_sums = [0.0] * self.M
-        self.round_lr = 0.0
         running = list(range(self.M))
         while running:
             self.local_step(running)
             running = [i for i in running if not self.round_is_over(i)]
 
+        self.in_round = False
         steps = self.method.steps
         self.taken = [before + count for before, count in zip(self.taken, steps)]
         self.now += max(count * seconds for count, seconds in zip(steps, self.seconds))
@@ -184,18 +207,25 @@ class Simulation:
 
         for i in running:
             step = self.taken[i] + steps[i]
-            self.lr = self.learning_rate(self.progress + steps[i] * self.rate[i])
+            lr = self.learning_rate(self.progress + steps[i] * self.rate[i])
             g = clipped(gradients[i], self.f.grad_clip)
-            self.round_lr = max(self.round_lr, self.lr)
-            self.method.inner_step(i, g, self.lr)
+            self.method.inner_step(i, g, lr * self.rate_factor(i, step + 1))
             self.loss_sums[i] += losses[i]
             steps[i] += 1
             if i == 0:
-                self.rows["step"].append({"loss": losses[i], "lr": self.lr})
+                self.method.rates.append(lr)
+                norm = gradients[i].norm().item()
+                self.note("step", self.counts() | {"loss": losses[i], "lr": lr, "grad_norm": norm})
             if self.sick and step in self.sick.steps and i in self.sick.replicas:
                 self.sick.spoil(self.replicas[i].x, self.method.a)
 
         self.method.after_inner_step(self.taken[0] + steps[0] - self.f.sync_warmup_steps)
+
+    def rate_factor(self, i, step):
+        """--scale_lr R:FIRST:LAST:FACTOR"""
+        if hits(self.f.scale_lr, i, step):
+            return float(self.f.scale_lr.split(":")[3])
+        return 1.0
 
     def round_is_over(self, i):
         f = self.f
@@ -208,13 +238,19 @@ class Simulation:
         if f.method == "qsr":
             # tau = max(tau, (c / lr)^2); lr: the largest one
             # of the round, which is the first, once the warm-up of the rate is over
-            tau = max(tau, int((f.qsr_c / self.round_lr) ** 2))
+            lr = max(self.method.rates)
+            if lr == 0:
+                return False
+            tau = max(tau, int((f.qsr_c / lr) ** 2))
         return count >= tau
 
     # ---- the end of a round ----
 
     def sync(self):
         steps = self.method.steps
+        for i, replica in enumerate(self.replicas):
+            if hits(self.f.flip, i, self.taken[i]):
+                replica.x[:] = 2 * self.method.anchor(i) - replica.x
         row = {
             "round": len(self.rows["sync"]) + 1,
             "step": self.taken[0],
@@ -223,10 +259,11 @@ class Simulation:
             "loss": [total / count for total, count in zip(self.loss_sums, steps)],
             "weight": [1 / self.M] * self.M,
             "dropped": [0] * self.M,
+            "rolled_back": [],
             "clip": 1.0,
         }
-        row.update(self.method.sync(self.lr))
-        self.rows["sync"].append(row)
+        row.update(self.method.sync())
+        self.note("sync", row)
         # The product does this before the sync. The two do not meet.
         if self.f.average_moments in ("m", "both"):
             self.average_moment([replica.m for replica in self.replicas])
@@ -238,13 +275,43 @@ class Simulation:
         for vector in vectors:
             vector[:] = average
 
+    # ---- the record ----
+
+    def train_s(self):
+        """Seconds of training: virtual ones, or those of a clock that stops in evaluations."""
+        if not self.f.virtual_clock:
+            return time.perf_counter() - self.began - self.evaluating_s
+        if self.in_round:
+            return self.now + self.method.steps[0] * self.seconds[0]
+        return self.now
+
+    def counts(self):
+        """Finished steps of replica 0, tokens of all replicas, seconds."""
+        f = self.f
+        step = self.taken[0]
+        progress = self.progress
+        if self.in_round:
+            step += self.method.steps[0]
+            progress += self.method.steps[0] * self.rate[0]
+        tokens = round(progress * self.M * self.N * f.accum * f.batch_size * f.block_size)
+        return {"step": step, "tokens": tokens, "train_s": self.train_s()}
+
     def evaluate(self, x, more):
-        judge = Replica(self.config, self.f.seed)
-        judge.x[:] = x
+        """Replica 0's network computes the loss of the parameters x."""
+        began = time.perf_counter()
+        replica = self.replicas[0]
+        own = replica.x.clone()
+        replica.x[:] = x
+        replica.read_x()
         losses = []
-        batches = data.Batches(self.corpus, self.f.block_size, 16).validation(self.f.eval_batches)
+        sizes = (self.f.block_size, data.VALIDATION_ROWS)
+        batches = data.Batches(self.corpus, *sizes, device=torch.device(self.f.device))
         with torch.no_grad():
-            for inputs, targets, _ in batches:
-                losses.append(judge.net(inputs, targets).item())
-        self.rows["eval"].append({"step": self.taken[0], "val_loss": mean(losses), **more})
-        self.model = {name: p.data for name, p in judge.parameters.items()}
+            for inputs, targets, _ in batches.validation(self.f.eval_batches):
+                losses.append(replica.net(inputs, targets).item())
+        self.model = {}
+        for name, p in replica.parameters.items():
+            self.model[name] = replica.x[replica.places[name]].view(p.shape).clone()
+        replica.x[:] = own
+        self.evaluating_s += time.perf_counter() - began
+        self.note("eval", self.counts() | {"val_loss": mean(losses), **more})

@@ -1,0 +1,113 @@
+"""Train with a plain version: one process, any number of replicas, a breakpoint anywhere.
+
+    python -m plain --method edit --replicas 4 --tau 16
+    python -m plain --method a_edit --replicas 2 --slow_replica 1:2 --tau_time_s 16
+    python -m plain --method diloco --replicas 2 --shards 2 --device cuda
+    python -m plain --method edit --help
+
+The flags are train.py's. --replicas 4 --shards 2 means: in each step 4 replicas, each of which gets
+the batches of 2 ranks. (--replicas 0, the default, means 4.) Flags that need several processes, or
+that only train.py has, are refused. The clock of a_edit and of --slow_replica is virtual: a step
+takes 1 s, on a slow replica its factor.
+
+OUT_DIR is out/plain/METHOD by default. It gets metrics.jsonl, which lab reads, and model.pt, which
+sample.py and export.py read.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import a_edit
+import data
+import diloco
+import edit
+import minibatch
+from config import UserError, make_config, read_flags, run_command
+from model import has_native_bf16
+from plain.record import Record
+from plain.train import Training
+from plumbing import simulate
+from relatives import RELATIVES
+
+SHARDED = {  # the sharded twins, for their flags
+    "minibatch": minibatch.MiniBatch,
+    "diloco": diloco.DiLoCo,
+    "edit": edit.EDiT,
+    "a_edit": a_edit.AEDiT,
+    **RELATIVES,
+}
+REFUSED = "backend timeout_s compile recompute profile timeline dry_run checkpoint_interval keep"
+REFUSED += " save_on_exit resume init_from tokens_per_step offload link_mbps link_latency_ms"
+REPLICAS = 4
+
+
+def read_config(argv):
+    """All flags. Raises UserError."""
+    given = read_flags(argv, SHARDED)
+    for name in REFUSED.split():
+        if name in given:
+            raise UserError(f"--{name}: only train.py has it, not one process; leave it out")
+    f = make_config(given, SHARDED, {})
+    f.replicas = f.replicas or REPLICAS
+    f.out_dir = f.out_dir or f"out/plain/{f.method}"
+    f.backend = "plain"  # for the record
+    f.virtual_clock |= f.method == "a_edit" or bool(f.slow_replica)
+    if f.device == "auto":
+        f.device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif f.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if f.dtype == "auto":
+        f.dtype = "bf16" if has_native_bf16(f.device) else "fp32"
+    if f.n_embd % (2 * f.n_head):
+        raise UserError(f"--n_embd {f.n_embd}: must be a multiple of 2 x --n_head")
+    f.check(f.replicas)
+    simulate.check(f, SHARDED[f.method], f.replicas)
+    return f
+
+
+def make_folder(f):
+    """Raises UserError if there is a run already."""
+    folder = Path(f.out_dir)
+    if list(folder.glob("checkpoint-*")):
+        raise UserError(f"--out_dir {folder} has a run of train.py: name another --out_dir")
+    if (folder / "metrics.jsonl").exists() and not f.overwrite:
+        raise UserError(
+            f"--out_dir {folder} has an earlier run: --overwrite deletes it; "
+            "or name another --out_dir"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in "metrics.jsonl", "model.pt":
+        (folder / name).unlink(missing_ok=True)
+
+
+def save_model(path, training, record):
+    """A model.pt as that of export.py."""
+    weights = {name: p.float().cpu().clone() for name, p in training.model.items()}
+    saved = {"model": weights, "model_config": vars(training.config)}
+    saved |= {"tokenizer": training.corpus.tokenizer, "config": record.describe()}
+    unfinished = f"{path}.tmp"
+    torch.save(saved, unfinished)
+    os.replace(unfinished, path)
+
+
+def main(argv):
+    f = read_config(argv)
+    M, N = f.replicas, f.shards
+    corpus = data.load(f.data or None, f.vocab_size, f.block_size)
+    training = Training(f, M, N, corpus)
+    make_folder(f)
+    record = Record(f, training)
+    training.listen = record.note
+    print(f"{f.method}: {M} replicas, each with the batches of {N} ranks ({f.device}, {f.dtype})")
+    training.run()
+    path = Path(f.out_dir, "model.pt")
+    save_model(path, training, record)
+    record.end()
+    print(f"model {path}: python sample.py --model {path}")
+
+
+if __name__ == "__main__":
+    run_command("plain", lambda: main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+"""`python -m plain`: its files are those of train.py, wrong flags get a line, and it runs where a
+system has no fcntl, no fork and no SIGHUP. That its numbers are those of train.py: test_methods.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sample
+from config import UserError
+from lab.rows import read_run
+from plain.__main__ import REFUSED, SHARDED, main, read_config
+from ranks import ROOT, flags, run_training
+
+OPTIONS = dict(method="edit", tau=3, sync_warmup_steps=2, max_steps=8, eval_interval=4)
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in open(Path(folder, "metrics.jsonl"))]
+
+
+def test_plain_run_has_the_files_of_a_sharded_one(tmp_path, corpus_folder, capsys):
+    sharded = run_training(2, corpus_folder, out_dir=tmp_path / "sharded", shards=1, **OPTIONS)
+    argv = [*flags(**OPTIONS), "--replicas", "2", "--data", str(corpus_folder)]
+    main([*argv, "--out_dir", str(tmp_path / "plain")])
+    printed = capsys.readouterr().out
+
+    plain = rows_of(tmp_path / "plain")
+    assert {row["event"] for row in plain} == {"config", "step", "sync", "eval", "end"}
+    for event in "config", "step", "sync", "eval", "end":
+        theirs = sharded.rows(event)
+        ours = [row for row in plain if row["event"] == event]
+        assert len(ours) == len(theirs)
+        assert set(ours[-1]) == set(theirs[-1]), event
+    assert read_run(tmp_path / "plain")["val_loss"] == pytest.approx(
+        read_run(tmp_path / "sharded")["val_loss"], rel=1e-9
+    )
+    assert printed.count("round ") == 2 and "flagged layers 0 0" in printed
+
+    ours, encoding = sample.load(str(tmp_path / "plain" / "model.pt"))
+    theirs, _ = sample.load(str(tmp_path / "sharded" / "model.pt"))
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+    assert sample.continue_text(ours, encoding, "a", count=3)
+
+
+@pytest.mark.parametrize("name", REFUSED.split())
+def test_flag_without_sense_in_one_process_is_refused(name):
+    fields = SHARDED["edit"].Config.__dataclass_fields__
+    argv = [f"--{name}"]
+    if not isinstance(fields[name].default, bool):
+        argv.append({"backend": "gloo"}.get(name, "2"))
+    with pytest.raises(UserError, match=f"--{name}: only train.py has it"):
+        read_config(argv)
+
+
+def test_earlier_run_is_kept_unless_it_may_be_overwritten(tmp_path, corpus_folder):
+    argv = [*flags(**OPTIONS), "--replicas=2", f"--data={corpus_folder}", f"--out_dir={tmp_path}"]
+    main(argv)
+    before = (tmp_path / "model.pt").read_bytes()
+    with pytest.raises(UserError, match="--overwrite deletes it"):
+        main(argv)
+    assert (tmp_path / "model.pt").read_bytes() == before
+    main([*argv, "--seed=1", "--overwrite"])
+    assert (tmp_path / "model.pt").read_bytes() != before
+
+
+def test_clock_of_a_slow_replica_is_virtual(tmp_path, corpus_folder):
+    options = OPTIONS | dict(method="a_edit", tau_time_s=4.0, slow_replica="1:2")
+    argv = [*flags(**options), "--replicas=2", f"--data={corpus_folder}", f"--out_dir={tmp_path}"]
+    main(argv)
+    rows = rows_of(tmp_path)
+    assert [row["steps"] for row in rows if row["event"] == "sync"][0] == [4, 2]
+    # warm-up: two steps of 2 s; a round: 4 s
+    assert [row["train_s"] for row in rows if row["event"] == "eval"] == [8.0, 12.0]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_lower_precision_trains_alike(dtype, tmp_path, corpus_folder):
+    losses = {}
+    for each in "fp64", dtype:
+        out_dir = tmp_path / each
+        argv = [*flags(**OPTIONS), "--replicas=2", f"--data={corpus_folder}", f"--out_dir={out_dir}"]
+        main([*argv, f"--dtype={each}"])
+        losses[each] = read_run(out_dir)["val_loss"][-1]
+    close = {"fp32": 1e-5, "bf16": 1e-2}
+    assert losses[dtype] == pytest.approx(losses["fp64"], rel=close[dtype])
+    assert losses[dtype] != losses["fp64"]
+
+
+# ---- systems without fcntl, fork, SIGHUP ----
+
+ELSEWHERE = """
+import mmap, os, runpy, signal, sys
+import numpy, torch            # their own code may look for what is taken away here
+sys.modules |= {"fcntl": None, "resource": None}
+for module, names in (
+    (os, ["fork", "forkpty", "register_at_fork"]),
+    (signal, ["SIGHUP", "SIGALRM", "setitimer", "siginterrupt"]),
+    (mmap, [name for name in dir(mmap) if name.startswith("MADV")]),
+):
+    for name in names:
+        delattr(module, name)
+path, sys.argv[:] = sys.argv[1], sys.argv[1:]
+if path.endswith(".py"):
+    runpy.run_path(path, run_name="__main__" if len(sys.argv) > 1 else "imported")
+else:
+    runpy.run_module(path, run_name="__main__", alter_sys=True)
+assert "plumbing.posix" not in sys.modules
+"""
+
+
+def run_elsewhere(*argv):
+    """A program as on Windows, as far as this can be simulated: what it prints."""
+    command = [sys.executable, "-c", ELSEWHERE, *map(str, argv)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_programs_of_one_process_run_without_posix(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a text of words, again and again. " * 200)
+    run_elsewhere("data.py", "--input", text, "--out", tmp_path / "tokens")
+    argv = flags(**OPTIONS) + ["--data", str(tmp_path / "tokens"), "--out_dir", str(tmp_path / "out")]
+    assert "done | 8 steps" in run_elsewhere("plain", *argv)
+    assert run_elsewhere("sample.py", "--model", tmp_path / "out" / "model.pt", "--tokens", "3")
+    run_elsewhere("one_page.py")
+
+
+def test_wrong_flag_ends_the_program_with_a_line(tmp_path):
+    command = [sys.executable, "-m", "plain", "--resume", "auto"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "--resume: only train.py has it" in line
