@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 
-from config import UserError, check_fields, check_limits, check_value, explain, make_config
+from config import UserError, check_fields, check_value, explain, make_config
 from model import ModelConfig
 from plumbing.posix import fcntl
 
