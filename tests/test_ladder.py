@@ -1,5 +1,6 @@
-"""Degeneracy: where two methods must be the same, they are. The plain versions show it in one process;
-test_methods.py says that the sharded ones are the same. What only these have is compared on ranks."""
+"""Degeneracy: where two methods must be the same, they are. The plain versions show it in
+one process; test_methods.py says that the sharded ones are the same. What only these have is
+compared on ranks."""
 
 import functools
 
