@@ -1,11 +1,15 @@
-"""Degeneracy: where two methods must be the same, they are."""
+"""Degeneracy: where two methods must be the same, they are. The plain versions show it in
+one process; test_methods.py says that the sharded ones are the same. What only these have is
+compared on ranks."""
+
+import functools
 
 import pytest
 import torch
-from test_methods import FP32, RTOL
+from test_methods import RTOL
 
-import optimizer
-from ranks import OUR_METHODS, few_ulp, run_training, train_all
+from plain import Training
+from ranks import OUR_METHODS, few_ulp, run_config, run_training, train_all
 
 LOCAL = dict(tau=3, sync_warmup_steps=2, max_steps=13, n_layer=1)  # four rounds
 OFF = dict(anomaly_elimination=False, weighted_averaging=False, pseudo_grad_clipping=False)
@@ -19,27 +23,31 @@ MUON = dict(optimizer="muon")
 SGD = dict(sync_warmup_steps=0, tau=1, max_steps=6, grad_clip=0)
 
 
-def wait_at_once(method, model, mesh):
+def wait_at_once(training):
     """CO2 that waits at once."""
+    method = training.method
     sync = method.sync
     outer_step = method.outer_step
 
     def sync_and_step():
-        sync()
+        row = sync()
         outer_step()
-        model.master.copy_(method.anchor)
+        method.set_all(method.a)
+        method.mean = None
+        return row
 
     method.outer_step = lambda: None
     method.sync = sync_and_step
 
 
-def inner_sgd(method, model, mesh):
+def inner_sgd(training):
     """Replace AdamW's update by x <- x - lr g."""
 
-    def step(optimizer):
-        model.master.sub_(model.grad, alpha=optimizer.lr)
+    def step(replica, g, lr, f):
+        replica.x[:] = replica.x - lr * g
 
-    optimizer.AdamW.step = step  # in this rank's process only
+    for replica in training.replicas:
+        replica.step = functools.partial(step, replica)
 
 
 def case(method, flags={}, tamper=None, **more):
@@ -47,8 +55,8 @@ def case(method, flags={}, tamper=None, **more):
     return method, flags | more, tamper
 
 
-CLOSE = {}  # claim -> (ranks, flags of all cases, cases)
-BITWISE = {}
+CLOSE = {}  # claim -> (ranks, flags of all cases, cases): of the plain versions
+BITWISE = {}  # of the sharded ones
 
 
 def claim(claims, text, ranks, cases, flags={}):
@@ -170,7 +178,7 @@ claim(  # with a last round that is shorter, and accumulation
     ],
 )
 claim(
-    BITWISE,
+    CLOSE,
     "one_bit_edit in 32 bits is edit",
     ranks=4,
     flags=ROUNDS | BALL | dict(shards=2),
@@ -180,7 +188,7 @@ claim(
     ],
 )
 claim(
-    BITWISE,
+    CLOSE,
     "also with three replicas",
     ranks=3,
     flags=ROUNDS | BALL | MUON,
@@ -190,7 +198,7 @@ claim(
     ],
 )
 claim(
-    BITWISE,
+    CLOSE,
     "one_bit_edit with one replica is edit",
     ranks=2,
     flags=ROUNDS | BALL | dict(shards=2),
@@ -201,7 +209,7 @@ claim(
     ],
 )
 claim(
-    BITWISE,
+    CLOSE,
     "streaming_edit without its penalty is streaming_diloco",
     ranks=3,
     flags=FRAGMENTS,
@@ -219,37 +227,47 @@ claim(
 )
 
 
-
-
-def val_losses(run):
+def val_losses(rows):
     """By step. (The losses of a local step are replica 0's.)"""
-    return {row["step"]: row["val_loss"] for row in run.rows("eval")}
+    return {row["step"]: row["val_loss"] for row in rows}
 
 
-def runs_of(ranks, common, cases, corpus_folder, transport="auto"):
-    each = []
-    for method, flags, tamper in cases:
-        each.append((tamper, None, common | flags | dict(method=method)))
-    return train_all(ranks, corpus_folder, *each, transport=transport)
+def plain_run(ranks, corpus, method, flags, tamper):
+    f = run_config(**flags, method=method)
+    training = Training(f, ranks // f.shards, f.shards, corpus)
+    if tamper:
+        tamper(training)
+    training.run()
+    return training
 
 
 @pytest.mark.parametrize("text", CLOSE)
-def test_methods_equal_each_other(text, corpus_folder):
-    first, *others = runs_of(*CLOSE[text], corpus_folder)
-    assert len(val_losses(first)) >= 4
+def test_methods_equal_each_other(text, corpus):
+    ranks, common, cases = CLOSE[text]
+    runs = []
+    for method, flags, tamper in cases:
+        runs.append(plain_run(ranks, corpus, method, common | flags, tamper))
+    first, *others = runs
+    expected = val_losses(first.rows["eval"])
+    assert len(expected) >= 4
     for other in others:
-        assert val_losses(other) == pytest.approx(val_losses(first), rel=RTOL, abs=0)
+        assert val_losses(other.rows["eval"]) == pytest.approx(expected, rel=RTOL, abs=0)
         for name, value in first.model.items():
-            torch.testing.assert_close(other.model[name], value, **FP32)
+            torch.testing.assert_close(other.model[name], value, rtol=1e-8, atol=1e-11)
 
 
 @pytest.mark.parametrize("text", BITWISE)
 def test_methods_equal_each_other_bit_for_bit(text, corpus_folder):
     # methods without a barrier need gloo
-    first, *others = runs_of(*BITWISE[text], corpus_folder, transport="gloo")
-    assert len(val_losses(first)) >= 4
+    ranks, common, cases = BITWISE[text]
+    each = []
+    for method, flags, tamper in cases:
+        each.append((tamper, None, common | flags | dict(method=method)))
+    first, *others = train_all(ranks, corpus_folder, *each, transport="gloo")
+    expected = val_losses(first.rows("eval"))
+    assert len(expected) >= 4
     for other in others:
-        assert val_losses(other) == val_losses(first)
+        assert val_losses(other.rows("eval")) == expected
         for name, value in first.model.items():
             assert torch.equal(other.model[name], value)
     if text.startswith("a_edit"):  # the votes travel with the step's metrics
@@ -263,5 +281,6 @@ def test_transports_differ_by_a_few_ulp(corpus_folder):
     shm = run_training(4, corpus_folder, transport="shm", **options)
     gloo = run_training(4, corpus_folder, transport="gloo", **options)
     rtol = few_ulp(torch.float64)
-    assert val_losses(gloo) == pytest.approx(val_losses(shm), rel=rtol, abs=0)
+    expected = val_losses(shm.rows("eval"))
+    assert val_losses(gloo.rows("eval")) == pytest.approx(expected, rel=rtol, abs=0)
     assert gloo.losses == pytest.approx(shm.losses, rel=rtol, abs=0)

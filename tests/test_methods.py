@@ -157,9 +157,11 @@ add(
 )  # fmt: skip
 add("one_bit_edit, 4 bits", [FOUR], ONE_BIT_EDIT, quantize="e3m0")
 add("one_bit_edit, 8 bits", [FOUR], ONE_BIT_EDIT, quantize="int8")
+add("one_bit_edit, 32 bits", [GRID, THREE], ONE_BIT_EDIT, quantize="none")
 
 add("top_k", ALL, LOCAL, method="top_k", density=0.05)
 add("top_k, micro-steps", [GRID], LOCAL, method="top_k", accum=2)
+add("top_k, all", [GRID], LOCAL, method="top_k", density=1.0, momentum_correction=0.0, tau=1)
 add("top_k, control", [THREE], LOCAL, method="top_k", momentum_correction=0.0)
 
 add("sparse_loco", ALL, LOCAL, method="sparse_loco")
@@ -167,6 +169,11 @@ add("sparse_loco, micro-steps", [GRID], LOCAL, method="sparse_loco", accum=2)
 add(
     "sparse_loco, values", [THREE],
     LOCAL, method="sparse_loco", two_bits=False, outer_lr=0.7, error_decay=0.5,
+)  # fmt: skip
+
+add(
+    "sparse_loco, all", [THREE],
+    LOCAL, method="sparse_loco", two_bits=False, density=1.0, error_decay=0.0,
 )  # fmt: skip
 
 add("eager", ALL, LOCAL, method="eager", outer_momentum=0.5, link_mbps=20.0)

@@ -1,7 +1,8 @@
 """`python -m plain`: its files are those of train.py, wrong flags get a line, and it runs where a
-system has no fcntl, no fork and no SIGHUP. That its numbers are those of train.py: test_methods.py."""
+system has no fcntl, no fork and no SIGHUP. test_methods.py compares its numbers."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import sample
 from config import UserError
 from lab.rows import read_run
+from model import ModelConfig
 from plain.__main__ import REFUSED, SHARDED, main, read_config
 from ranks import ROOT, flags, run_training
 
@@ -57,6 +59,15 @@ def test_flag_without_sense_in_one_process_is_refused(name):
         read_config(argv)
 
 
+def test_every_flag_is_read_or_refused():
+    """No flag is swallowed in silence."""
+    read = "".join(path.read_text() for path in (ROOT / "plain").glob("*.py"))
+    known = {"model", *ModelConfig.__dataclass_fields__, *REFUSED.split()}
+    for method in SHARDED.values():
+        for name in method.Config.__dataclass_fields__.keys() - known:
+            assert re.search(rf"\bf\.{name}\b|f, \"{name}\"", read), name
+
+
 def test_earlier_run_is_kept_unless_it_may_be_overwritten(tmp_path, corpus_folder):
     argv = [*flags(**OPTIONS), "--replicas=2", f"--data={corpus_folder}", f"--out_dir={tmp_path}"]
     main(argv)
@@ -83,8 +94,8 @@ def test_lower_precision_trains_alike(dtype, tmp_path, corpus_folder):
     losses = {}
     for each in "fp64", dtype:
         out_dir = tmp_path / each
-        argv = [*flags(**OPTIONS), "--replicas=2", f"--data={corpus_folder}", f"--out_dir={out_dir}"]
-        main([*argv, f"--dtype={each}"])
+        argv = [*flags(**OPTIONS), "--replicas=2", f"--data={corpus_folder}"]
+        main([*argv, f"--out_dir={out_dir}", f"--dtype={each}"])
         losses[each] = read_run(out_dir)["val_loss"][-1]
     close = {"fp32": 1e-5, "bf16": 1e-2}
     assert losses[dtype] == pytest.approx(losses["fp64"], rel=close[dtype])
@@ -125,7 +136,7 @@ def test_programs_of_one_process_run_without_posix(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a text of words, again and again. " * 200)
     run_elsewhere("data.py", "--input", text, "--out", tmp_path / "tokens")
-    argv = flags(**OPTIONS) + ["--data", str(tmp_path / "tokens"), "--out_dir", str(tmp_path / "out")]
+    argv = [*flags(**OPTIONS), f"--data={tmp_path / 'tokens'}", f"--out_dir={tmp_path / 'out'}"]
     assert "done | 8 steps" in run_elsewhere("plain", *argv)
     assert run_elsewhere("sample.py", "--model", tmp_path / "out" / "model.pt", "--tokens", "3")
     run_elsewhere("one_page.py")
