@@ -268,7 +268,8 @@ def read_flags(argv: list, methods: dict) -> dict:
         for f in dataclasses.fields(methods[name].Config):
             fields.setdefault(f.name, {})[name] = f
 
-    help_of_all = argv[-2:] == ["--help", "all"]
+    pairs = zip(argv, argv[1:])
+    help_of_all = any(pair in (("--help", "all"), ("-h", "all")) for pair in pairs)
     parser = Parser(
         usage="%(prog)s [--flag value ...]",
         description=describe_help(method, methods, help_of_all),
@@ -285,7 +286,7 @@ def read_flags(argv: list, methods: dict) -> dict:
         f = next(iter(found.values()))
         text = argparse.SUPPRESS
         if help_of_all:
-            text = f.metadata["help"] + describe_defaults(found, methods)
+            text = describe_meaning(found) + describe_defaults(found, methods)
         elif method in found:
             text = f.metadata["help"]
             if f.default != "":
@@ -321,6 +322,15 @@ def describe_help(method: str, methods: dict, help_of_all: bool) -> str:
         docstring = sys.modules[method_class.__module__].__doc__ or ""
         lines.append(f"  {name:18}{docstring.splitlines()[0] if docstring else ''}")
     return "\n".join([*lines, "", f"The flags of --method {method}:"])
+
+
+def describe_meaning(found: dict) -> str:
+    """The help text that a flag has in its methods. Where they differ, the remark in brackets at
+    the end is of one method, and is left out. found: method -> the flag's field."""
+    first, *others = [f.metadata["help"] for f in found.values()]
+    if any(text != first for text in others):
+        return re.sub(r" \([^()]*\)$", "", first)
+    return first
 
 
 def describe_defaults(found: dict, methods: dict) -> str:
@@ -400,3 +410,27 @@ def check_limits(name: str, value, limits: dict):
     if not (low <= value < below) or value == limits.get("above"):  # also refuses NaN
         bound = f"above {limits['above']}" if "above" in limits else f"at least {low}"
         raise UserError(f"{name} {value}: must be {bound} and below {below:g}")
+
+
+def check_value(name: str, value, example, limits: dict):
+    """Raise UserError unless the value has the type of the example and is within the limits of
+    check_limits()."""
+    kinds = (int, float) if type(example) is float else (type(example),)
+    if type(value) not in kinds:
+        raise UserError(f"{name} is {value!r:.40}, not of type {kinds[-1].__name__}")
+    if not isinstance(value, str):  # an empty text is the default of some flags
+        check_limits(name, value, limits)
+
+
+def check_fields(kind: str, config, limits: dict):
+    """Check each field of a dataclass by the flag of its name."""
+    for f in dataclasses.fields(config):
+        flag = f.metadata or Config.__dataclass_fields__[f.name].metadata
+        value = getattr(config, f.name)
+        if flag["flag"].get("nargs") == "+" and isinstance(value, list):
+            if all(isinstance(word, str) for word in value):
+                continue
+        check_value(kind + f.name, value, f.default, flag["limits"] | limits)
+        choices = flag["flag"].get("choices")
+        if choices and value not in choices:
+            raise UserError(f"{kind}{f.name} is {value!r:.40}, not one of {', '.join(choices)}")

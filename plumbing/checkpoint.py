@@ -27,22 +27,22 @@ checkpoint-00000400.damaged. A disk that cannot be read now ends the start, and 
 Nothing in a file is executed: JSON, and tensors through torch.load(weights_only=True).
 """
 
-import dataclasses
 import json
 import os
 import re
 import shutil
 import zlib
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch.nn.functional import pad
 
-from config import Config, UserError, check_limits, explain, make_config
+from config import UserError, check_fields, check_value, explain, make_config
 from model import ModelConfig
 from plumbing.posix import fcntl
+from plumbing.text import to_disk
 
 # Maps a file: tensors are read when they are used.
 open_file = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
@@ -308,16 +308,6 @@ def save(setup, model, method, state: dict) -> Path:
     return write(Path(setup.config.out_dir), mesh, content, state)
 
 
-def to_disk(path):
-    """Wait until the disk has a file, or the names in a folder, where the file system can do it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError) if path.is_dir() else nullcontext():
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write(folder: Path, mesh, content: dict, state: dict) -> Path:
     """Write this rank's content and, on rank 0, state.json: all or nothing."""
     unfinished = folder / "checkpoint.tmp"
@@ -380,16 +370,6 @@ STATE = {"step": 0, "tokens": 0, "metrics_bytes": 0, "tokens_per_step": 1, "trai
 STATE |= {"progress": 0.0, "averages_gradients": True, "checkpoint": 0}
 
 
-def check_value(name: str, value, example, limits: dict):
-    """Raise UserError unless the value has the type of the example and is within the limits of
-    config.check_limits()."""
-    kinds = (int, float) if type(example) is float else (type(example),)
-    if type(value) not in kinds:
-        raise UserError(f"{name} is {value!r:.40}, not of type {kinds[-1].__name__}")
-    if not isinstance(value, str):  # an empty text is the default of some flags
-        check_limits(name, value, limits)
-
-
 def check_state(state: dict, methods: dict):
     """Raise an error unless all values of a state.json could be those of a run."""
     if not {"checkpoint", "checksum"} <= state.keys():
@@ -416,20 +396,6 @@ def check_state(state: dict, methods: dict):
     ranks = mesh["replicas"] * mesh["shards"]
     if (ranks, mesh["shards"]) != (flags["world_size"], flags["shards"]):
         raise UserError("its mesh is not that of its flags")
-
-
-def check_fields(kind: str, config, limits: dict):
-    """Check each field of a dataclass by the flag of its name."""
-    for f in dataclasses.fields(config):
-        flag = f.metadata or Config.__dataclass_fields__[f.name].metadata
-        value = getattr(config, f.name)
-        if flag["flag"].get("nargs") == "+" and isinstance(value, list):
-            if all(isinstance(word, str) for word in value):
-                continue
-        check_value(kind + f.name, value, f.default, flag["limits"] | limits)
-        choices = flag["flag"].get("choices")
-        if choices and value not in choices:
-            raise UserError(f"{kind}{f.name} is {value!r:.40}, not one of {', '.join(choices)}")
 
 
 def read(path, methods: dict) -> tuple:

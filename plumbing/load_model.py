@@ -14,9 +14,8 @@ from pathlib import Path
 
 import torch
 
-from config import UserError, read_number
+from config import UserError, check_fields, read_number
 from model import Llama, ModelConfig, make_layer
-from plumbing.checkpoint import check_fields
 from plumbing.tokenizer import UNKNOWN
 
 FIELDS = {  # of ModelConfig -> of transformers.LlamaConfig
