@@ -79,7 +79,7 @@ from plumbing.tokenizer import UNKNOWN, ByteTokenizer
 
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size
 GPT2 = 50257  # tokens in its vocabulary
-HINT = "name token files (.bin, .npy), or one corpus folder, made with data.py --input FILE --out DIR"
+HINT = "name token files (.bin, .npy), or one corpus folder: data.py --input FILE --out DIR"
 HEADERS = {20240520: np.uint16, 20240801: np.uint32}  # first number of llm.c's token files -> ids
 MEGATRON_DTYPES = {4: np.int32, 5: np.int64, 8: np.uint16}  # the codes of its .idx files
 TOKEN_FILES = {".bin", ".npy"}

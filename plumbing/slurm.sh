@@ -1,9 +1,9 @@
 #!/bin/bash
 # For Slurm: 1 to 4 nodes of eight GPUs, one replica per node. All nodes must see my_corpus and out/ (a shared file system).
 #SBATCH --nodes 4 --no-kill --exclusive --ntasks-per-node 1 --gpus-per-node 8
-# 120 s before the time limit torchrun gets SIGTERM and passes it on to its ranks: they end their round and save. Not
-# SIGUSR1, the usual warning: torchrun does not know it and dies of it. torchrun kills
-# its ranks 30 s after that. From torch 2.13 on they get more time with torchrun --shutdown_timeout 100.
+# 120 s before the time limit torchrun gets SIGTERM and passes it on to its ranks: they end their round and save.
+# 30 s later torchrun kills them. From torch 2.13 on, torchrun --shutdown_timeout 100 gives them 100 s. Not SIGUSR1,
+# the usual warning: torchrun does not know it and dies of it.
 #SBATCH --signal=TERM@120
 HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # A node that joins gives the others 30 s to end their round (--tau 128) and save. If that is too short, the run
