@@ -267,7 +267,8 @@ def read_flags(argv: list, methods: dict) -> dict:
         for f in dataclasses.fields(methods[name].Config):
             fields.setdefault(f.name, {})[name] = f
 
-    help_of_all = argv[-2:] == ["--help", "all"]
+    pairs = zip(argv, argv[1:])
+    help_of_all = any(pair in (("--help", "all"), ("-h", "all")) for pair in pairs)
     parser = Parser(
         usage="%(prog)s [--flag value ...]",
         description=describe_help(method, methods, help_of_all),
@@ -284,7 +285,7 @@ def read_flags(argv: list, methods: dict) -> dict:
         f = next(iter(found.values()))
         text = argparse.SUPPRESS
         if help_of_all:
-            text = f.metadata["help"] + describe_defaults(found, methods)
+            text = describe_meaning(found) + describe_defaults(found, methods)
         elif method in found:
             text = f.metadata["help"]
             if f.default != "":
@@ -320,6 +321,15 @@ def describe_help(method: str, methods: dict, help_of_all: bool) -> str:
         docstring = sys.modules[method_class.__module__].__doc__ or ""
         lines.append(f"  {name:18}{docstring.splitlines()[0] if docstring else ''}")
     return "\n".join([*lines, "", f"The flags of --method {method}:"])
+
+
+def describe_meaning(found: dict) -> str:
+    """The help text that a flag has in its methods. Where they differ, the remark in brackets at
+    the end is of one method, and is left out. found: method -> the flag's field."""
+    first, *others = [f.metadata["help"] for f in found.values()]
+    if any(text != first for text in others):
+        return re.sub(r" \([^()]*\)$", "", first)
+    return first
 
 
 def describe_defaults(found: dict, methods: dict) -> str:

@@ -16,11 +16,14 @@ Three kinds of corpora:
                     (how its documents were chosen), bytes_per_token (of text) and hash (of the
                     tokens).
     token files     of nanoGPT (no header), llm.c, modded-nanogpt and NeMo (a header), Megatron
-                    (.bin beside .idx), build-nanogpt (.npy), or folders of them. Without a header
-                    the ids are 2, 4 or 8 bytes wide: zeros between them tell.
+                    (.bin beside .idx), build-nanogpt (.npy), or folders of them. Known headers are
+                    256 int32 whose third is the number of ids, which are 2 or 4 bytes wide. What
+                    looks like another header is refused. Without a header the ids are 2, 4 or 8
+                    bytes wide: zeros between them tell.
                     Files with one of the words val, valid, validation, dev, test in their name, or
                     in a folder of that name, if several are given, are the validation part, also a
-                    val.bin beside a train.bin; without any it is the last 5%.
+                    val.bin beside a train.bin; without any it is the last 5%. A file with train or
+                    training in its name is never in it.
 
 Files are memory-mapped, never copied.
 
@@ -43,8 +46,9 @@ What --input reads, all of it piece by piece:
     text                one document
     .gz, .zst           packed JSON lines or text
 
-The content decides, not the name: part-00000 or a .json.gz can be JSON lines. Text is UTF-8. A
-document whose text is null or empty is left out.
+The content decides, not the name: part-00000 or a .json.gz can be JSON lines, and a .jl can be
+JSON lines or Julia's source text. But a .jsonl, .jsonlines or .ndjson with anything but JSON lines
+is refused: it is damaged. Text is UTF-8. A document whose text is null or empty is left out.
 
 Each document ends with the tokenizer's end-of-text token. It begins with the token that the
 tokenizer puts in front of a text (Llama's do), if there is one. --tokenizer is byte, gpt2, or a
@@ -75,7 +79,7 @@ from plumbing.tokenizer import UNKNOWN, ByteTokenizer
 
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size
 GPT2 = 50257  # tokens in its vocabulary
-HINT = "name token files (.bin), or one corpus folder, made with data.py --input FILE --out DIR"
+HINT = "name token files (.bin, .npy), or one corpus folder: data.py --input FILE --out DIR"
 HEADERS = {20240520: np.uint16, 20240801: np.uint32}  # first number of llm.c's token files -> ids
 MEGATRON_DTYPES = {4: np.int32, 5: np.int64, 8: np.uint16}  # the codes of its .idx files
 TOKEN_FILES = {".bin", ".npy"}
@@ -170,16 +174,13 @@ def standard_library() -> Corpus:
 
 def load(data, vocab_size: int = 0, block_size: int = 0) -> Corpus:
     """Open a corpus. data: a list of one folder that data.py has made, or of token files and
-    folders of them; a string is one of these (a checkpoint of an earlier version has a list with
-    ":" between the names); None: the built-in corpus. vocab_size: of the model, which may have more
-    tokens than the corpus (0: the corpus's; of token files GPT-2's). block_size: if given, both
-    parts must have a window of it. Raises OSError if the corpus is missing, UserError if it is
-    damaged or has other tokens."""
+    folders of them; a string is one of these; None: the built-in corpus. vocab_size: of the model,
+    which may have more tokens than the corpus (0: the corpus's; of token files GPT-2's).
+    block_size: if given, both parts must have a window of it. Raises OSError if the corpus is
+    missing, UserError if it is damaged or has other tokens."""
     names = data or []
     if isinstance(data, (str, Path)):
         names = [str(data)]
-        if not os.path.exists(data):
-            names = str(data).split(":")
     title = f"--data {' '.join(names)}"
     try:
         if data is None:
@@ -193,7 +194,7 @@ def load(data, vocab_size: int = 0, block_size: int = 0) -> Corpus:
             corpus.check(array[:CHECKED_TOKENS], lambda i: f"{name}, position {i:,}")
         if block_size:
             check_windows(corpus, block_size)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"{title}: damaged ({error}); {HINT}") from None
     return corpus
 
@@ -218,7 +219,7 @@ def load_folder(folder: str) -> Corpus:
         if type(meta[name]) is not str:
             raise ValueError(f"meta.json: {name} {meta[name]!r}")
     if meta["tokenizer"] == "tokenizer.json":
-        meta["tokenizer"] = Path(folder, "tokenizer.json").read_text()
+        meta["tokenizer"] = Path(folder, "tokenizer.json").read_text(encoding="utf-8")
     return Corpus(TokenFiles([array], [str(Path(folder, "tokens.bin"))]), **meta)
 
 
@@ -293,7 +294,8 @@ def find_token_files(names: list) -> list:
         words = find_words(path.name)
         if not words and len(names) > 1:
             words = {folder.lower()}
-        files.setdefault(path.resolve(), (path, bool(words & set(VALIDATION_NAMES))))
+        held_out = bool(words & set(VALIDATION_NAMES)) and not words & {"train", "training"}
+        files.setdefault(path.resolve(), (path, held_out))
     if not files:
         raise UserError(f"--data {' '.join(names)}: no token files; {HINT}")
     return list(files.values())
@@ -323,13 +325,24 @@ def open_token_file(path: Path, vocab_size: int) -> np.memmap:
     if dtype is None and count > 0 and rest in (2 * count, 4 * count):
         dtype = np.uint16 if rest == 2 * count else np.uint32
     if dtype is None:
-        if rest > 0 and not header[8:].any() and header[:8].any():
+        if has_header(header, path.stat().st_size):
             raise ValueError(f"{path.name} has a header of an unknown kind")
         return memory_map(path, find_dtype(path, vocab_size))
     array = memory_map(path, dtype, 1024)
     if len(array) != count:
         raise ValueError(f"{path.name} has {len(array):,} tokens, its header says {count:,}")
     return array
+
+
+def has_header(words: np.ndarray, size: int) -> bool:
+    """Do the first int32 of a file of this size look like a header, not like ids? Then one of them
+    is the number of ids behind it, 2 or 4 bytes each, or nearly all of 256 are zero."""
+    lengths = [*range(8, 68, 4), *(2**k for k in range(7, 13))]  # of headers, in bytes
+    for count in words[1:6].view(np.uint32).tolist():
+        if any(count > 0 and size - count * width in lengths for width in (2, 4)):
+            return True
+    # Of 8-byte ids half are zero.
+    return size > 1024 and bool(words[:8].any()) and np.count_nonzero(words[8:]) < 16
 
 
 def open_megatron_file(path: Path) -> np.memmap:
@@ -343,6 +356,8 @@ def open_megatron_file(path: Path) -> np.memmap:
         if magic != b"MMIDIDX\0\0" or len(fields) != 1:
             raise ValueError(f"{index.name} is no index of Megatron's {path.name}")
         _, code, count, _ = fields[0].tolist()
+        if 4 * count > index.stat().st_size:
+            raise ValueError(f"{index.name} is damaged: it says that it has {count:,} documents")
         lengths = np.fromfile(file, np.int32, count)
     if code not in MEGATRON_DTYPES:
         raise ValueError(f"{index.name} says that {path.name} has no token ids (type {code})")
@@ -353,7 +368,8 @@ def open_megatron_file(path: Path) -> np.memmap:
 
 
 def find_dtype(path: Path, vocab_size: int) -> np.dtype:
-    """Of a file without a header. The upper bytes of small ids in wide integers are zeros."""
+    """Of a file without a header. The upper bytes of small ids in wide integers are zeros. Raises
+    ValueError if its words look like other numbers than ids."""
     size = path.stat().st_size
     words = np.fromfile(path, np.uint16, 2 * CHECKED_TOKENS)
     words = words[: len(words) // 4 * 4].reshape(-1, 4)
@@ -361,6 +377,14 @@ def find_dtype(path: Path, vocab_size: int) -> np.dtype:
         return smallest_dtype(vocab_size)
     if size % 8 == 0 and not words[:, 2:].any():
         return np.dtype(np.int64)
+    if not words[:, 2].any():  # bytes 4 and 5 of 8 are zeros, 6 and 7 are not
+        raise ValueError(f"{path.name} has 8-byte numbers that are no ids")
+    for kind in np.float32, np.float64:
+        # As floats, ids of 4 and 8 bytes are tiny; of 2 bytes, some are tiny and some are huge.
+        numbers = np.abs(words.view(kind))
+        ordinary = (numbers == 0) | (numbers > 1e-9) & (numbers < 1e9)
+        if ordinary.mean() > 0.99:
+            raise ValueError(f"{path.name} has fractions ({kind.__name__}), not token ids")
     low = words[:, ::2].max()
     high = words[:, 1::2].max()
     if size % 4 == 0 and (high == 0 or high < 16 and low >= 2**12):  # ids below 16 x 65536

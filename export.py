@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 from config import Parser, UserError, check_limits, explain, run_command
-from plumbing.checkpoint import to_disk
 from plumbing.load_model import FIELDS, Source, open_model, their_names
-from plumbing.text import new_folder
+from plumbing.text import new_folder, to_disk
 from plumbing.tokenizer import UNKNOWN, JsonTokenizer, to_json
 
 
@@ -84,7 +83,8 @@ def write_folder(source: Source, out: str):
             tokenizer = JsonTokenizer(to_json(source.tokenizer))
             config.eos_token_id = tokenizer.eot_token
             names = {"eos_token": tokenizer.end_of_text}
-            for config.bos_token_id in tokenizer.begin[:1]:  # if training had one
+            if tokenizer.begin:  # what stood in front of each document in training
+                config.bos_token_id = tokenizer.begin[0]
                 names["bos_token"] = tokenizer.tokenizer.id_to_token(config.bos_token_id)
             transformers.PreTrainedTokenizerFast(
                 tokenizer_object=tokenizer.tokenizer, **names

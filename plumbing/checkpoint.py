@@ -32,7 +32,7 @@ import os
 import re
 import shutil
 import zlib
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from torch.nn.functional import pad
 from config import UserError, check_fields, check_value, explain, make_config
 from model import ModelConfig
 from plumbing.posix import fcntl
+from plumbing.text import to_disk
 
 # Maps a file: tensors are read when they are used.
 open_file = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
@@ -305,16 +306,6 @@ def save(setup, model, method, state: dict) -> Path:
         "sent": dict(mesh.sent),
     }
     return write(Path(setup.config.out_dir), mesh, content, state)
-
-
-def to_disk(path):
-    """Wait until the disk has a file, or the names in a folder, where the file system can do it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError) if path.is_dir() else nullcontext():
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write(folder: Path, mesh, content: dict, state: dict) -> Path:

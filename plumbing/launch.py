@@ -1,25 +1,27 @@
 """How ranks start together, and how they end.
 
 All ranks connect. Then every rank checks the whole command line, the corpus and the checkpoint, and
-the ranks exchange what they have found: either all train, or all end.
+the ranks share what they have found: either all train, or all end.
 
     reason of the end       what happens                                            exit code
     wrong input             all ranks end before training, rank 0 prints a line     2
     full disk               all ranks end after the failed checkpoint, likewise     2
     replicas differ         all ranks end before a checkpoint, likewise             1
     divergence              the ranks that find it end, the others lose them        2 (others 1)
+    a token id that is not  the rank that reads it ends, the others lose it         2 (others 1)
+    in the vocabulary       (the beginning of each file is checked before training)
     a rank is lost          gloo, shm: the others end at once or after --timeout_s  1
                             (a silent rank of the same replica: after a sixth of that);
                             nccl: after --timeout_s its watchdog ends them
     SIGTERM, Ctrl-C,        at once; with --save_on_exit at the next round end,     128 + signal
     SIGHUP                  after a checkpoint. SIGHUP: the terminal was closed
-    torchrun is killed      as after SIGTERM                                        128 + SIGTERM
+    torchrun is killed      on Linux as after SIGTERM; elsewhere the ranks go on    128 + SIGTERM
 
-torchrun kills the ranks 30 s after its signal, unless --shutdown_timeout says otherwise. When a
+torchrun kills the ranks 30 s after its signal. From torch 2.13 on it has --shutdown_timeout. When a
 node joins, it is always 30 s. A round and its checkpoint should take less. A signal that torchrun
 does not know, such as SIGUSR1, kills it.
 
-With --save_on_exit the signal of one rank is enough. At a round end all ranks exchange their
+With --save_on_exit the signal of one rank is enough. At a round end all ranks share their
 signals, so replicas wait for each other there, also in a method without a barrier.
 """
 
@@ -44,6 +46,7 @@ from plumbing.checkpoint import alike
 from plumbing.load_model import open_model
 from plumbing.plan import Plan
 
+LIBC = ctypes.CDLL(None)
 START_S = 600  # how long ranks wait for the slowest to start
 # What Setup.describe() says beside the flags
 FACTS = {"world_size", "mesh", "micro_steps", "micro_batch", "n_params", "corpus_hash"}
@@ -223,25 +226,25 @@ def connect() -> Mesh:
 def place_among_ranks() -> tuple:
     """(rank, world size), which torchrun tells in the environment; alone without it. Raises
     UserError if a launcher has left something out."""
-    found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    if set(found.values()) == {None}:
-        tasks = os.environ.get("SLURM_NTASKS", "1")
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        # srun starts a step of so many tasks. The shell of a job is one task.
+        tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
         if tasks != "1":
             raise UserError(
                 f"Slurm has started {tasks} tasks that do not know of each other: let srun start "
-                "torchrun, as plumbing/slurm.sh does, or unset SLURM_NTASKS to train in one process"
+                "torchrun, as plumbing/slurm.sh does, or one task, to train in one process"
             )
         return 0, 1
-    needed = {}  # numbers
-    if found["WORLD_SIZE"] != "1":
-        needed = {"MASTER_PORT": os.environ.get("MASTER_PORT")}
-        found["MASTER_ADDR"] = os.environ.get("MASTER_ADDR")
-    numbers = {name: found[name] for name in ("RANK", "WORLD_SIZE")} | needed
-    numbers |= {name: os.environ.get(name, "0") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    right = all(number and number.isdecimal() for number in numbers.values())
-    right = right and int(found["RANK"]) < int(found["WORLD_SIZE"])
-    if not right or None in found.values():
-        told = ", ".join(f"{name}={value or ''}" for name, value in (found | numbers).items())
+    names = ["RANK", "WORLD_SIZE"]
+    if os.environ.get("WORLD_SIZE") != "1":
+        names += ["MASTER_ADDR", "MASTER_PORT"]
+    found = {name: os.environ.get(name, "") for name in names}
+    for name in "LOCAL_RANK", "LOCAL_WORLD_SIZE":
+        found[name] = os.environ.get(name, "0")
+    right = found.get("MASTER_ADDR") != ""
+    right = right and all(found[name].isdecimal() for name in found.keys() - {"MASTER_ADDR"})
+    if not right or int(found["RANK"]) >= int(found["WORLD_SIZE"]):
+        told = ", ".join(f"{name}={value}" for name, value in found.items())
         raise UserError(
             f"{told}: these variables do not describe a rank; start with torchrun, which sets them"
         )
@@ -252,7 +255,10 @@ def end_with_torchrun():
     """This rank gets SIGTERM when its torchrun has been killed. Without it the rank would train on,
     and keep the run's folder and its GPU."""
     if dist.is_torchelastic_launched() and hasattr(LIBC, "prctl"):
+        parent = os.getppid()
         LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; only Linux has it
+        if os.getppid() != parent:  # it was killed meanwhile
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def without_old_keys(store, rank: int, world_size: int):
@@ -332,9 +338,6 @@ def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:
     if link:
         link.note = mesh.note
     return mesh
-
-
-LIBC = ctypes.CDLL(None)
 
 
 def keep_freed_memory():

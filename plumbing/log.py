@@ -20,9 +20,8 @@ has no communication between replicas. A sync row has lists with one entry per r
 over the round), `steps` (of the round), `pseudo_grad_norm`, `weight`, `dropped` (layers it was left
 out of). `rolled_back` has the numbers of the layers in which all replicas were left out. In
 methods without a barrier (method.py) the lists have one entry, of replica 0 (in streaming_edit only
-`loss` and `steps`). Of stall_ms,
-wait_others_ms is the host's waiting for other replicas and wait_link_ms for a simulated link
-(plumbing/simulate.py); the rest is arithmetic.
+`loss` and `steps`). Of stall_ms, wait_others_ms is the host's waiting for other replicas and
+wait_link_ms for a simulated link (plumbing/simulate.py); the rest is arithmetic.
 
 timeline-RANK.json, with --timeline: {"replica": ..., "spans": [[name, begin, end], ...]}, seconds
 since 1970. Names: step, wait for others, wait for link, link (a transfer on the simulated link).

@@ -3,7 +3,8 @@
     files --read--> documents, in pieces --tokenize on all cores--> tokens --split--> tokens.bin
 
 The content of a file says what it is: its first bytes, and whether its first line is a JSON object.
-A name that says something else, for example `.gz` of a file that is not packed, is an error.
+A name that says something else, for example `.gz` of a file that is not packed, or `.jsonl` of one
+that has no JSON lines, is an error.
 
 Nothing is held whole: a text is read in pieces, and a batch of pieces is tokenized at a time.
 
@@ -22,7 +23,7 @@ import re
 import shutil
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ UTF8 = "text must be UTF-8: convert it, for example with iconv -f latin1 -t utf-
 
 # ---- reading ----
 
-JSON_LINES = {"jsonl", "ndjson", "jsonlines", "jl"}
+JSON_LINES = {"jsonl", "ndjson", "jsonlines"}  # .jl is also Julia's
 NO_TEXT = {"bin", "npy", "json", "tar", "zip", "bz2", "xz", "7z"}  # suffixes
 BEGINNINGS = {  # of files, as regular expressions
     "gz": rb"\x1f\x8b",
@@ -121,11 +122,14 @@ def find_kind(head: bytes) -> str:
 def text_document(file):
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")  # without a byte order mark
     # Pieces bound the memory. They end with a line, if it is not too long.
+    empty = True
     while piece := text.read(PIECE) + text.readline(PIECE):
         if "\0" in piece:
             raise ValueError("it has bytes that are zero: binary, or UTF-16; text must be UTF-8")
         yield piece, False
-    yield "", True
+        empty = False
+    if not empty:
+        yield "", True
 
 
 def json_documents(file, field: str):
@@ -200,6 +204,16 @@ def new_folder(out: str):
             partial.rename(out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def to_disk(path):
+    """Wait until the disk has a file, or the names in a folder, where the file system can do it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError) if path.is_dir() else nullcontext():
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -366,5 +380,5 @@ def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float) ->
         }
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         if tokenizer.name == "tokenizer.json":
-            (folder / "tokenizer.json").write_text(name)
+            (folder / "tokenizer.json").write_text(name, encoding="utf-8")
     return meta

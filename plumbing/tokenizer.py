@@ -13,6 +13,7 @@ or UNKNOWN, for token files of other programs. to_json() translates the first tw
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,13 @@ class ByteTokenizer:
         return bytes(tokens).decode(errors="replace")
 
 
+def count_cores() -> int:
+    """Those that this process may use. macOS and Windows know only how many there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class GPT2Tokenizer:
     name = "gpt2"
     begin = []
@@ -71,8 +79,21 @@ class GPT2Tokenizer:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def encode_batch(self, texts: list) -> list:
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with ThreadPoolExecutor(count_cores()) as pool:
             return list(pool.map(self.encode, texts))
+
+
+@contextmanager
+def no_panic():
+    """Raise UserError where the Rust code of the package tokenizers panics, for example because a
+    regular expression takes too many steps. Its error is no Exception, and has no public name."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"the tokenizer.json cannot encode this text ({reason})") from None
 
 
 class JsonTokenizer:
@@ -86,7 +107,8 @@ class JsonTokenizer:
         import tokenizers
 
         try:
-            self.tokenizer = tokenizers.Tokenizer.from_str(text)
+            with no_panic():
+                self.tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # it has no kind of its own
             raise UserError(f"tokenizer.json is damaged ({error})") from None
         self.tokenizer.no_truncation()
@@ -109,7 +131,8 @@ class JsonTokenizer:
         from tokenizers.processors import TemplateProcessing
 
         for text in ("a", *ids):  # the first that has tokens
-            whole = self.tokenizer.encode(text)
+            with no_panic():
+                whole = self.tokenizer.encode(text)
             if 0 in whole.sequence_ids:
                 break
         places = whole.sequence_ids  # 0: of the text, None: of the post-processor
@@ -125,11 +148,13 @@ class JsonTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list) -> list:
-        found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with no_panic():
+            found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(each.ids, dtype=np.int64) for each in found]
 
     def decode(self, tokens: list) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+        with no_panic():
+            return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def read_tokenizer(name: str) -> tuple:
@@ -140,7 +165,7 @@ def read_tokenizer(name: str) -> tuple:
     if name in ("byte", "gpt2"):
         return name, make_tokenizer(name).n_vocab
     # Bytes that are not UTF-8 become characters that the tokenizer refuses.
-    text = Path(name, "tokenizer.json").read_text(errors="surrogateescape")
+    text = Path(name, "tokenizer.json").read_text("utf-8", "surrogateescape")
     config = Path(name, "config.json")
     if config.exists():
         try:

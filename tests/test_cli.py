@@ -29,7 +29,7 @@ import sample
 import train
 from config import Config, UserError, make_config, option, parse, run_command
 from mesh import Mesh, RankLostError, translate_comm_errors
-from model import ModelConfig
+from model import Llama, ModelConfig
 from plumbing import checkpoint, launch, load_model, posix
 from plumbing.log import Clock, Log, RoundRecord
 from plumbing.plan import Plan
@@ -241,7 +241,7 @@ def test_divergence_names_its_step_also_if_the_metrics_are_known_a_step_late(kno
 @pytest.mark.parametrize(
     "variables, message",
     [
-        ({"SLURM_NTASKS": "2"}, "Slurm has started 2 tasks that do not know of each other"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "Slurm has started 2 tasks that do not know of each other"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR=, .* start with torchrun"),
         ({"RANK": "1"}, "RANK=1, WORLD_SIZE=, "),
         ({"WORLD_SIZE": "2"}, "RANK=, WORLD_SIZE=2"),
@@ -262,22 +262,59 @@ def test_environment_that_describes_no_rank_is_refused_in_a_line(
     assert re.search(message, error) and written.out == ""
 
 
+def test_shell_of_a_slurm_job_trains_in_one_process(monkeypatch):
+    """It is one task, of a job that may have more."""
+    for name in "RANK", "WORLD_SIZE":
+        monkeypatch.delenv(name, raising=False)
+    for name, value in dict(SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1").items():
+        monkeypatch.setenv(name, value)
+    assert launch.place_among_ranks() == (0, 1)
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    assert launch.place_among_ranks() == (0, 1)
+
+
+def test_rank_ends_if_torchrun_died_before_the_rank_asked_for_its_signal(monkeypatch):
+    sent = []
+    parents = iter([77, 1])
+    monkeypatch.setattr(launch.dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(launch, "LIBC", SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(launch.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(launch.os, "kill", lambda *call: sent.append(call))
+    launch.end_with_torchrun()
+    assert sent == [(os.getpid(), signal.SIGTERM)]
+
+
 def on_windows(argv, rank, *more):
-    """What `python train.py` does where Python lacks these modules and signals."""
+    """What the programs do where Python lacks these modules and functions. train.py is the last."""
+    folder = argv[0]
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(ROOT)):
             del sys.modules[name]
     sys.modules |= {"fcntl": None, "resource": None}
-    del signal.SIGHUP
+    for name in "SIGHUP", "SIGALRM", "setitimer", "getitimer", "ITIMER_REAL":
+        delattr(signal, name)
+    del os.sched_getaffinity
     runpy.run_path(str(ROOT / "one_page.py"))
-    ranks.script(argv, rank, *more, ROOT / "train.py", ROOT)
+    runpy.run_path(str(ROOT / "export.py"))
+    make_corpus = f"--input {folder}/a.txt --out {folder}/corpus"
+    ranks.script(make_corpus.split(), rank, *more, ROOT / "data.py", ROOT)
+    for line in f"sample.py --model {folder}/model.pt --prompt abc --tokens 1", "train.py":
+        sys.argv = line.split()
+        runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
 
 
-def test_windows_gets_a_line_and_one_page(tmp_path):
-    run = Launch(1, tmp_path, special={0: (on_windows,)})
+def test_windows_gets_all_but_the_training_and_there_a_line(tmp_path):
+    (tmp_path / "a.txt").write_text("word " * 100)
+    config = ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=257, block_size=16)
+    saved = {"model": Llama(config).state_dict(), "model_config": vars(config)}
+    torch.save(saved | {"tokenizer": "byte"}, tmp_path / "model.pt")
+    run = Launch(1, tmp_path / "log", str(tmp_path), special={0: (on_windows,)})
     assert run.wait() == [2]
     (line,) = run.lines("err")
     assert "no fcntl" in line and "python one_page.py" in line
+    assert "data.py, sample.py and export.py" in line
+    assert len(data.load(str(tmp_path / "corpus")).tokens) == 501
+    assert run.lines("out")[-1].startswith("abc")
 
 
 def test_peak_memory_has_the_unit_of_the_system(monkeypatch):
@@ -573,6 +610,11 @@ def test_help_all_says_which_method_has_which_default(capsys):
     assert "inner steps per round (default: 16 in all but minibatch, a_edit)" in text
     assert "(default: 0.125 in sparse_loco; 0.0156 in top_k)" in text
     assert "inner steps (default: 700)" in text
+    assert "outer learning rate (default: " in text  # no paper: each method has its own
+    for argv in ["--help", "all", "--method", "edit"], ["--method", "edit", "-h", "all"]:
+        with pytest.raises(SystemExit):
+            parse(argv, train.METHODS)
+        assert " ".join(capsys.readouterr().out.split()) == text
 
 
 def test_flag_of_an_own_method_may_have_the_name_of_another_methods_flag():

@@ -233,7 +233,11 @@ TEXTS_OF_OTHERS = {  # name -> (content, tokens or what the line says)
     "b.txt.gz": (gzip.compress(b"{ab}\n"), PROSE),
     "b.md": (b"[a](b)", [*b"[a](b)", 256]),
     "b.jsonl": (b"{ab}\n", "line 1 is not a JSON object"),
-    "prose.jl.2": (b"word", "line 1 is not a JSON object"),
+    "prose.jsonlines.2": (b"word", "line 1 is not a JSON object"),
+    "prose.ndjson": (b"word", "line 1 is not a JSON object"),
+    "julia.jl": (b"x = 1\n", [*b"x = 1\n", 256]),
+    "empty.txt": (b"", "the input has no text"),
+    "mark.txt": (b"\xef\xbb\xbf", "the input has no text"),
     "cut": (b'{"text": "a', "line 1 is not a JSON object"),
     "several.json": (b'{\n "text": "a"\n}\n', "line 1 is not a JSON object"),
     "array.json": (b'["a"]', "jq -c"),
@@ -269,6 +273,13 @@ def test_texts_of_other_programs_are_read_right_or_refused_in_one_line(
     monkeypatch.setattr(sys, "argv", f"data.py --input {tmp_path / name} --out {out}".split())
     data.main()
     assert ids(data.load(str(out))) == expected
+
+
+def test_empty_file_is_no_document(tmp_path):
+    for name, content in ("a.txt", "a"), ("empty.txt", ""), ("b.txt", "b"):
+        (tmp_path / name).write_text(content)
+    paths = [tmp_path / name for name in ("a.txt", "empty.txt", "b.txt")]
+    assert list(data.text_documents(paths)) == [("a", False), ("", True), ("b", False), ("", True)]
 
 
 def test_another_field_than_text_can_be_named(tmp_path, monkeypatch):
@@ -477,6 +488,7 @@ def test_shards_of_llm_c_are_one_corpus(tmp_path):
 
 
 IDS = np.random.default_rng(1).integers(0, 200, 1000)
+RANDOM = np.random.default_rng(1).normal(size=1000)
 
 
 def write_megatron(folder, ids, code=4, dtype=np.int32, lengths=(600, 400)):
@@ -499,6 +511,20 @@ def write_header(folder, magic, dtype=np.uint16, count=1000, width=0):
     words = bytearray(path.read_bytes())
     words[12] = width  # NeMo's files say how wide an id is
     path.write_bytes(words)
+
+
+def write_behind(folder, header, count, dtype=np.uint16):
+    """So many ids behind a header of these int32."""
+    ids = np.resize(IDS, count).astype(dtype)
+    (folder / "x.bin").write_bytes(np.array(header, np.int32).tobytes() + ids.tobytes())
+
+
+def write_count(folder, count):
+    """A damaged number of documents."""
+    write_megatron(folder, IDS)
+    content = bytearray((folder / "x.idx").read_bytes())
+    content[18:26] = count.to_bytes(8, "little")
+    (folder / "x.idx").write_bytes(content)
 
 
 def write_late(folder):
@@ -524,6 +550,16 @@ TOKENS_OF_OTHERS = {  # -> how many are for training, or what the line says
     "nemo": (lambda f: write_header(f, 278895051, width=2), 950),
     "nemo-uint32": (lambda f: write_header(f, 278895051, np.uint32, width=4), 950),
     "header": (lambda f: write_header(f, 7, count=1001), "header of an unknown kind"),
+    "header-more": (lambda f: write_behind(f, [99, 1, 4000, *[0] * 17, 7, *[0] * 235], 4001),
+                    "header of an unknown kind"),
+    "header-short": (lambda f: write_behind(f, [99, 1, 2, 3000], 3000), "header of an unknown kind"),
+    "header-512": (lambda f: write_behind(f, [7, 3000, *range(1, 127)], 3000, np.uint32),
+                   "header of an unknown kind"),
+    "float32": (lambda f: RANDOM.astype(np.float32).tofile(f / "x.bin"), "fractions .float32"),
+    "float64": (lambda f: RANDOM.tofile(f / "x.bin"), "fractions .float64"),
+    "uint64-large": (lambda f: (IDS.astype(np.uint64) + 2**63).tofile(f / "x.bin"), "no ids"),
+    "megatron-count": (lambda f: write_count(f, 2**40), "x.idx is damaged"),
+    "megatron-overflow": (lambda f: write_count(f, 2**63 + 5), "x.idx is damaged"),
     "npy": (lambda f: np.save(f / "edu_train_0.npy", IDS.astype(np.uint16)), 950),
     "npy-int64": (lambda f: np.save(f / "x.npy", IDS), 950),
     "npy-float": (lambda f: np.save(f / "x.npy", IDS / 2), "no row of token ids"),
@@ -560,6 +596,12 @@ def test_tokens_of_other_programs_are_read_right_or_refused_in_one_line(tmp_path
         assert name in corpus.describe()
 
 
+def test_training_file_of_a_set_named_dev_is_not_for_validation(tmp_path):
+    for name, part in ("train_0", IDS[:900]), ("val_0", IDS[900:]):
+        part.astype(np.uint16).tofile(tmp_path / f"fineweb_dev_{name}.bin")
+    assert data.load([str(tmp_path)], 200).train_tokens == 900
+
+
 def test_validation_files_may_be_in_a_folder_of_that_name(tmp_path):
     for name, part in ("train", IDS[:900]), ("test", IDS[900:]):
         (tmp_path / name).mkdir()
@@ -569,7 +611,7 @@ def test_validation_files_may_be_in_a_folder_of_that_name(tmp_path):
     assert data.load([str(tmp_path / "test")], 200).train_tokens == 95  # a name of one's own
 
 
-def test_path_with_a_colon_is_one_path_and_an_old_checkpoint_may_have_a_list(tmp_path):
+def test_path_with_a_colon_is_one_path(tmp_path):
     (tmp_path / "run_13:30").mkdir()
     file = str(tmp_path / "run_13:30" / "train.bin")
     other = str(tmp_path / "b.bin")
@@ -580,7 +622,6 @@ def test_path_with_a_colon_is_one_path_and_an_old_checkpoint_may_have_a_list(tmp
     assert config.data == given["data"] == [file, other]
     assert len(data.load(config.data, 200).tokens) == 2000
     assert len(data.load(file, 200).tokens) == 1000
-    assert len(data.load(f"{other}:{tmp_path}", 200).tokens) == 1000  # the same file
 
 
 def test_file_behind_a_link_keeps_the_name_of_the_link(tmp_path):
@@ -676,6 +717,27 @@ def test_without_a_network_the_line_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", None)  # calling it raises an error
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR.*--tokenizer byte"):
         tokenizer.make_tokenizer("gpt2")
+
+
+def test_gpt2_encodes_on_all_cores_also_where_a_process_has_no_set_of_them(monkeypatch):
+    """As on macOS."""
+    byte = tokenizer.ByteTokenizer()
+    made = object.__new__(tokenizer.GPT2Tokenizer)
+    made.encode = byte.encode
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert [found.tolist() for found in made.encode_batch(["a", "b"])] == [[97], [98]]
+
+
+def test_panic_of_a_tokenizer_is_one_line_and_ctrl_c_stays_what_it_is():
+    class PanicException(BaseException):  # as the package tokenizers raises it
+        pass
+
+    with pytest.raises(UserError, match="cannot encode this text .retry-limit-in-match over.$"):
+        with tokenizer.no_panic():
+            raise PanicException("retry-limit-in-match\nover")
+    for other in KeyboardInterrupt, SystemExit:
+        with pytest.raises(other), tokenizer.no_panic():
+            raise other
 
 
 def test_bytes_become_tokens_and_text_again_even_if_they_are_damaged():

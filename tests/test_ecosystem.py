@@ -521,6 +521,16 @@ def test_memory_does_not_grow_with_the_input(tmp_path, suffix):
     assert large < small + 60  # of 128 MB more, packed 60 to 100
 
 
+def test_tokenizer_that_panics_is_told_in_one_line():
+    tokenizers = pytest.importorskip("tokenizers")
+    endless = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "</s>": 2}, []))
+    pattern = tokenizers.Regex("(x+x+)+y")  # takes exponentially many steps
+    endless.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
+    encoding = tokenizer.make_tokenizer(endless.to_str())
+    with pytest.raises(UserError, match="^the tokenizer.json cannot encode this text .*$"):
+        encoding.encode("x" * 60)
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"{}"])
 def test_damaged_tokenizer_is_refused_in_one_line(content, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(content)

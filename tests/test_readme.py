@@ -10,6 +10,7 @@ import shutil
 import sys
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import lab.__main__  # the experiments
 import ranks
@@ -59,6 +60,8 @@ def test_flags_of_the_slurm_script_are_valid():
     script_text = (ROOT / "plumbing" / "slurm.sh").read_text()
     argv = script_text.split("train.py ")[1].split()
     assert read_flags(argv).tokens_per_step % (8 * 2048) == 0
+    launcher = script_text.split(" torchrun ")[-1].split(" train.py ")[0]
+    get_args_parser().parse_args([*shlex.split(launcher), "train.py"])  # of this torch
 
 
 NAMED = {
