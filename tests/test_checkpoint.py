@@ -679,6 +679,16 @@ def test_wrong_value_in_state_json_is_refused_as_on_a_command_line(saved_run, tm
         assert setup.path.name == "checkpoint-00000007", (place, value)
 
 
+def test_numbers_of_a_long_run_are_not_too_large(saved_run, tmp_path):
+    """Flags are below 2^31, but a run has more tokens soon."""
+    run = shutil.copytree(saved_run, tmp_path / "run")
+    for place in "tokens", "metrics_bytes":
+        setting(place, 2**45)(run / "checkpoint-00000009")
+    for place in "train_s", "sent.shard", "sent.sync":
+        setting(place, 2.0**45)(run / "checkpoint-00000009")
+    assert refusal(f"--resume {run}", 2) == ""
+
+
 def test_every_flipped_bit_of_a_file_is_noticed_or_changes_nothing(saved_run, tmp_path):
     path = shutil.copytree(saved_run, tmp_path / "run") / "checkpoint-00000009"
     state, _ = checkpoint.read(path, train.METHODS)
