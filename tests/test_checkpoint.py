@@ -613,6 +613,9 @@ def test_damaged_checkpoint_is_refused_in_one_line_and_auto_takes_the_one_before
     mesh, saved_run, saved_shards, tmp_path
 ):
     saved = {"2x1": saved_run, "1x2": saved_shards}[mesh]
+    argv = ["--resume=auto", f"--out_dir={saved}"]
+    setup = launch.Setup(argv, train.METHODS, train.data.load, 2)
+    assert setup.path.name == "checkpoint-00000009"  # nothing is damaged yet
     for name, damage in CORRUPTIONS.items():
         run = shutil.copytree(saved, tmp_path / name / "run")
         damage(run / "checkpoint-00000009")
