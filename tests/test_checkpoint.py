@@ -615,6 +615,9 @@ def test_damaged_checkpoint_is_refused_in_one_line_and_auto_takes_the_one_before
     mesh, saved_run, saved_shards, tmp_path
 ):
     saved = {"2x1": saved_run, "1x2": saved_shards}[mesh]
+    argv = ["--resume=auto", f"--out_dir={saved}"]
+    setup = launch.Setup(argv, train.METHODS, train.data.load, 2)
+    assert setup.path.name == "checkpoint-00000009"  # nothing is damaged yet
     for name, damage in CORRUPTIONS.items():
         run = shutil.copytree(saved, tmp_path / name / "run")
         damage(run / "checkpoint-00000009")
@@ -711,6 +714,14 @@ def test_every_changed_value_of_state_json_is_noticed(saved_run, tmp_path):
             checkpoint.read(path, train.METHODS)
     (path / S).write_text(json.dumps(state))
     checkpoint.read(path, train.METHODS)
+
+
+def test_numbers_of_a_long_run_are_not_too_large(saved_run):
+    """Flags are below 2^31, but a run has more tokens soon."""
+    state = json.loads((saved_run / "checkpoint-00000009" / S).read_text())
+    large = dict(tokens=2**45, metrics_bytes=2**45, train_s=2.0**45)
+    large["sent"] = dict(shard=2.0**45, sync=2.0**45)
+    checkpoint.check_state(state | large, train.METHODS)
 
 
 def test_every_flipped_bit_of_a_file_is_noticed_or_changes_nothing(saved_run, tmp_path):

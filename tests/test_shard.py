@@ -1,7 +1,7 @@
 """ZeRO-3: sharded equals whole, what is sent, what is alive, what decays."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from types import SimpleNamespace
 
 import pytest
@@ -265,6 +265,23 @@ def test_backward_reads_no_layer_but_its_own(backend, recompute):
     spoiled = two_micro_steps(recompute, backend, spoil_buffers)
     assert usual.grad.norm() > 0
     assert torch.equal(spoiled.grad, usual.grad)
+
+
+def test_only_inner_layers_are_computed_again_and_first_without_a_graph():
+    counts = Counter()
+
+    def count(model):
+        for l, layer in enumerate(model.layers):
+            note = lambda layer, inputs, l=l: counts.update([(l, torch.is_grad_enabled())])
+            layer.register_forward_pre_hook(note)
+
+    two_micro_steps(recompute=True, change=count)
+    expected = {}
+    for l in range(LAYERS):
+        expected[l, True] = 2  # micro-steps
+        if 0 < l < LAYERS - 1:
+            expected[l, False] = 2
+    assert counts == expected
 
 
 # ---- what is alive, and when ----
