@@ -368,7 +368,7 @@ def read_command(argv: list) -> tuple:
     parser.add_argument(
         "--base", nargs="+", default=[], metavar="FLAG=VALUE", help="of lab.table: compare with it"
     )
-    parser.add_argument("--x", default="tokens", help="of lab.table: the x axis of the picture")
+    parser.add_argument("--x", help="of lab.table: the x axis of the picture")
     name = ""
     if argv and not argv[0].startswith("-"):
         name, *argv = argv
@@ -431,8 +431,10 @@ def show(root, args):
     folders = sorted(path.parent for path in root.glob("*/metrics.jsonl"))
     if any(map(finished, folders)):
         print()
-        words = [*map(str, folders), "--x", args.x, "--out", str(root / args.name)]
-        table.main([*words, "--base", *args.base] if args.base else words)
+        words = [*map(str, folders), "--out", str(root / args.name)]
+        words += ["--x", args.x] if args.x else []
+        words += ["--base", *args.base] if args.base else []
+        table.main(words)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ An effect is what one flag does, everything else equal: the same pairs, averaged
 of the other flags, for each seed. Only the seeds count that all these settings have. Marks: * the
 mean is at least two standard errors from 0; ? one seed only, so nobody knows the error.
 
---out NAME writes NAME.md, NAME.csv (a line per run: pandas.read_csv reads it) and NAME.svg.
+--out NAME writes NAME.md, NAME.csv (a line per run: pandas.read_csv reads it) and NAME.svg: the
+losses over tokens; over the first flag with numbers if the runs have one evaluation each; or over
+--x, one of step, tokens, train_s, sync_bytes or a flag.
 """
 
 import csv
@@ -439,12 +441,21 @@ def write_csv(path, runs, names):
 def check_x(x, known):
     """Raise UserError unless it is a column of the evaluations, or a flag that is a number. known:
     the flags of the runs."""
-    if x in CURVES:
+    if not x or x in CURVES:
         return
     found = {flags[x] for flags in known if x in flags}
     if not found or not all(isinstance(value, (int, float)) for value in found):
         choices = ", ".join(CURVES)
         raise UserError(f"--x {x}: it must be one of {choices}, or a flag whose values are numbers")
+
+
+def default_x(runs, columns) -> str:
+    """Curves over tokens. One evaluation is no curve: then the losses over the first number."""
+    if all(len(run.record["evals"]) == 1 for run in runs):
+        for name in columns:
+            if all(isinstance(run.flags.get(name, 0), (int, float)) for run in runs):
+                return name
+    return "tokens"
 
 
 def curves(runs, columns, x) -> list:
@@ -487,9 +498,7 @@ def main(argv: list):
     parser.add_argument(
         "--base", nargs="+", default=[], metavar="FLAG=VALUE", help="the runs to compare with"
     )
-    parser.add_argument(
-        "--x", default="tokens", help=f"of the picture: {', '.join(CURVES)}, or a flag"
-    )
+    parser.add_argument("--x", help=f"of the picture: {', '.join(CURVES)}, or a flag")
     parser.add_argument("--out", help="write OUT.md, OUT.csv and OUT.svg")
     args = parser.parse_args(argv)
     runs, notes = read_runs(args.runs)
@@ -497,7 +506,7 @@ def main(argv: list):
     text, runs, columns, names = page(runs, args.base, notes)
     print(text)
     if args.out:
-        write(args.out, text, runs, columns, names, args.x)
+        write(args.out, text, runs, columns, names, args.x or default_x(runs, columns))
 
 
 def write(name, text, runs, columns, names, x):

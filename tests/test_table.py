@@ -302,6 +302,18 @@ def test_curve_of_a_line_is_the_mean_of_its_runs(write, tmp_path, monkeypatch):
     assert lines == {("edit", ""): [(4.0, 2.5, 2.0, 3.0), (16.0, 2.5, 2.0, 3.0)]}
 
 
+def test_runs_with_one_evaluation_are_drawn_over_a_flag(write):
+    for tau in 4, 16:
+        write(2.0, "edit", tau=tau)
+        write(2.0, "diloco", tau=tau)
+    runs, _ = table.read_runs(write.folders)
+    assert table.default_x(runs, ["method", "tau"]) == "tokens"
+    for run in runs:
+        run.record["evals"].pop()
+    assert table.default_x(runs, ["method", "tau"]) == "tau"
+    assert table.default_x(runs, ["method"]) == "tokens"
+
+
 def test_picture_is_drawn_or_its_package_named(write, tmp_path, monkeypatch, capsys):
     write(2.0, "minibatch")
     write(2.2, "edit", tau=4)
