@@ -108,7 +108,8 @@ def draw_panel(axes, panel, lines):
         axes.set_xscale("log")
         axes.minorticks_off()
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(EngFormatter())  # 100 M, not 10^8
+    if panel.log or axes.get_xlim()[1] >= 1000:
+        axes.xaxis.set_major_formatter(EngFormatter())  # 100 M, not 10^8
 
 
 def draw(rows, panels, path):

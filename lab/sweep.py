@@ -53,10 +53,12 @@ NO_SETTING = {*OWN_FLAGS, "data", "checkpoint_interval", "keep", "timeout_s"}
 
 @dataclass
 class Run:
-    """label: its flags that have several values in the sweep; flags: of train.py."""
+    """label: its flags that have several values in the sweep; flags: those of train.py that are
+    given, as words; config: all of them."""
 
     label: str
     flags: dict
+    config: dict
     ranks: int
     plain: bool
     folder: Path
@@ -179,15 +181,15 @@ def make_run(root, label, flags, given, ranks, plain, load) -> Run:
     if config.replicas:
         ranks = config.replicas * config.shards
     corpus = load(tuple(config.data), config.vocab_size, config.block_size)
+    config.replicas = ranks // config.shards
     settings = {name: value for name, value in vars(config).items() if name not in NO_SETTING}
-    settings["replicas"] = ranks // config.shards
     text = json.dumps([settings, corpus.hash, ranks, plain], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     # Another command line may have made the run, in which other flags had several values.
     earlier = list(root.glob(f"*-{digest}"))
     name = label.replace(", ", ",").replace(" ", "=").replace("/", "_")[:100] or config.method
     folder = earlier[0] if earlier else root / f"{name}-{digest}"
-    return Run(label or config.method, flags, ranks, plain, folder)
+    return Run(label or config.method, flags, vars(config), ranks, plain, folder)
 
 
 def check(run: Run, load):
@@ -290,7 +292,7 @@ class Sweep:
         processes = 1 if run.plain else run.ranks
         threads = max(1, cores() // (self.jobs * processes))
         environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
-        with open(run.folder / "output.txt", "a") as output:
+        with open(run.folder / "output.txt", "w" if run.fresh else "a") as output:
             # In a session of its own: Ctrl-C in a terminal reaches the sweep only, which passes
             # one signal on. A second one would end train.py without a checkpoint.
             process = subprocess.Popen(
@@ -366,7 +368,7 @@ def read_command(argv: list) -> tuple:
     parser.add_argument(
         "--base", nargs="+", default=[], metavar="FLAG=VALUE", help="of lab.table: compare with it"
     )
-    parser.add_argument("--x", default="tokens", help="of lab.table: the x axis of the picture")
+    parser.add_argument("--x", help="of lab.table: the x axis of the picture")
     name = ""
     if argv and not argv[0].startswith("-"):
         name, *argv = argv
@@ -377,21 +379,25 @@ def read_command(argv: list) -> tuple:
     for flag in ("ranks", "jobs"):
         if getattr(args, flag) < 1:
             raise UserError(f"--{flag} {getattr(args, flag)}: must be at least 1")
-    for word in args.base:
-        flag, equals, value = word.partition("=")
-        if not equals:
-            raise UserError(f"--base {word}: write FLAG=VALUE, as in method=minibatch")
-        read_flags(words_of({flag: value}), METHODS)
-    if args.x not in table.CURVES and args.x not in axes:
-        raise UserError(f"--x {args.x}: one of {', '.join(table.CURVES)}, or a flag of the sweep")
     args.name = name
     return args, axes
+
+
+def check_table(args, root, runs):
+    """Raise UserError if the table could not be made from these runs and the earlier ones."""
+    known = [table.settings(run.config) for run in runs]
+    for path in root.glob("*/metrics.jsonl"):
+        if finished(path.parent):
+            known.append(table.settings(table.read_run(path.parent)["config"]))
+    table.check_base(args.base, known)
+    table.check_x(args.x, known)
 
 
 def main(argv: list):
     args, axes = read_command(argv)
     root = Path("out/sweep", args.name)
     runs, left_out = plan(root, axes, args.ranks, args.plain)
+    check_table(args, root, runs)
     todo = [run for run in runs if not finished(run.folder)]
     for method, names in left_out.items():
         print(f"note    {method} does not have --{', --'.join(names)}: left out for it")
@@ -425,8 +431,10 @@ def show(root, args):
     folders = sorted(path.parent for path in root.glob("*/metrics.jsonl"))
     if any(map(finished, folders)):
         print()
-        words = [*map(str, folders), "--x", args.x, "--out", str(root / args.name)]
-        table.main([*words, "--base", *args.base] if args.base else words)
+        words = [*map(str, folders), "--out", str(root / args.name)]
+        words += ["--x", args.x] if args.x else []
+        words += ["--base", *args.base] if args.base else []
+        table.main(words)
 
 
 if __name__ == "__main__":

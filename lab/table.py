@@ -20,7 +20,9 @@ An effect is what one flag does, everything else equal: the same pairs, averaged
 of the other flags, for each seed. Only the seeds count that all these settings have. Marks: * the
 mean is at least two standard errors from 0; ? one seed only, so nobody knows the error.
 
---out NAME writes NAME.md, NAME.csv (a line per run: pandas.read_csv reads it) and NAME.svg.
+--out NAME writes NAME.md, NAME.csv (a line per run: pandas.read_csv reads it) and NAME.svg: the
+losses over tokens; over the first flag with numbers if the runs have one evaluation each; or over
+--x, one of step, tokens, train_s, sync_bytes or a flag.
 """
 
 import csv
@@ -45,7 +47,7 @@ NO_SETTING |= {"world_size", "mesh", "micro_steps", "micro_batch", "n_params"}
 CURVES = ("step", "tokens", "train_s", "sync_bytes")  # what --x may be beside a flag
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """A finished run. flags: what may be a column; record: of read_run()."""
 
@@ -91,7 +93,7 @@ def read_runs(folders) -> tuple:
             runs.append(Run(str(folder), flags, seed, end["val_loss"], end, record))
     if not runs:
         raise UserError("; ".join([*notes, "there is no finished run to compare"]))
-    return without_repetitions(runs, notes), notes
+    return runs, notes
 
 
 def settings(config: dict) -> dict:
@@ -125,11 +127,11 @@ def changes_on_the_way(record) -> list:
     return notes
 
 
-def without_repetitions(runs, notes) -> list:
+def without_repetitions(runs, columns, notes) -> list:
     """Runs that differ in nothing are no independent ones: the first counts."""
     kept = {}
     for run in runs:
-        key = json.dumps([run.flags, run.seed])
+        key = run.values(columns), run.seed
         if key in kept:
             notes.append(f"{run.folder}: repeats {kept[key].folder}, left out")
         else:
@@ -218,19 +220,24 @@ def read_base(words, runs, columns) -> dict:
     if not words and columns:
         first = {run.flags.get(columns[0]) for run in runs} - {None}
         return {columns[0]: min(first, key=in_order)}
+    return check_base(words, [run.flags for run in runs])
+
+
+def check_base(words, known) -> dict:
+    """read_base() with the flags of the runs."""
     base = {}
     for word in words:
         name, equals, text = word.partition("=")
-        values = {run.flags[name] for run in runs if name in run.flags}
+        values = {flags[name] for flags in known if name in flags}
         found = [value for value in values if matches(value, text)]
         if not equals:
             raise UserError(f"--base {word}: write FLAG=VALUE, as in method=minibatch")
         if not found:
-            known = ", ".join(map(str, sorted(values, key=in_order))) or "no such flag"
-            raise UserError(f"--base {word}: no finished run has it; there is: {known}")
+            choices = ", ".join(map(str, sorted(values, key=in_order))) or "no such flag"
+            raise UserError(f"--base {word}: no run has it; there is: {choices}")
         base[name] = found[0]
-    if base and not any(base.items() <= run.flags.items() for run in runs):
-        raise UserError(f"--base {' '.join(words)}: no finished run has all of these")
+    if base and not any(base.items() <= flags.items() for flags in known):
+        raise UserError(f"--base {' '.join(words)}: no run has all of these")
     return base
 
 
@@ -398,11 +405,13 @@ MARKS = "`*`: at least two standard errors from 0. `?`: one seed only. +-: the s
 
 
 def page(runs, base_words, notes) -> tuple:
-    """(text, columns, names of all flags that differ). Gives the runs their bases."""
+    """(text, the runs that count, columns, names of all flags that differ). Gives the runs their
+    bases. Adds to the notes."""
     columns, followers = find_columns(runs)
+    runs = without_repetitions(runs, columns, notes)
     base = read_base(base_words, runs, columns)
     lines = find_lines(runs, columns)
-    notes = notes + set_bases(runs, base, columns, followers) + notes_on_seeds(lines, columns)
+    notes += set_bases(runs, base, columns, followers) + notes_on_seeds(lines, columns)
     parts = [markdown(result_lines(lines, columns, base))]
     effects = find_effects(runs, columns, base)
     if effects:
@@ -413,7 +422,7 @@ def page(runs, base_words, notes) -> tuple:
         notes += effect.notes
     notes += notes_on_followers(runs, followers)
     parts += ["\n".join(f"- {note}" for note in notes)] if notes else []
-    return "\n\n".join(parts), columns, [*columns, *followers]
+    return "\n\n".join(parts), runs, columns, [*columns, *followers]
 
 
 def write_csv(path, runs, names):
@@ -429,14 +438,24 @@ def write_csv(path, runs, names):
             writer.writerow([run.folder, *run.values(names), run.seed, *found])
 
 
-def check_x(x, runs):
-    """Raise UserError unless it is a column of the evaluations, or a flag that is a number."""
-    if x in CURVES:
+def check_x(x, known):
+    """Raise UserError unless it is a column of the evaluations, or a flag that is a number. known:
+    the flags of the runs."""
+    if not x or x in CURVES:
         return
-    found = {run.flags[x] for run in runs if x in run.flags}
+    found = {flags[x] for flags in known if x in flags}
     if not found or not all(isinstance(value, (int, float)) for value in found):
         choices = ", ".join(CURVES)
         raise UserError(f"--x {x}: it must be one of {choices}, or a flag whose values are numbers")
+
+
+def default_x(runs, columns) -> str:
+    """Curves over tokens. One evaluation is no curve: then the losses over the first number."""
+    if all(len(run.record["evals"]) == 1 for run in runs):
+        for name in columns:
+            if all(isinstance(run.flags.get(name, 0), (int, float)) for run in runs):
+                return name
+    return "tokens"
 
 
 def curves(runs, columns, x) -> list:
@@ -479,17 +498,15 @@ def main(argv: list):
     parser.add_argument(
         "--base", nargs="+", default=[], metavar="FLAG=VALUE", help="the runs to compare with"
     )
-    parser.add_argument(
-        "--x", default="tokens", help=f"of the picture: {', '.join(CURVES)}, or a flag"
-    )
+    parser.add_argument("--x", help=f"of the picture: {', '.join(CURVES)}, or a flag")
     parser.add_argument("--out", help="write OUT.md, OUT.csv and OUT.svg")
     args = parser.parse_args(argv)
     runs, notes = read_runs(args.runs)
-    check_x(args.x, runs)
-    text, columns, names = page(runs, args.base, notes)
+    check_x(args.x, [run.flags for run in runs])
+    text, runs, columns, names = page(runs, args.base, notes)
     print(text)
     if args.out:
-        write(args.out, text, runs, columns, names, args.x)
+        write(args.out, text, runs, columns, names, args.x or default_x(runs, columns))
 
 
 def write(name, text, runs, columns, names, x):

@@ -223,8 +223,10 @@ WRONG = {
     "--method edit --out_dir x": "--out_dir: the sweep sets it",
     "--method edit --optimizer muon --average_moments": "no second moment",
     "--method edit --base tau": "--base tau: write FLAG=VALUE",
-    "--method edit --base taus=4": "unrecognized arguments: --taus 4",
-    "--method edit --x loss": "--x loss: one of step, tokens",
+    "--method edit --base taus=4": "--base taus=4: no run has it; there is: no such flag",
+    "--method edit --x loss": "--x loss: it must be one of step, tokens",
+    "--method edit --base method=diloco": "no run has it; there is: edit",
+    "--method edit --x method": "a flag whose values are numbers",
     "edit --tau 4": "edit: a value stands behind its flag",
 }
 

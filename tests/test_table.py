@@ -238,7 +238,7 @@ def test_unfinished_repeated_and_changed_runs_are_said_and_not_averaged(write):
     write(9.0, rows=[{"event": "step", "step": 5, "tokens": 1, "train_s": 1, "sync_bytes": 1}])
     write(9.0, rows=[{"event": "end", "val_loss": 9.0, "exit": "stopped"}])
     write(9.0, rows=[{"event": "end", "val_loss": None, "exit": "done"}])
-    write(9.0)  # the same flags and seed as the first one
+    write(9.0, data=["elsewhere"])  # the same corpus, flags and seed as the first one
     lines, _, notes = compared(write.folders)
     assert lines[1] == ["2.0000", "1.0", "1"]
     _, unfinished, stopped, diverged, repeated = write.folders
@@ -302,6 +302,18 @@ def test_curve_of_a_line_is_the_mean_of_its_runs(write, tmp_path, monkeypatch):
     assert lines == {("edit", ""): [(4.0, 2.5, 2.0, 3.0), (16.0, 2.5, 2.0, 3.0)]}
 
 
+def test_runs_with_one_evaluation_are_drawn_over_a_flag(write):
+    for tau in 4, 16:
+        write(2.0, "edit", tau=tau)
+        write(2.0, "diloco", tau=tau)
+    runs, _ = table.read_runs(write.folders)
+    assert table.default_x(runs, ["method", "tau"]) == "tokens"
+    for run in runs:
+        run.record["evals"].pop()
+    assert table.default_x(runs, ["method", "tau"]) == "tau"
+    assert table.default_x(runs, ["method"]) == "tokens"
+
+
 def test_picture_is_drawn_or_its_package_named(write, tmp_path, monkeypatch, capsys):
     write(2.0, "minibatch")
     write(2.2, "edit", tau=4)
@@ -323,9 +335,9 @@ def test_picture_is_drawn_or_its_package_named(write, tmp_path, monkeypatch, cap
 WRONG = {
     "--base method": "write FLAG=VALUE",
     "--base metod=edit": "no such flag",
-    "--base method=diloco": "no finished run has it; there is: minibatch, edit",
+    "--base method=diloco": "no run has it; there is: minibatch, edit",
     "--base tau=5": "there is: 4",
-    "--base method=minibatch tau=4": "no finished run has all of these",
+    "--base method=minibatch tau=4": "no run has all of these",
     "--x loss": "one of step, tokens, train_s, sync_bytes",
     "--x method": "a flag whose values are numbers",
     "--best": "unrecognized arguments",
