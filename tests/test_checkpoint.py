@@ -369,7 +369,7 @@ def saved_run(tmp_path_factory, corpus_folder):
 def mapped_files() -> list:
     """The files of checkpoints that this process maps: the disk keeps their room."""
     with open("/proc/self/maps") as maps:
-        return [line.split()[5:] for line in maps if "rank-0" in line]
+        return [line.split()[5] for line in maps if "rank-0" in line]
 
 
 def load_for_an_hour(method, model, mesh):
@@ -648,8 +648,8 @@ def setting(place, value):
 
 NAN = float("nan")
 WRONG_VALUES = [
-    ("tokens", None), ("tokens", "1"), ("tokens", -1), ("tokens", 2**63), ("tokens", [1]), ("train_s", None),
-    ("train_s", "1"), ("train_s", NAN), ("train_s", -1.0), ("metrics_bytes", None),
+    ("tokens", None), ("tokens", "1"), ("tokens", -1), ("tokens", 2**63), ("tokens", [1]),
+    ("train_s", None), ("train_s", "1"), ("train_s", NAN), ("train_s", -1.0), ("metrics_bytes", None),
     ("metrics_bytes", 1.5), ("metrics_bytes", -1), ("tokens_per_step", None),
     ("tokens_per_step", "32"), ("progress", None), ("progress", NAN), ("progress", True),
     ("sent", None), ("sent", 7), ("sent.sync", "x"), ("sent.shard", None), ("sent.shard", NAN),
