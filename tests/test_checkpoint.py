@@ -650,8 +650,8 @@ NAN = float("nan")
 WRONG_VALUES = [
     ("tokens", None), ("tokens", "1"), ("tokens", -1), ("tokens", 2**63), ("tokens", [1]),
     ("train_s", None), ("train_s", "1"), ("train_s", NAN), ("train_s", -1.0),
-    ("metrics_bytes", None), ("metrics_bytes", 1.5), ("metrics_bytes", -1), ("tokens_per_step", None),
-    ("tokens_per_step", "32"), ("progress", None), ("progress", NAN), ("progress", True),
+    ("metrics_bytes", None), ("metrics_bytes", 1.5), ("metrics_bytes", -1),
+    ("tokens_per_step", None), ("tokens_per_step", "32"), ("progress", None), ("progress", NAN), ("progress", True),
     ("sent", None), ("sent", 7), ("sent.sync", "x"), ("sent.shard", None), ("sent.shard", NAN),
     ("step", None), ("step", 8), ("checkpoint", "x"), ("averages_gradients", None),
     ("averages_gradients", 0), ("model_config", None), ("model_config.n_layer", None),
