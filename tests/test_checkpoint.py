@@ -371,7 +371,7 @@ def saved_run(tmp_path_factory, corpus_folder):
 def mapped_files() -> list:
     """The files of checkpoints that this process maps: the disk keeps their room."""
     with open("/proc/self/maps") as maps:
-        return [line.split()[5:] for line in maps if "rank-0" in line]
+        return [line.split()[5] for line in maps if "rank-0" in line]
 
 
 def load_for_an_hour(method, model, mesh):
@@ -650,11 +650,11 @@ def setting(place, value):
 
 NAN = float("nan")
 WRONG_VALUES = [
-    ("tokens", None), ("tokens", "1"), ("tokens", -1), ("tokens", 2**63), ("tokens", [1]), ("train_s", None),
-    ("train_s", "1"), ("train_s", NAN), ("train_s", -1.0), ("metrics_bytes", None),
-    ("metrics_bytes", 1.5), ("metrics_bytes", -1), ("tokens_per_step", None),
-    ("tokens_per_step", "32"), ("progress", None), ("progress", NAN), ("progress", True),
-    ("sent", None), ("sent", 7), ("sent.sync", "x"), ("sent.shard", None), ("sent.shard", NAN),
+    ("tokens", None), ("tokens", "1"), ("tokens", -1), ("tokens", 2**63), ("tokens", [1]),
+    ("train_s", None), ("train_s", "1"), ("train_s", NAN), ("train_s", -1.0),
+    ("metrics_bytes", None), ("metrics_bytes", 1.5), ("metrics_bytes", -1),
+    ("tokens_per_step", None), ("tokens_per_step", "32"), ("progress", None), ("progress", NAN),
+    ("progress", True), ("sent", None), ("sent", 7), ("sent.sync", "x"), ("sent.shard", None), ("sent.shard", NAN),
     ("step", None), ("step", 8), ("checkpoint", "x"), ("averages_gradients", None),
     ("averages_gradients", 0), ("model_config", None), ("model_config.n_layer", None),
     ("model_config.n_layer", 10**8), ("model_config.n_layer", "2"), ("model_config.more", 1),

@@ -1,5 +1,6 @@
 """ZeRO-3: sharded equals whole, what is sent, what is alive, what decays."""
 
+import functools
 import math
 from collections import Counter, deque
 from types import SimpleNamespace
@@ -270,10 +271,12 @@ def test_backward_reads_no_layer_but_its_own(backend, recompute):
 def test_only_inner_layers_are_computed_again_and_first_without_a_graph():
     counts = Counter()
 
+    def note(l, layer, inputs):
+        counts[l, torch.is_grad_enabled()] += 1
+
     def count(model):
         for l, layer in enumerate(model.layers):
-            note = lambda layer, inputs, l=l: counts.update([(l, torch.is_grad_enabled())])
-            layer.register_forward_pre_hook(note)
+            layer.register_forward_pre_hook(functools.partial(note, l))
 
     two_micro_steps(recompute=True, change=count)
     expected = {}
