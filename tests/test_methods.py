@@ -235,9 +235,9 @@ def flags_of(case, mesh):
     return flags | dict(shards=mesh[1], eval_interval=1)
 
 
-def is_slow(case):
-    """A variant of a relative."""
-    return ", " in case and case.split(",")[0] in RELATIVES
+def is_slow(case, mesh):
+    """A variant of a relative, or a mesh beside one rank, four replicas and the grid."""
+    return (", " in case and case.split(",")[0] in RELATIVES) or mesh not in (ONE, FOUR, GRID)
 
 
 def selected(rows):
@@ -245,7 +245,7 @@ def selected(rows):
     found = []
     for row in rows:
         marks = ()
-        if is_slow(row[0]):
+        if is_slow(*row[:2]):
             marks = pytest.mark.slow
         found.append(pytest.param(*row, marks=marks))
     return found
@@ -261,7 +261,7 @@ def selected_cases(items, mesh, transport, slow) -> list:
             rows.add((asked.get("case"), asked.get("mesh"), asked["transport"]))
     found = []
     for row in ROWS:
-        if row in rows and row[1:] == (mesh, transport) and is_slow(row[0]) == slow:
+        if row in rows and row[1:] == (mesh, transport) and is_slow(*row[:2]) == slow:
             found.append(row[0])
     return found
 
@@ -281,7 +281,7 @@ def trained(session, corpus_folder, mesh, transport, slow):
 @pytest.mark.parametrize("case, mesh, transport", selected(ROWS), ids=str)
 def test_method_equals_fp64_reference(case, mesh, transport, corpus, corpus_folder, request):
     M, N = mesh
-    run = trained(request.session, corpus_folder, mesh, transport, is_slow(case))[case]
+    run = trained(request.session, corpus_folder, mesh, transport, is_slow(case, mesh))[case]
     f = run_config(**flags_of(case, mesh))
     sick = sick_of(case)
     expected = Training(f, M, N, corpus, sick=sick)
@@ -367,7 +367,7 @@ SICK_ROWS = [(case, mesh) for case, mesh, _ in ROWS if "sick" in case]
 
 @pytest.mark.parametrize("case, mesh", SICK_ROWS, ids=str)
 def test_sick_replicas_and_they_alone_are_left_out(case, mesh, corpus_folder, request):
-    run = trained(request.session, corpus_folder, mesh, "auto", is_slow(case))[case]
+    run = trained(request.session, corpus_folder, mesh, "auto", is_slow(case, mesh))[case]
     sick = sick_of(case)
     dropped = np.array([row["dropped"] for row in run.rows("sync")])  # (rounds, M)
     for i, count in enumerate(dropped.sum(axis=0)):

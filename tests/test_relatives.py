@@ -64,7 +64,7 @@ SENDING = [row for row in ROWS if sends_without_a_barrier(row[0])]
 def test_bytes_equal_the_docstrings_and_the_plan(case, mesh, transport, corpus_folder, request):
     M = mesh[0]
     f = run_config(**flags_of(case, mesh))
-    run = trained(request.session, corpus_folder, mesh, transport, is_slow(case))[case]
+    run = trained(request.session, corpus_folder, mesh, transport, is_slow(case, mesh))[case]
     sent = [row["sync_bytes"] for row in run.rows("sync")]
     sizes = layer_sizes(f)
     vector = 8 * sum(sizes)  # fp64
