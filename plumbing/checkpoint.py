@@ -173,7 +173,8 @@ def delete(path):
     """A folder, if it is there. Of a link only the link goes."""
     if path.is_symlink():
         path.unlink()
-    shutil.rmtree(path, ignore_errors=True)
+    elif path.exists():
+        shutil.rmtree(path, ignore_errors=True)
 
 
 # ---- saving ----
