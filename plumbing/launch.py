@@ -254,11 +254,17 @@ def place_among_ranks() -> tuple:
 def end_with_torchrun():
     """This rank gets SIGTERM when its torchrun has been killed. Without it the rank would train on,
     and keep the run's folder and its GPU."""
-    if dist.is_torchelastic_launched() and hasattr(LIBC, "prctl"):
+    if dist.is_torchelastic_launched():
         parent = os.getppid()
-        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; only Linux has it
+        signal_at_death_of_parent(signal.SIGTERM)
         if os.getppid() != parent:  # it was killed meanwhile
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def signal_at_death_of_parent(number: int):
+    """Linux sends it to this process when the parent dies; 0: none. Elsewhere nothing happens."""
+    if hasattr(LIBC, "prctl"):
+        LIBC.prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def without_old_keys(store, rank: int, world_size: int):
@@ -407,6 +413,9 @@ class StopRequest:
         """Python calls this in the main thread only: a rank that waits inside gloo notes the signal
         when the wait ends."""
         self.signal = number
+        # A killed torchrun dies thread by thread, and Linux sends the signal of end_with_torchrun()
+        # once for each of them. The next one must not count as the second signal.
+        signal_at_death_of_parent(0)
         for each in STOPS:
             signal.signal(each, signal.SIG_DFL)
 
