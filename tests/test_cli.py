@@ -350,6 +350,7 @@ def test_rank_whose_neighbours_are_lost_leaves_without_destroying_its_groups(mon
     assert done.value.code == 0 and left == ["lost"]
 
 
+@pytest.mark.slow
 def test_compiler_that_is_missing_is_told_in_a_line(
     run_here, corpus_folder, tmp_path, monkeypatch, capsys
 ):

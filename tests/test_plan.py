@@ -25,6 +25,10 @@ CASES += [("minibatch", 1, "fp32", {}), ("edit", 1, "fp64", {}), ("edit", 4, "fp
 CASES += [("edit", 2, "fp32", dict(average_moments="both"))]
 MUON = dict(optimizer="muon")
 CASES += [("one_bit_edit", 2, "fp32", MUON), ("minibatch", 1, "fp32", MUON), ("edit", 4, "bf16", MUON)]
+QUICK = [(name, 2, "fp32", {}) for name in ("minibatch", "diloco", "edit")]
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES
+]
 SCALARS = {"post_local_sgd": 2, "qsr": 2, "top_k": 2}
 SCALARS |= dict.fromkeys(["edit", "a_edit", "one_bit_edit"], 2 + 2 * 4)
 ONE_BIT = ("zero_one_adam", "one_bit_edit")
