@@ -400,11 +400,11 @@ def test_only_selected_cases_are_trained():
     assert selected_cases(items, FOUR, "auto", slow=True) == ["diloco", "noloco"]
 
 
-nesterov_accepted = functools.partial(nesterov_unless_flagged, accepted=torch.ones(()).double())
+nesterov_moves = functools.partial(nesterov_unless_flagged, moves=torch.ones(()).double())
 
 
 @pytest.mark.parametrize("momentum", [0.85, 0.0])
-@pytest.mark.parametrize("step", [nesterov, nesterov_accepted])
+@pytest.mark.parametrize("step", [nesterov, nesterov_moves])
 def test_outer_step_is_torchs_sgd(step, momentum):
     torch.manual_seed(0)
     a = torch.randn(7).double()
@@ -423,6 +423,6 @@ def test_outer_step_keeps_every_bit_of_what_it_leaves_out():
     b = torch.randn(7).double()
     before = a.clone(), b.clone()
     flagged = torch.zeros(()).double()
-    nesterov_unless_flagged(a, b, torch.zeros_like(a), lr=0.8, mu=0.85, accepted=flagged)
+    nesterov_unless_flagged(a, b, torch.zeros_like(a), lr=0.8, mu=0.85, moves=flagged)
     assert torch.equal(a, before[0])
     assert torch.equal(b, before[1])
