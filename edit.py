@@ -178,6 +178,7 @@ def nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, moves):
 # Flags that the size of a pseudo-gradient depends on.
 SCALES_NORMS = {"tau", "tau_time_s", "max_steps", "data", "batch_size", "accum", "tokens_per_step"}
 SCALES_NORMS |= {"lr", "muon_lr", "min_lr_ratio", "lr_warmup_steps", "grad_clip", "weight_decay"}
+SCALES_NORMS |= {"schedule", "decay_share", "data_by_replica"}
 SCALES_NORMS |= {"beta1", "beta2", "block_size", "average_moments"}
 SCALES_NORMS |= {"delay", "alpha", "fragments"}  # of Streaming EDiT
 ALL = slice(None)

@@ -253,12 +253,17 @@ def due(progress: float, last: float, interval: int) -> bool:
 
 
 def learning_rate(progress: float, config) -> float:
-    """Linear warm-up, then a cosine from lr to min_lr_ratio * lr at max_steps."""
-    if progress < config.lr_warmup_steps:
-        return config.lr * (progress + 1) / config.lr_warmup_steps
-    t = (progress - config.lr_warmup_steps) / max(1, config.max_steps - config.lr_warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * t))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+    """Linear warm-up, then a cosine from lr to min_lr_ratio * lr at max_steps. With wsd (warm-up,
+    stable, decay) it is constant, then, in the last decay_share of the run, linear. Before the
+    decay wsd does not depend on max_steps, so a run can be resumed there with more steps."""
+    warmup, end = config.lr_warmup_steps, config.max_steps
+    if progress < warmup:
+        return config.lr * (progress + 1) / warmup
+    if config.schedule == "wsd":
+        height = min(1.0, (end - progress) / max(1, config.decay_share * end))
+    else:
+        height = 0.5 * (1 + math.cos(math.pi * (progress - warmup) / max(1, end - warmup)))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
 
 
 def main(argv: list):

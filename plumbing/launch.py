@@ -109,6 +109,8 @@ class Setup:
         config.check(replicas)
         simulate.check(config, methods[config.method], replicas)
         self.corpus = self.find_corpus(open_corpus)
+        if config.data_by_replica:
+            self.corpus = self.corpus.by_replica(replicas, config.block_size)
         self.plan = Plan(config, methods[config.method], self.corpus.vocab_size, world_size)
         if not config.dry_run:
             self.plan.check_memory()
