@@ -293,7 +293,11 @@ def test_dry_run_of_7b_on_64_gpus_is_right_and_takes_no_memory(corpus_folder, ca
 def test_profile_names_layers_and_collectives(corpus_folder, tmp_path):
     options = dict(shards=2, max_steps=9, sync_warmup_steps=0, tau=3)
     planned(corpus_folder, 4, profile=True, max_steps=4)  # as few as it needs
+    theirs = tmp_path / "theirs"
+    theirs.write_text("kept")
+    (tmp_path / "trace-0.json").symlink_to(theirs)
     run_training(4, corpus_folder, out_dir=tmp_path, profile=True, **options)
+    assert theirs.read_text() == "kept"
     assert len(list(tmp_path.glob("trace-*.json"))) == 4
     events = json.loads((tmp_path / "trace-3.json").read_text())["traceEvents"]
     expected = {f"{part}, layer {l}" for part in ("forward", "backward", "sync") for l in range(4)}
