@@ -130,6 +130,15 @@ PRESETS = {
     "1b": dict(zip(SHAPE, (24, 16, 2048, 2048, 4, 2e-4, 1000)), **LONG),
     "7b": dict(zip(SHAPE, (32, 32, 4096, 2048, 1, 1.2e-4, 2000)), **LONG),
 }
+PADDED = ("124m", "1b", "7b")
+
+
+def padded_vocabulary(config, tokens: int) -> int:
+    """How many tokens the model has for a corpus with so many: in large presets a multiple of 64,
+    because GPUs multiply matrices of such sizes faster. --vocab_size is taken as it is."""
+    if config.vocab_size or config.model not in PADDED:
+        return tokens
+    return -(-tokens // 64) * 64
 
 
 @dataclass

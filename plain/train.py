@@ -16,6 +16,7 @@ import time
 import torch
 
 import data
+from config import padded_vocabulary
 from model import ModelConfig
 from plain.a_edit import AEDiT
 from plain.diloco import DiLoCo
@@ -100,7 +101,8 @@ class Training:
         self.sick = sick
         self.listen = listen
         shape = {name: getattr(f, name) for name in ModelConfig.__dataclass_fields__}
-        self.config = ModelConfig(**shape | {"vocab_size": corpus.vocab_size})
+        shape["vocab_size"] = padded_vocabulary(f, corpus.vocab_size)
+        self.config = ModelConfig(**shape)
         self.replicas = [Replica(self.config, f) for _ in range(M)]
         self.method = METHODS[f.method](f, self.replicas, N)
         self.rows = {"step": [], "sync": [], "eval": []}

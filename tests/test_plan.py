@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import data
 import train
 from config import UserError
 from plumbing import launch
@@ -288,6 +289,19 @@ def test_dry_run_of_7b_on_64_gpus_is_right_and_takes_no_memory(corpus_folder, ca
         f"at 10,000 Mbit/s per replica a sync takes {8 * sync * 8 * 1538 / 1448 / 1e10:.3g} s",
     ):
         assert text in printed, text
+
+
+def test_vocabulary_of_large_presets_is_padded_unless_it_is_given(corpus_folder, capsys):
+    for more, expected in (
+        (dict(model="124m"), 320),
+        (dict(model="124m", vocab_size=257), 257),
+        (dict(model="10m"), 257),
+    ):
+        plan = planned(corpus_folder, 1, dry_run=True, **more)
+        assert plan.model_config.vocab_size == expected
+        plan.show(data.load(corpus_folder))
+        noted = "257 tokens is padded to 320, a multiple of 64" in capsys.readouterr().out
+        assert noted == (expected == 320)
 
 
 def test_profile_names_layers_and_collectives(corpus_folder, tmp_path):
