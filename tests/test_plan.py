@@ -232,7 +232,9 @@ def test_nccl_takes_two_gigabytes_of_a_gpu_and_offloaded_vectors_none(corpus_fol
 
 def test_plan_shows_the_mesh_the_warm_up_and_the_round(corpus_folder, capsys):
     plan = planned(corpus_folder, 4, shards=2, max_steps=20, sync_warmup_steps=5, link_mbps=10.0)
-    corpus = SimpleNamespace(tokens=[], hash="", describe=lambda: "train 9 (a.bin)")
+    corpus = SimpleNamespace(
+        tokens=[], hash="", vocab_size=257, describe=lambda: "train 9 (a.bin)"
+    )
     plan.show(corpus)
     text = capsys.readouterr().out
     assert "0 tokens ()\n        train 9 (a.bin)\n" in text
