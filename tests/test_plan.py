@@ -171,10 +171,8 @@ def torch_bytes():
 
 # Methods whose sync needs other buffers than EDiT's. Not all: each takes half a minute on a slow
 # machine.
-BUFFERS = ("noloco", "streaming_edit", "sparse_loco", "robust")
-LOCAL = [dict(method=name) for name in BUFFERS]
-LOCAL += [dict(method="one_bit_edit", optimizer="muon")]
-SHARDED = [dict(method=name) for name in ("minibatch", "edit")]
+LOCAL = [dict(method="sparse_loco"), dict(method="one_bit_edit", optimizer="muon")]
+SHARDED = [dict(method="edit")]
 
 
 @pytest.mark.slow
@@ -184,7 +182,7 @@ def test_memory_of_a_fresh_process_is_within_15_percent_of_the_plan(
 ):
     """Of rank 0, which at the end also has the whole model, without what `import torch` takes."""
     options = dict(n_layer=8, n_embd=512, n_head=8, block_size=32, batch_size=1, dtype="fp32")
-    options |= dict(sync_warmup_steps=1, tau=4, max_steps=9, eval_batches=1, shards=shards)
+    options |= dict(sync_warmup_steps=1, tau=2, max_steps=5, eval_batches=1, shards=shards)
     torchrun = [*f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split()]
     ratios = {}
     for number, more in enumerate(cases):
