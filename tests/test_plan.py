@@ -271,7 +271,7 @@ def test_dry_run_of_7b_on_64_gpus_is_right_and_takes_no_memory(corpus_folder, ca
     setup = launch.Setup(argv, train.METHODS, train.data.load, 1)
     setup.plan.show(setup.corpus)
     assert peak() - before < 400_000  # a block alone takes 800 MB
-    C, F, L, V = 4096, 10944, 32, 257
+    C, F, L, V = 4096, 10944, 32, 320  # padded
     block = 4 * C * C + 3 * C * F + 2 * C
     params = L * block + 2 * V * C + C
     shard = params / 8 * 4
