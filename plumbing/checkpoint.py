@@ -81,27 +81,32 @@ def list_checkpoints(folder) -> list:
     return sorted(filter(Path.is_dir, found), key=number)
 
 
-def name_of(step: int) -> str:
-    return f"checkpoint-{step:08d}"
+def name_of(step) -> str:
+    return f"checkpoint-{step:0>8}"
 
 
 def unnamed(folder) -> list:
     """checkpoint.tmp, if this machine has died when its checkpoint was complete but for its name.
     Other machines may have renamed theirs."""
     path = Path(folder, UNFINISHED)
-    try:
-        state = json.loads((path / "state.json").read_bytes())
-        complete = state["folders"] and state["step"] >= 0 and not path.is_symlink()
-    except (OSError, ValueError, TypeError, LookupError):
-        complete = False
+    complete = {"folders", "step"} <= peek(path).keys() and not path.is_symlink()
     return [path] if complete else []
+
+
+def peek(path) -> dict:
+    """What a checkpoint's state.json says, unchecked. {}: it cannot be read."""
+    with suppress(OSError, ValueError, RecursionError):
+        state = json.loads((path / "state.json").read_bytes())
+        if isinstance(state, dict):
+            return state
+    return {}
 
 
 def final_name(path) -> str:
     """A checkpoint's name, also of one that does not have it yet."""
     if path.name != UNFINISHED:
         return path.name
-    return name_of(json.loads((path / "state.json").read_bytes())["step"])
+    return name_of(peek(path)["step"])
 
 
 def choose(config) -> tuple:
@@ -222,7 +227,7 @@ def clean(folder, setup):
     for path in folder / UNFINISHED, *leftovers(folder, ".tmp"):
         delete(path)
     for path in folder.glob("sign-*.tmp"):
-        path.unlink()
+        path.unlink(missing_ok=True)  # another rank may be removing its own
 
 
 def lock(folder, kind=fcntl.LOCK_EX) -> int:
@@ -606,10 +611,7 @@ def find_common(own: dict, mesh) -> tuple:
     folder must be missing: there is none in common, or a newer one is of ranks that shared one."""
     kinds = {}
     for name, path in own.items():
-        kinds[name] = "whole"
-        with suppress(OSError, ValueError, TypeError):
-            if "folders" in json.loads((path / "state.json").read_bytes()):
-                kinds[name] = "part"
+        kinds[name] = "part" if "folders" in peek(path) else "whole"
         if path.name == UNFINISHED:
             kinds[name] = "unnamed"
     # [start] all-gather of objects, all ranks, once per start

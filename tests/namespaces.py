@@ -90,14 +90,15 @@ class Machine:
             time.sleep(0.02)
 
     def switch_off(self, silently):
-        """All its processes at once: the first one of their namespace dies. silently: so does the
-        link, and nobody is told that connections are closed."""
+        """All its processes at once: the first one of their namespace dies. silently: the link
+        first, so that nobody is told that connections are closed."""
         if silently:
-            sh(f"ip netns exec {self.name} ip link set {self.link} down")
+            self.set_link("down")
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
-        if silently:
-            sh(f"ip netns exec {self.name} ip link set {self.link} up")
+
+    def set_link(self, state):
+        sh(f"ip netns exec {self.name} ip link set {self.link} {state}")
 
     def wait(self) -> int:
         return self.process.wait(900)
@@ -152,6 +153,7 @@ def main(folder):
         if launcher:
             b = Machine(1, folder, launcher)
         else:
+            b.set_link("up")
             a, b = both(folder)
         assert [a.wait(), b.wait()] == [0, 0], a.path.read_text()
         print("   " + a.lines("resume  ")[-1])

@@ -5,6 +5,11 @@ import json
 import os
 import re
 import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +21,7 @@ import torch.distributed as dist
 import ranks
 from config import UserError
 from plumbing import checkpoint, launch, shm
-from ranks import Launch, agent_store
+from ranks import TINY, Launch, agent_store
 from test_launch import FULL, assert_same, break_in, command, errors, finish
 
 SAVING = "--checkpoint_interval 5 --timeout_s 60"  # at steps 7, 11, 15 and 20
@@ -259,6 +264,14 @@ def test_overwrite_starts_anew_on_all_machines(copy):
     assert copy.saved() == [{7: [0, 1], 8: [0, 1]}, {7: [2, 3], 8: [2, 3]}]
 
 
+@pytest.mark.slow
+def test_folder_that_one_machine_cannot_write_is_named_with_its_rank(machines):
+    (machines.folder / "machine-1").mkdir()
+    (machines.folder / "machine-1" / "run").write_text("a file")
+    line = machines.refusal()
+    assert "rank 2: run: " in line
+
+
 def test_replica_on_two_machines_is_refused(machines):
     line = machines.refusal(places=(0, 1, 1, 1))
     assert "ranks 0 and 1 are one replica and do not share this folder; lower --shards" in line
@@ -411,6 +424,58 @@ def test_another_model_on_one_machine_is_refused(machines, undisturbed):
 
 
 # ---- the page ----
+
+
+class Agents:
+    """The torchruns of the page's two commands, on small models, in two working folders."""
+
+    def __init__(self, folder, corpus_folder, more=""):
+        self.folder = folder
+        page = (ranks.ROOT / "docs" / "two_machines.md").read_text()
+        shutil.rmtree(folder / "my_corpus", ignore_errors=True)
+        shutil.copytree(corpus_folder, folder / "my_corpus")
+        small = [*TINY, *"--backend gloo --sync_warmup_steps 2 --tau 4 --max_steps 40".split()]
+        small += "--checkpoint_interval 8 --data ../my_corpus".split() + more.split()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.commands = []
+        for line in re.findall("^torchrun (.*)", page, re.MULTILINE):
+            line = line.replace("192.168.1.10", "127.0.0.1").replace("29500", str(port))
+            line = line.replace("train.py", f"{ranks.ROOT}/train.py")
+            self.commands.append([*line.split(), *small])
+        assert len(self.commands) == 2
+        self.running = [self.start(number) for number in (0, 1)]
+
+    def start(self, number, *launcher):
+        place = self.folder / f"machine-{number}"
+        place.mkdir(exist_ok=True)
+        argv = [sys.executable, "-m", "torch.distributed.run", *launcher, *self.commands[number]]
+        with open(self.folder / f"printed-{number}", "w") as out:
+            return subprocess.Popen(argv, cwd=place, stdout=out, stderr=out, start_new_session=True)
+
+    def printed(self) -> str:
+        return (self.folder / "printed-0").read_text()
+
+    def wait(self) -> list:
+        return [agent.wait(900) for agent in self.running]
+
+
+@pytest.mark.slow
+def test_commands_of_the_page_continue_after_one_machine_was_switched_off(tmp_path, corpus_folder):
+    (tmp_path / "whole").mkdir()
+    assert Agents(tmp_path / "whole", corpus_folder).wait() == [0, 0]
+    (tmp_path / "kill").mkdir()
+    agents = Agents(tmp_path / "kill", corpus_folder, "--slow_replica 1:40")
+    while "step 00017/" not in agents.printed():
+        assert agents.running[0].poll() is None, agents.printed()
+        time.sleep(0.02)
+    os.killpg(agents.running[1].pid, signal.SIGKILL)
+    assert agents.wait() == [1, -9]
+    assert "lost contact with another rank" in agents.printed()
+    agents = Agents(tmp_path / "kill", corpus_folder)
+    assert agents.wait() == [0, 0], agents.printed()
+    assert "resume  out/edit/checkpoint-000000" in agents.printed()
+    assert_same(*(tmp_path / name / "machine-0" / "out" / "edit" for name in ("kill", "whole")))
 
 
 def test_table_of_the_page_is_what_its_own_code_computes():
