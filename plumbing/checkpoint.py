@@ -181,15 +181,17 @@ def find_folders(folder, mesh) -> list:
         with alike(mesh):
             folder.mkdir(parents=True, exist_ok=True)
             sign.touch()
-        # [start] all-gather of objects, all ranks, twice per start
+        # [start] all-gather of objects, all ranks, once per start
         signs = mesh.all_gather_object(sign.name)
         seen = [rank for rank, name in enumerate(signs) if (folder / name).exists()]
-        folders = []
-        for ranks in mesh.all_gather_object(seen):
-            if ranks not in folders:
-                folders.append(ranks)
+        # [start] all-gather of objects, all ranks, once per start
+        seen_by = mesh.all_gather_object(seen)
     finally:
         sign.unlink(missing_ok=True)
+    folders = []
+    for ranks in seen_by:
+        if ranks not in folders:
+            folders.append(ranks)
     if sorted(sum(folders, [])) != list(range(mesh.world_size)):
         line = f"--out_dir {folder}: the ranks do not see the same files yet; start again"
         raise UserError("" if mesh.rank else line)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ranks
+import train
 from config import UserError
 from plumbing import checkpoint, launch, shm
 from ranks import TINY, Launch, agent_store
@@ -122,11 +123,11 @@ def test_machines_without_a_shared_folder_continue_bit_for_bit(machines, undistu
         assert "folders" not in json.loads((path / "state.json").read_text())
 
 
-KILLS = {  # what happens on which rank; where the others are; the step to go on from
+KILLS = {  # what happens; on which rank; the step to go on from
     "before the first name here": ((break_in, "os.rename", 1, None), 2, 7),
     "before the first name there": ((break_in, "os.rename", 1, None), 0, 7),
     "before the third name": ((break_in, "os.rename", 3, None), 2, 15),
-    "while an old one is removed": ((break_in, "shutil.rmtree", 1, None), 2, 15),
+    "while an old one is removed": ((break_in, "shutil.rmtree", 1, None), 2, 11),
     "in the first write": ((break_in, "torch.save", 1, None), 3, 0),
     "in the third write": ((break_in, "torch.save", 3, None), 1, 11),
     "full disk": ((break_in, "torch.save", 3, FULL), 3, 11),
@@ -138,15 +139,18 @@ KILLS = {  # what happens on which rank; where the others are; the step to go on
 def test_killed_machine_costs_nothing_that_both_had_agreed_on(
     patch, rank, step, machines, undisturbed
 ):
-    run = machines.start(patches={rank: patch})
+    keeping = "--resume auto --keep 1"
+    run = machines.start(keeping, patches={rank: patch})
     codes = run.wait()
+    here, there = machines.saved()
+    assert here.keys() & there.keys() or step < 11  # before, only the files of the first one
     if patch[-1] is FULL:
         assert codes == [2] * 4
         assert "no checkpoint could be written to run: rank 3: " in errors(run)[0]
         assert not list(machines.folder.glob("machine-*/run/*.tmp"))
     else:
         assert codes[rank] == -9 and set(codes) == {-9, 1}
-    run = machines.start()
+    run = machines.start(keeping)
     finish(run)
     resumed = [line for line in run.lines("out") if line.startswith("resume  ")]
     assert bool(resumed) == bool(step) and all(f": step {step}, " in line for line in resumed)
@@ -495,3 +499,11 @@ def test_table_of_the_page_is_what_its_own_code_computes():
             for method in "edit", "one_bit_edit":
                 found.append(str(defined["smallest_tau"](model, speed, method)))
             assert cell.split() == [found[0], "/", found[1]], (row, speed)
+
+
+def test_flags_of_the_page_exist():
+    page = (ranks.ROOT / "docs" / "two_machines.md").read_text()
+    known = set("nnodes nproc_per_node node_rank master_addr master_port max-restarts out".split())
+    for method in train.METHODS.values():
+        known |= method.Config.__dataclass_fields__.keys()
+    assert set(re.findall(r"--([a-z][\w-]*)", page.replace("--input", ""))) <= known
