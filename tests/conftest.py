@@ -1,10 +1,17 @@
 import math
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
 ROOT = str(Path(__file__).resolve().parent.parent)
+
+# A shell starts a job in the background with SIGINT ignored, and nohup ignores SIGHUP. The tests send
+# both.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # before torch is imported, here and in every process started from here
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -197,6 +197,28 @@ def test_wrong_weights_turn_red(copy):
     path.write_text(text)
 
 
+def test_rings_by_hand_give_the_same_losses(copy):
+    folder, _ = copy
+    before = [row["loss"] for row in rows(folder, "ex15", "step")]
+    path = folder / "mesh.py"
+    original = text = path.read_text()
+    for call, ours in (
+        ("handle.works = [all_gather_single(whole, own, **group.call)]", "ring_all_gather(whole, group)"),
+        (
+            "handle.works = [reduce_scatter_single(part, whole, **group.call)]",
+            "ring_reduce_scatter(part, whole, group)",
+        ),
+    ):
+        assert text.count(call) == 1
+        text = text.replace(call, ours)
+    (functions,) = re.findall(r"```python\n(.*?)```", TASKS[15], re.S)
+    path.write_text(text + "\n\n" + functions)
+    run_task(folder, TASKS[15])
+    path.write_text(original)
+    losses = [row["loss"] for row in rows(folder, "ex15", "step")]
+    assert losses == pytest.approx(before, rel=1e-6) and len(losses) == 3
+
+
 def test_averaging_in_every_second_round_is_averaging_in_rounds_twice_as_long(copy):
     folder, _ = copy
     (method,) = re.findall(r"```python\n(.*?)```", TASKS[11], re.S)

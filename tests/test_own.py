@@ -444,8 +444,8 @@ def test_own_layers_and_own_loop_learn_with_every_kind_of_method():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", OWN[:3])
-def test_own_py_runs_under_torchrun_and_alone(method):
+def test_own_py_runs_under_torchrun_and_alone():
+    method = "edit"
     command = [sys.executable, "docs/own.py", "--method", method, "--max_steps", "60"]
     command += ["--sync_warmup_steps", "20", "--lr_warmup_steps", "10"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
