@@ -24,6 +24,15 @@ checkpoint-00000400.damaged. A disk that cannot be read now ends the start, and 
     other shards     exact but for the order of sums: a layer's shards are joined and cut again
     other replicas   replica i continues saved replica i mod M, M replicas saved
 
+Machines without a shared disk. At the start the ranks find out which of them see one folder. The
+ranks of a replica must. Each folder then gets the files of its own ranks and a state.json, which
+lists the ranks of all `folders`. What is equal in all replicas is in the files of the first replica
+of each folder. The folders get their new names when all of them are complete, and old checkpoints
+go when all have their names. So the machines always have a complete checkpoint in common. A start
+takes the newest of these; one that only some machines have gets the name .damaged, too. On the same
+mesh each rank continues its own file, exactly. On another mesh, or where a file is lost, all ranks
+must see the same files (copy them), and replica i continues replica i mod M of these.
+
 Nothing in a file is executed: JSON, and tensors through torch.load(weights_only=True).
 """
 
@@ -32,7 +41,7 @@ import os
 import re
 import shutil
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +52,8 @@ from config import UserError, check_fields, check_value, explain, make_config
 from model import ModelConfig
 from plumbing.posix import fcntl
 from plumbing.text import to_disk
+
+UNFINISHED = "checkpoint.tmp"
 
 # Maps a file: tensors are read when they are used.
 open_file = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
@@ -68,6 +79,34 @@ def list_checkpoints(folder) -> list:
     """The complete checkpoints of a run's folder, oldest first."""
     found = [path for path in Path(folder).glob("checkpoint-*") if number(path) is not None]
     return sorted(filter(Path.is_dir, found), key=number)
+
+
+def name_of(step) -> str:
+    return f"checkpoint-{step:0>8}"
+
+
+def unnamed(folder) -> list:
+    """checkpoint.tmp, if this machine has died when its checkpoint was complete but for its name.
+    Other machines may have renamed theirs."""
+    path = Path(folder, UNFINISHED)
+    complete = {"folders", "step"} <= peek(path).keys() and not path.is_symlink()
+    return [path] if complete else []
+
+
+def peek(path) -> dict:
+    """What a checkpoint's state.json says, unchecked. {}: it cannot be read."""
+    with suppress(OSError, ValueError, RecursionError):
+        state = json.loads((path / "state.json").read_bytes())
+        if isinstance(state, dict):
+            return state
+    return {}
+
+
+def final_name(path) -> str:
+    """A checkpoint's name, also of one that does not have it yet."""
+    if path.name != UNFINISHED:
+        return path.name
+    return name_of(peek(path)["step"])
 
 
 def choose(config) -> tuple:
@@ -102,30 +141,75 @@ def choose(config) -> tuple:
             f"--out_dir {out_dir} has an earlier run: --resume auto continues it, "
             "--overwrite deletes it; or name another --out_dir"
         )
+    if resume == "auto":
+        found += unnamed(out_dir)
     return out_dir, found
 
 
 def prepare(setup, mesh):
-    """Make and lock the run's folder. Remove what a killed run has left, or an earlier run. All
-    ranks call it before training. Raises UserError on all of them."""
+    """Make and lock the run's folder, on each machine that has its own. Remove what a killed run
+    has left, or an earlier run. All ranks call it before training. Raises UserError on all of
+    them."""
+    check_parts(setup, mesh)
     folder = Path(setup.config.out_dir)
-    sign = folder / "checkpoint.tmp"
+    folders = find_folders(folder, mesh)
+    check_replicas(folders, setup.config, mesh)
+    (own,) = [ranks for ranks in folders if mesh.rank in ranks]
+    path = setup.path
+    if path and path.name == UNFINISHED:
+        setup.path = path.with_name(name_of(setup.saved["step"]))
     with alike(mesh):
-        if mesh.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
+        if mesh.rank == own[0]:
             lock(folder)
+            if path != setup.path:
+                os.rename(path, setup.path)
             clean(folder, setup)
-            sign.mkdir()
-    # [start] all-gather of objects, all ranks, once per start
-    sees = mesh.all_gather_object(sign.is_dir())
-    if mesh.rank == 0:
-        sign.rmdir()
-    if not all(sees):
-        line = f"--out_dir {folder}: rank {sees.index(False)} does not see this folder of rank 0, "
-        line += "so no checkpoint can be written: name one that all nodes share"
-        if setup.config.checkpoint_interval or setup.config.save_on_exit:
+    if len(folders) > 1:
+        setup.folders = folders
+        parts = "; ".join(", ".join(map(str, ranks)) for ranks in folders)
+        print(
+            f"note    no shared --out_dir {folder}: these ranks each keep their own files in it: "
+            f"{parts}"
+        )
+
+
+def find_folders(folder, mesh) -> list:
+    """The ranks that see one folder under this name, for each such folder: [[0, 1, ...]] if they
+    share it. Makes the folder."""
+    sign = folder / f"sign-{os.urandom(8).hex()}.tmp"
+    try:
+        with alike(mesh):
+            folder.mkdir(parents=True, exist_ok=True)
+            sign.touch()
+        # [start] all-gather of objects, all ranks, once per start
+        signs = mesh.all_gather_object(sign.name)
+        seen = [rank for rank, name in enumerate(signs) if (folder / name).exists()]
+        # [start] all-gather of objects, all ranks, once per start
+        seen_by = mesh.all_gather_object(seen)
+    finally:
+        sign.unlink(missing_ok=True)
+    folders = []
+    for ranks in seen_by:
+        if ranks not in folders:
+            folders.append(ranks)
+    if sorted(sum(folders, [])) != list(range(mesh.world_size)):
+        line = f"--out_dir {folder}: the ranks do not see the same files yet; start again"
+        raise UserError("" if mesh.rank else line)
+    return folders
+
+
+def check_replicas(folders: list, config, mesh):
+    """Raise UserError unless the ranks of each replica share a folder."""
+    place = {rank: i for i, ranks in enumerate(folders) for rank in ranks}
+    for rank in range(mesh.world_size):
+        first = rank - rank % config.shards
+        if place[rank] != place[first]:
+            line = (
+                f"--out_dir {config.out_dir}: ranks {first} and {rank} are one replica and do not "
+                "share this folder; lower --shards, so that a replica lies on one machine, or name "
+                "a folder that both machines share"
+            )
             raise UserError("" if mesh.rank else line)
-        print(f"note    {line}")
 
 
 def clean(folder, setup):
@@ -142,8 +226,10 @@ def clean(folder, setup):
             damaged = path.with_suffix(".damaged")
             delete(damaged)
             os.rename(path, damaged)
-    for path in folder / "checkpoint.tmp", *leftovers(folder, ".tmp"):
+    for path in folder / UNFINISHED, *leftovers(folder, ".tmp"):
         delete(path)
+    for path in folder.glob("sign-*.tmp"):
+        path.unlink(missing_ok=True)  # another rank may be removing its own
 
 
 def lock(folder, kind=fcntl.LOCK_EX) -> int:
@@ -195,15 +281,28 @@ def alike(mesh, doing: str = ""):
         yield
     except Exception as wrong:
         error = explain(wrong)[1]
-    # [start] all-gather of objects, all ranks, 2 or 3 per start, 2 per checkpoint
-    errors = [line for line in mesh.all_gather_object(error) if line]
-    if errors:
-        raise UserError("" if mesh.rank else doing + errors[0])
+    # [start] all-gather of objects, all ranks, 4 or 5 per start, 4 per checkpoint
+    for rank, line in enumerate(mesh.all_gather_object(error)):
+        if line:
+            where = f"rank {rank}: " if rank else ""
+            raise UserError("" if mesh.rank else doing + where + line)
 
 
 def files(path, world_size: int) -> list:
     """The files of all ranks, in rank order."""
     return [path / f"rank-{r:05d}.pt" for r in range(world_size)]
+
+
+def complete_parts(path, state: dict) -> list:
+    """The ranks whose files are in one folder, for each folder of which all files are here."""
+    world_size = state["flags"]["world_size"]
+    paths = files(path, world_size)
+    parts = state.get("folders", [list(range(world_size))])
+    return [ranks for ranks in parts if all(paths[rank].exists() for rank in ranks)]
+
+
+def ranks_here(path, state: dict) -> list:
+    return sum(complete_parts(path, state), [])
 
 
 def vectors(model, method) -> tuple:
@@ -275,29 +374,9 @@ def save(setup, model, method, state: dict) -> Path:
             content[name] = value.cpu()
     checksums = {name: checksum(value) for name, value in content.items()}
 
-    sums = {}  # of what replicas share, up to the end of each layer
-    for name, vector in equal.items():
-        passed = 0
-        parts = vector.split(layer_sizes(model, name, mesh.shards, mesh.shard_index))
-        for l, layer in enumerate(parts):
-            passed = sums[f"{name} of layer {l}"] = checksum(layer.cpu(), passed)
-        if mesh.replica == 0:
-            checksums[name] = passed
-    # [sync] all-gather of objects, all ranks, once per checkpoint
-    gathered = mesh.all_gather_object((sums, checksums))
-    check_equal(mesh, [sums for sums, _ in gathered])
-    if mesh.replica == 0:
-        content |= {name: vector.cpu() for name, vector in equal.items()}
-
-    identity = checksum([checksums for _, checksums in gathered])  # of the whole checkpoint
-    content["label"] = {
-        "checkpoint": identity,
-        "rank": mesh.rank,
-        "world_size": mesh.world_size,
-        "checksums": checksums,
-    }
     state = state | {
-        "checkpoint": identity,
+        "step": method.steps,
+        "checkpoint": None,
         "flags": setup.describe(mesh),
         "model_config": vars(model.config),
         "tokens_per_step": setup.plan.tokens_per_step,
@@ -306,14 +385,51 @@ def save(setup, model, method, state: dict) -> Path:
         "train_s": method.clock.train_s(),
         "sent": dict(mesh.sent),
     }
+    if setup.folders:
+        state["folders"] = setup.folders
+    writes_equal = mesh.replica == neighbours(state, mesh)[0] // mesh.shards
+
+    sums = {}  # of what replicas share, up to the end of each layer
+    for name, vector in equal.items():
+        passed = 0
+        parts = vector.split(layer_sizes(model, name, mesh.shards, mesh.shard_index))
+        for l, layer in enumerate(parts):
+            passed = sums[f"{name} of layer {l}"] = checksum(layer.cpu(), passed)
+        if writes_equal:
+            checksums[name] = passed
+    # [sync] all-gather of objects, all ranks, once per checkpoint
+    gathered = mesh.all_gather_object((sums, checksums, state))
+    check_equal(mesh, [sums for sums, _, _ in gathered])
+    if writes_equal:
+        content |= {name: vector.cpu() for name, vector in equal.items()}
+
+    identity = checksum([checksums for _, checksums, _ in gathered])  # of the whole checkpoint
+    state = gathered[0][2] | {"checkpoint": identity}  # rank 0's: A-EDiT's replicas differ
+    content["label"] = {
+        "checkpoint": identity,
+        "rank": mesh.rank,
+        "world_size": mesh.world_size,
+        "checksums": checksums,
+    }
     return write(Path(setup.config.out_dir), mesh, content, state)
 
 
+def neighbours(state: dict, mesh) -> list:
+    """The ranks that write into this rank's folder."""
+    for ranks in state.get("folders", []):
+        if mesh.rank in ranks:
+            return ranks
+    return list(range(mesh.world_size))
+
+
 def write(folder: Path, mesh, content: dict, state: dict) -> Path:
-    """Write this rank's content and, on rank 0, state.json: all or nothing."""
-    unfinished = folder / "checkpoint.tmp"
-    final = folder / f"checkpoint-{content['steps']:08d}"  # rank 0's: A-EDiT's replicas differ
+    """Write this rank's content and, on the first rank of the folder, state.json: all or nothing.
+    Each phase begins when the one before has ended on all ranks."""
+    unfinished = folder / UNFINISHED
+    final = folder / name_of(state["step"])
     paths = files(unfinished, mesh.world_size)
+    own = neighbours(state, mesh)
+    is_first = mesh.rank == own[0]
     failure = f"no checkpoint could be written to {folder}: "
     try:
         with alike(mesh, failure):
@@ -324,19 +440,23 @@ def write(folder: Path, mesh, content: dict, state: dict) -> Path:
                 torch.save(content, file)
             to_disk(paths[mesh.rank])
         with alike(mesh, failure):
-            if mesh.rank == 0:
-                if not all(path.is_file() for path in paths):
-                    raise UserError(f"{unfinished} is incomplete: nodes must share --out_dir")
+            if is_first:
+                if not all(paths[rank].is_file() for rank in own):
+                    raise UserError(f"{unfinished} is incomplete: ranks no longer share --out_dir")
                 state = state | {"checksum": state_checksum(state)}
                 (unfinished / "state.json").write_text(json.dumps(state, indent=1))
                 to_disk(unfinished / "state.json")
                 to_disk(unfinished)
-                os.rename(unfinished, final)
-                to_disk(folder)
-                remove(list_checkpoints(folder)[: -state["flags"]["keep"]])
     except UserError:
         delete(unfinished)  # a full disk needs the room
         raise
+    with alike(mesh, failure):
+        if is_first:
+            os.rename(unfinished, final)
+            to_disk(folder)
+    with alike(mesh, failure):
+        if is_first:
+            remove(list_checkpoints(folder)[: -state["flags"]["keep"]])
     return final
 
 
@@ -397,6 +517,10 @@ def check_state(state: dict, methods: dict):
     ranks = mesh["replicas"] * mesh["shards"]
     if (ranks, mesh["shards"]) != (flags["world_size"], flags["shards"]):
         raise UserError("its mesh is not that of its flags")
+    if "folders" in state:
+        found = sum(state["folders"], [])
+        if len(found) != ranks or sorted(found) != list(range(ranks)):
+            raise UserError("its folders are not those of its ranks")
 
 
 def read(path, methods: dict) -> tuple:
@@ -409,8 +533,8 @@ def read(path, methods: dict) -> tuple:
             saved = f"another step than its state.json ({state['step']})"
             raise UserError(f"its folder's name says {saved}")
         world_size = state["flags"]["world_size"]
-        there = len(list(path.glob("rank-*.pt")))
-        if there < world_size:
+        if not complete_parts(path, state):
+            there = len(list(path.glob("rank-*.pt")))
             raise UserError(f"{world_size} ranks have saved it, and it has files of {there}")
         return state, state["flags"]
 
@@ -441,30 +565,35 @@ def verify(path, state: dict, ranks):
 
 
 def newest_sound(found: list, methods: dict, mesh, config) -> Path | None:
-    """The newest of these checkpoints that is not damaged, None of none. All ranks of the mesh call
-    it and verify the files together. Raises UserError, on all ranks, if all are damaged, or if one
-    cannot be read now: it may be sound, and the run must not go back behind it."""
-    # [start] all-gather of objects, all ranks, once per start
-    if len(set(map(str, mesh.all_gather_object(found)))) > 1:
-        hint = "nodes must share --out_dir and see the same files"
-        raise UserError("" if mesh.rank else f"the ranks see different checkpoints: {hint}")
-    lines = []
-    for path in reversed(found):
+    """The newest of these checkpoints that is not damaged and that all ranks see, None of none. All
+    ranks of the mesh call it and verify the files together. Raises UserError, on all ranks, if all
+    are damaged, or if one cannot be read now: it may be sound, and the run must not go back behind
+    it."""
+    own = {final_name(path): path for path in reversed(found)}
+    common, lines = find_common(own, mesh)
+    for name in common:
+        path = own[name]
         line = ""
         passing = False
+        identity = None
         try:
             state, flags = read(path, methods)
+            identity = state["checkpoint"]
             if not config.dry_run:
-                verify(path, state, range(mesh.rank, flags["world_size"], mesh.world_size))
+                mine = range(mesh.rank, flags["world_size"], mesh.world_size)
+                verify(path, state, [rank for rank in ranks_here(path, state) if rank in mine])
         except UserError as error:
             line = str(error)
             passing = isinstance(error, NotNow)
         # [start] all-gather of objects, all ranks, once per start, and per damaged checkpoint
-        found_by = mesh.all_gather_object((line, passing))
-        for line, passing in found_by:
+        found_by = mesh.all_gather_object((line, passing, identity))
+        for line, passing, _ in found_by:
             if passing:
                 raise UserError("" if mesh.rank else line)
-        damaged = [line for line, _ in found_by if line]
+        damaged = [line for line, *_ in found_by if line]
+        for rank, (*_, identity) in enumerate(found_by):
+            if identity != found_by[0][2]:
+                damaged.append(f"checkpoint {path} of rank {rank} is not that of rank 0")
         if not damaged:
             for line in lines:
                 print(f"resume  {line}; the one before is taken")
@@ -476,6 +605,39 @@ def newest_sound(found: list, methods: dict, mesh, config) -> Path | None:
             way_out = "there is no other one; --overwrite starts anew"
         raise UserError("" if mesh.rank else f"{lines[0]}; {way_out}")
     return None
+
+
+def find_common(own: dict, mesh) -> tuple:
+    """Names of the checkpoints that all ranks see, newest first; a line for each newer one that
+    only some of them see. own: this rank's, name -> path. Raises UserError, on all ranks, if a
+    folder must be missing: there is none in common, or a newer one is of ranks that shared one."""
+    kinds = {}
+    for name, path in own.items():
+        kinds[name] = "part" if "folders" in peek(path) else "whole"
+        if path.name == UNFINISHED:
+            kinds[name] = "unnamed"
+    # [start] all-gather of objects, all ranks, once per start
+    seen = mesh.all_gather_object(kinds)
+    common = [name for name in own if all(name in names for names in seen)]
+    lines = {}
+    for rank, names in enumerate(seen):
+        for name, kind in names.items():
+            if name in common[:1]:
+                break
+            lacking = [other for other in range(mesh.world_size) if name not in seen[other]]
+            line = f"rank {lacking[0]} does not see {name}, which rank {rank} sees"
+            if kind == "whole":
+                way_out = "name a folder that all nodes share, or copy this one to each machine"
+            elif not common:
+                way_out = (
+                    f"bring back its own, with rank-{lacking[0]:05d}.pt; if that is lost, copy the "
+                    "files that are left into it on each machine; --overwrite starts anew"
+                )
+            if kind == "whole" or kind == "part" and not common:
+                raise UserError("" if mesh.rank else f"{line}: {way_out}")
+            if kind == "part":
+                lines.setdefault(name, line)
+    return common, list(lines.values())
 
 
 def check_resume(setup):
@@ -506,22 +668,59 @@ def check_resume(setup):
         )
 
 
+def check_parts(setup, mesh):
+    """Raise UserError, on all ranks, if one lacks files of a checkpoint that machines without a
+    shared folder have saved."""
+    if not setup.saved or "folders" not in setup.saved:
+        return
+    flags = setup.saved["flags"]
+    # [start] all-gather of objects, all ranks, once per start
+    seen = mesh.all_gather_object(ranks_here(setup.path, setup.saved))
+    same_mesh = (flags["world_size"], flags["shards"]) == (mesh.world_size, setup.config.shards)
+    lost = [rank for rank in range(mesh.world_size) if same_mesh and rank not in seen[rank]]
+    everywhere = all(ranks == seen[0] for ranks in seen)
+    if same_mesh and not lost:
+        return
+    if everywhere:
+        if len(seen[0]) < flags["world_size"]:
+            print(f"note    only these ranks' files are left, for all replicas: {seen[0]}")
+        return
+    line = "another mesh needs the files of all machines in it, on each machine: copy them"
+    if same_mesh:
+        name = files(setup.path, mesh.world_size)[lost[0]].name
+        line = f"rank {lost[0]} does not see its file {name}"
+        others = [rank for rank in range(mesh.world_size) if lost[0] in seen[rank]]
+        if others:
+            line += (
+                f", which rank {others[0]} sees: the machines have changed places; "
+                "give torchrun --node_rank as before (0: where rank-00000.pt is)"
+            )
+        else:
+            line += ": copy it there; if it is lost, copy what is left to each machine"
+    raise UserError("" if mesh.rank else f"checkpoint {setup.path}: {line}")
+
+
 def load(setup, model, optimizer, method, clock):
     """Continue setup's checkpoint or start from the model of --init_from, if there is one.
     Raises UserError on all ranks if one of them cannot read the checkpoint."""
     if setup.source:
         setup.source.copy_to(model)
+        check_source(setup, model)
     if not setup.saved:
         return
     state = setup.saved
     mesh = model.mesh
     flags = state["flags"]
     N = flags["shards"]
-    first = N * mesh.replica % flags["world_size"]  # rank 0 of the replica to continue
+    parts = complete_parts(setup.path, state)
+    here = [rank // N for ranks in parts for rank in ranks[::N]]  # saved replicas
+    replica = mesh.replica if mesh.replica in here else here[mesh.replica % len(here)]
+    first = N * replica
+    (part,) = [ranks for ranks in parts if first in ranks]
     clock.start_at(state)
     mesh.sent.update(state["sent"])
     with clock, alike(mesh), readable(setup.path):  # A-EDiT's round begins here
-        shared = [open_part(setup.path, state, rank) for rank in range(N)]
+        shared = [open_part(setup.path, state, rank) for rank in part[:N]]
         own = [open_part(setup.path, state, rank) for rank in range(first, first + N)]
         method.steps = optimizer.steps = own[0]["steps"]
         method.rounds = own[0]["rounds"]
@@ -544,6 +743,18 @@ def load(setup, model, optimizer, method, clock):
                 # In the warm-up the method may change. Vectors of another one do not fit.
                 if same_method or name not in method.shared + method.private:
                     fill(vector, [file[name] for file in saved], model, name)
+
+
+def check_source(setup, model):
+    """Raise UserError, on all ranks, unless --init_from is the same model on all machines."""
+    mesh = model.mesh
+    own = checksum(model.master.cpu())
+    # [start] all-gather of objects, all ranks, once per start, with --init_from
+    sums = mesh.all_gather_object(own)
+    for rank, other in enumerate(sums):
+        if other != sums[rank % mesh.shards]:
+            line = f"--init_from {setup.source.path}: rank {rank} has another model than rank 0"
+            raise UserError("" if mesh.rank else f"{line}; copy one of them to all machines")
 
 
 def fill(vector, saved: list, model, name: str):

@@ -27,11 +27,16 @@ signals, so replicas wait for each other there, also in a method without a barri
 
 import ctypes
 import hashlib
+import ipaddress
+import json
 import math
 import os
+import platform
 import signal
+import socket
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -71,6 +76,7 @@ class Setup:
     and writes nothing. Raises UserError.
 
     config, given: all flags, and those on the command line; corpus, plan;
+    folders: the ranks that share each folder, if there are several;
     path, saved: of the checkpoint to continue, and its state.json; lost: those of its flags that
     this version of the code does not have; source: the model to start from
     """
@@ -79,6 +85,7 @@ class Setup:
         """open_corpus: data.load; path: the checkpoint that all ranks have agreed on; by default
         this rank chooses it."""
         self.saved = self.source = None
+        self.folders = []  # of checkpoint.find_folders(), if the ranks do not share one
         self.lost = []
         config, self.given, out_dir, found = read_command(argv, methods)
         alone = Mesh(1, torch.device("cpu"), alone=True)
@@ -223,6 +230,7 @@ def connect() -> Mesh:
         if world_size > 1:
             store, *_ = next(dist.rendezvous("env://", timeout=timeout))
             store = without_old_keys(store, rank, world_size)
+            check_interfaces(store, rank, world_size)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
             )
@@ -289,6 +297,53 @@ def without_old_keys(store, rank: int, world_size: int):
     return dist.PrefixStore(prefix, store)
 
 
+def check_interfaces(store, rank: int, world_size: int):
+    """Raise UserError on all ranks if gloo would listen where the other machines cannot reach it:
+    it would wait in vain. It takes the address of this machine's own name, which on Debian and
+    Ubuntu is 127.0.1.1. (If MASTER_ADDR is such an address, all ranks are on one machine.)"""
+    machine = shm.machine_id() or socket.gethostname()
+    gloo = "" if os.environ.get("GLOO_SOCKET_IFNAME") else gloo_address()
+    master = resolve(os.environ["MASTER_ADDR"])[:1]
+    closed = is_loopback(gloo) and not any(map(is_loopback, master))
+    store.set(f"interface/{rank}", json.dumps([machine, gloo, closed]))
+    found = store.multi_get([f"interface/{r}" for r in range(world_size)])
+    found = list(map(json.loads, found))
+    if len({machine for machine, *_ in found}) == 1:
+        return
+    for other, (_, gloo, closed) in enumerate(found):
+        if closed:
+            line = (
+                f"rank {other} would listen at {gloo}, where other machines cannot reach it: on "
+                "each machine name the interface to the others, export GLOO_SOCKET_IFNAME=eth0 "
+                "(`ip -brief address` lists them; with NCCL also NCCL_SOCKET_IFNAME)"
+            )
+            raise UserError("" if rank else line)
+
+
+def gloo_address() -> str:
+    """Where gloo listens unless GLOO_SOCKET_IFNAME says it: the first address of this machine's
+    name that is one of its own, else loopback."""
+    for address in resolve(socket.gethostname()):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as probe, suppress(OSError):
+            probe.bind((address, 0))
+            return address
+    return "127.0.0.1"
+
+
+def resolve(name: str) -> list:
+    """The addresses of a machine's name, as the system orders them."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [address[0].split("%")[0] for *_, address in found]
+
+
+def is_loopback(address: str) -> bool:
+    return address != "" and ipaddress.ip_address(address).is_loopback
+
+
 def start(argv: list, methods: dict, open_corpus) -> tuple:
     """(the Setup, equal on all ranks; the mesh of connect()). The run's folder exists, locked and
     clean."""
@@ -298,14 +353,41 @@ def start(argv: list, methods: dict, open_corpus) -> tuple:
     path = checkpoint.newest_sound(found, methods, everyone, config)
     with alike(everyone):
         setup = Setup(argv, methods, open_corpus, everyone.world_size, path)
-    # [start] all-gather of objects, all ranks, once per start
-    runs = everyone.all_gather_object(f"{setup.config} {setup.corpus.hash} {setup.saved}")
-    with alike(everyone):
-        if len(set(runs)) > 1:
-            raise UserError("the ranks differ in their flags or corpora: start them all alike")
+    check_alike(setup, everyone)
     if not setup.config.dry_run:
         checkpoint.prepare(setup, everyone)
     return setup, everyone
+
+
+# Flags that name files, which machines may keep in different places
+PLACES = {"data", "out_dir", "init_from", "resume"}
+
+
+def check_alike(setup, everyone: Mesh):
+    """Raise UserError on all ranks if two of them differ in what must be equal. Other versions of
+    Python or torch are only worth a line."""
+    own = {f"--{name}": value for name, value in vars(setup.config).items() if name not in PLACES}
+    own |= {"--data": setup.corpus.hash, "--resume": setup.saved}
+    software = f"Python {platform.python_version()}, torch {torch.__version__}"
+    # [start] all-gather of objects, all ranks, once per start
+    found = everyone.all_gather_object((own, software))
+    first, first_software = found[0]
+    for rank, (other, software) in enumerate(found):
+        if software != first_software:
+            print(f"note    rank {rank} has {software}, rank 0 has {first_software}")
+            break
+    for rank, (other, software) in enumerate(found):
+        different = [name for name in first if other.get(name) != first[name]]
+        if different:
+            name = different[0]
+            line = f"{name} is {first[name]} on rank 0 and {other.get(name)} on rank {rank}"
+            if name == "--data":
+                line = f"--data: the corpus of rank {rank} is another than that of rank 0"
+                if not setup.config.data and software != first_software:
+                    line += f", Python's standard library ({software}; rank 0: {first_software})"
+            if name == "--resume":
+                line = f"--resume: the checkpoint of rank {rank} is another than that of rank 0"
+            raise UserError("" if everyone.rank else f"{line}; give all ranks the same one")
 
 
 def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:

@@ -5,6 +5,8 @@
 # 30 s later torchrun kills them. From torch 2.13 on, torchrun --shutdown_timeout 100 gives them 100 s. Not SIGUSR1,
 # the usual warning: torchrun does not know it and dies of it.
 #SBATCH --signal=TERM@120
+# The first node holds the rendezvous. If it dies, torchrun ends on all nodes: submit this script again, and the run
+# continues from its last checkpoint. If another node dies, the others go on.
 HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # A node that joins gives the others 30 s to end their round (--tau 128) and save. If that is too short, the run
 # continues from its last checkpoint.

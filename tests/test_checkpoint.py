@@ -12,12 +12,11 @@ import pytest
 import torch
 
 import export
-import ranks
 import train
 from config import UserError
 from mesh import Mesh
 from plumbing import checkpoint, launch, log
-from ranks import OUR_METHODS, Launch, flags, method_alone, run_training, train_all
+from ranks import OUR_METHODS, Launch, method_alone, run_training, train_all
 
 ROUNDS = dict(tau=4, sync_warmup_steps=3, max_steps=17, eval_interval=5, dtype="fp32")
 CONSTANT_LR = dict(min_lr_ratio=1.0, tau=4, sync_warmup_steps=3, eval_interval=1000)
@@ -777,15 +776,6 @@ def test_vector_of_another_size_is_refused_although_copying_would_stretch_it():
             checkpoint.fill(model.exp_avg, saved, model, "exp_avg")
 
 
-def test_ranks_that_see_different_checkpoints_are_told_to_share_the_folder():
-    found = [Path("run/checkpoint-00000007"), Path("run/checkpoint-00000009")]
-    for rank in 0, 1:
-        mesh = SimpleNamespace(rank=rank, all_gather_object=lambda own: [own, found[:1]])
-        with pytest.raises(UserError) as error:
-            checkpoint.newest_sound(found, train.METHODS, mesh, None)
-        assert ("nodes must share --out_dir" in str(error.value)) == (rank == 0)
-
-
 def test_dry_run_reads_no_vector(saved_run, tmp_path):
     run = shutil.copytree(saved_run, tmp_path / "run")
     change("exp_avg", flip_exponent)(run / "checkpoint-00000009")
@@ -866,10 +856,10 @@ def test_nothing_is_written_or_deleted_through_a_link(saved_run, tmp_path, corpu
     theirs.mkdir()
     (theirs / "file").write_text("kept")
     mesh = Mesh(1, torch.device("cpu"), alone=True)
-    content = {"steps": 12}
+    state = {"step": 12, "flags": {"keep": 1}}
     (run / "checkpoint.tmp").symlink_to(theirs)
     with pytest.raises(UserError, match="checkpoint.tmp is a link: remove it"):
-        checkpoint.write(run, mesh, content, {"flags": {"keep": 1}})
+        checkpoint.write(run, mesh, {}, state)
     (run / "checkpoint.tmp").symlink_to(theirs)
     (run / "checkpoint-00000003.tmp").symlink_to(theirs)
     (run / "checkpoint-00000001").symlink_to(theirs)
@@ -877,7 +867,7 @@ def test_nothing_is_written_or_deleted_through_a_link(saved_run, tmp_path, corpu
     setup = launch.Setup(["--resume", str(run)], train.METHODS, train.data.load, 2)
     checkpoint.prepare(setup, mesh)
     assert not list(run.glob("checkpoint*.tmp"))
-    assert checkpoint.write(run, mesh, content, {"flags": {"keep": 1}}).name == "checkpoint-00000012"
+    assert checkpoint.write(run, mesh, {}, state).name == "checkpoint-00000012"
     assert saved_steps(run) == [12]  # the link is gone, too
     model = method_alone().model
     export.save_model(run / "model.pt", model, "byte", {})
@@ -906,29 +896,9 @@ def test_disk_has_every_file_before_the_checkpoint_gets_its_name(tmp_path, monke
     folder = tmp_path / "run"
     folder.mkdir()
     mesh = Mesh(1, torch.device("cpu"), alone=True)
-    checkpoint.write(folder, mesh, {"steps": 4}, {"flags": {"keep": 1}})
+    checkpoint.write(folder, mesh, {}, {"step": 4, "flags": {"keep": 1}})
     files = ["disk has rank-00000.pt", "disk has state.json", "disk has checkpoint.tmp"]
     assert events == [*files, "name checkpoint-00000004", "disk has run"]
     events.clear()
     export.save_model(folder / "model.pt", method_alone().model, "byte", {})
     assert events == ["disk has model.pt.tmp", "name model.pt", "disk has run"]
-
-
-def in_a_folder_of_its_own(argv, rank, *more):
-    """In place of ranks._command: as on a node without a shared file system."""
-    os.makedirs(f"{more[1]}/node-{rank}")
-    os.chdir(f"{more[1]}/node-{rank}")
-    ranks._command(argv, rank, *more)
-
-
-def test_nodes_without_a_shared_folder_are_told_at_the_start(tmp_path, corpus_folder):
-    argv = flags(data=corpus_folder, max_steps=2, out_dir="run", sync_warmup_steps=1)
-    special = dict.fromkeys(range(2), (in_a_folder_of_its_own,))
-    run = Launch(2, tmp_path / "a", *argv, "--checkpoint_interval=1", special=special)
-    assert run.wait() == [2, 2] and not any("step 0" in line for line in run.lines("out"))
-    (line,) = run.lines("err")
-    assert "rank 1 does not see this folder of rank 0" in line and "all nodes share" in line
-    run = Launch(2, tmp_path / "b", *argv, special=special)
-    assert run.wait() == [0, 0], run.lines("err")  # it trains, and says that it cannot save
-    notes = [line for line in run.lines("out") if line.startswith("note ")]
-    assert any("rank 1 does not see" in line for line in notes)

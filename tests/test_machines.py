@@ -1,0 +1,509 @@
+"""Two machines without a shared disk: each keeps the files of its own ranks, and they go on
+together from a checkpoint that both have. Here a machine is a working folder and a machine id."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ranks
+import train
+from config import UserError
+from plumbing import checkpoint, launch, shm
+from ranks import TINY, Launch, agent_store
+from test_launch import FULL, assert_same, break_in, command, errors, finish
+
+SAVING = "--checkpoint_interval 5 --timeout_s 60"  # at steps 7, 11, 15 and 20
+
+
+def on_machine(argv, rank, world_size, port, folder, number, patch=None, *more):
+    """In place of ranks._command: on the machine of this number."""
+    place = Path(folder).parent / f"machine-{number}"
+    place.mkdir(exist_ok=True)
+    os.chdir(place)
+    shm.machine_id = lambda: f"machine {number}"
+    if patch:
+        patch(rank, *more)
+    ranks._command(argv, rank, world_size, port, folder)
+
+
+class Machines:
+    """Runs of four ranks, two on each machine."""
+
+    def __init__(self, folder, corpus_folder):
+        self.folder = folder
+        self.corpus_folder = corpus_folder
+        self.store = agent_store()
+        self.starts = 0
+
+    def start(self, more="--resume auto", places=(0, 0, 1, 1), patches={}, steps=20):
+        """places: the machine of each rank; patches: rank -> (patch, *more)."""
+        self.starts += 1
+        argv = command("run", self.corpus_folder, f"{SAVING} {more}", steps)
+        special = {}
+        for rank, number in enumerate(places):
+            special[rank] = (on_machine, number, *patches.get(rank, ()))
+        log = self.folder / f"log-{self.starts}"
+        return Launch(len(places), log, *argv, special=special, store=self.store)
+
+    def run(self, number) -> Path:
+        return self.folder / f"machine-{number}" / "run"
+
+    def saved(self) -> list:
+        """Of each machine: step -> the ranks whose files are there."""
+        found = []
+        for number in 0, 1:
+            names = {}
+            for path in checkpoint.list_checkpoints(self.run(number)):
+                files = sorted(path.glob("rank-*.pt"))
+                names[checkpoint.number(path)] = [int(file.stem[5:]) for file in files]
+            found.append(names)
+        return found
+
+    def refusal(self, *arguments, **options) -> str:
+        """The only line of a start that all ranks refuse."""
+        run = self.start(*arguments, **options)
+        assert set(run.wait()) == {2} and run.lines("out") == []
+        line, *others = errors(run)
+        assert not any(others)
+        return line
+
+
+@pytest.fixture
+def machines(tmp_path, corpus_folder):
+    return Machines(tmp_path, corpus_folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, corpus_folder):
+    """The folder of a run on two machines that share a disk, which nothing disturbs."""
+    folder = tmp_path_factory.mktemp("shared")
+    special = {rank: (in_shared_folder, rank // 2) for rank in range(4)}
+    argv = command(folder / "run", corpus_folder, SAVING)
+    finish(Launch(4, folder / "log", *argv, special=special))
+    return folder / "run"
+
+
+def in_shared_folder(argv, rank, world_size, port, folder, number):
+    shm.machine_id = lambda: f"machine {number}"
+    ranks._command(argv, rank, world_size, port, folder)
+
+
+# ---- saving and continuing ----
+
+
+def test_machines_without_a_shared_folder_continue_bit_for_bit(machines, undisturbed):
+    """One is switched off in the middle of its second checkpoint."""
+    run = machines.start(patches={2: (break_in, "torch.save", 2, None)})
+    codes = run.wait()
+    assert codes[2] == -9 and codes[:2] == [1, 1]
+    (note,) = [line for line in run.lines("out") if "no shared --out_dir" in line]
+    assert note.endswith("0, 1; 2, 3")
+    assert machines.saved() == [{7: [0, 1]}, {7: [2, 3]}]
+    run = machines.start()
+    finish(run)
+    assert any("step 7, 2 replicas x 2 shards" in line for line in run.lines("out"))
+    assert_same(machines.run(0), undisturbed)
+    assert machines.saved() == [{15: [0, 1], 20: [0, 1]}, {15: [2, 3], 20: [2, 3]}]
+    names = {path.name for path in machines.run(1).iterdir()}
+    assert names == {"checkpoint-00000015", "checkpoint-00000020"}
+    for path in checkpoint.list_checkpoints(undisturbed):  # a shared folder has what it had
+        assert "folders" not in json.loads((path / "state.json").read_text())
+
+
+KILLS = {  # what happens; on which rank; the step to go on from
+    "before the first name here": ((break_in, "os.rename", 1, None), 2, 7),
+    "before the first name there": ((break_in, "os.rename", 1, None), 0, 7),
+    "before the third name": ((break_in, "os.rename", 3, None), 2, 15),
+    "while an old one is removed": ((break_in, "shutil.rmtree", 1, None), 2, 11),
+    "in the first write": ((break_in, "torch.save", 1, None), 3, 0),
+    "in the third write": ((break_in, "torch.save", 3, None), 1, 11),
+    "full disk": ((break_in, "torch.save", 3, FULL), 3, 11),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch, rank, step", KILLS.values(), ids=list(KILLS))
+def test_killed_machine_costs_nothing_that_both_had_agreed_on(
+    patch, rank, step, machines, undisturbed
+):
+    keeping = "--resume auto --keep 1"
+    run = machines.start(keeping, patches={rank: patch})
+    codes = run.wait()
+    here, there = machines.saved()
+    assert here.keys() & there.keys() or step < 11  # before, only the files of the first one
+    if patch[-1] is FULL:
+        assert codes == [2] * 4
+        assert "no checkpoint could be written to run: rank 3: " in errors(run)[0]
+        assert not list(machines.folder.glob("machine-*/run/*.tmp"))
+    else:
+        assert codes[rank] == -9 and set(codes) == {-9, 1}
+    run = machines.start(keeping)
+    finish(run)
+    resumed = [line for line in run.lines("out") if line.startswith("resume  ")]
+    assert bool(resumed) == bool(step) and all(f": step {step}, " in line for line in resumed)
+    assert_same(machines.run(0), undisturbed)
+    for number in 0, 1:
+        assert sorted(path.name for path in machines.run(number).glob("*.tmp")) == []
+        assert sorted(path.name for path in machines.run(number).glob("*.damaged")) == []
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, corpus_folder):
+    """The folder of two machines, one of which was switched off after step 11."""
+    machines = Machines(tmp_path_factory.mktemp("saved"), corpus_folder)
+    machines.start(patches={2: (break_in, "torch.save", 3, None)}).wait()
+    assert machines.saved() == [{7: [0, 1], 11: [0, 1]}, {7: [2, 3], 11: [2, 3]}]
+    return machines.folder
+
+
+@pytest.fixture
+def copy(saved, machines):
+    for number in 0, 1:
+        shutil.copytree(saved / f"machine-{number}", machines.folder / f"machine-{number}")
+        (machines.run(number) / "model.pt").unlink(missing_ok=True)
+    return machines
+
+
+def damage(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 255
+    file.write_bytes(content)
+
+
+@pytest.mark.slow
+def test_machine_that_lost_its_newest_checkpoint_takes_all_back_to_the_one_before(
+    copy, undisturbed
+):
+    shutil.rmtree(copy.run(1) / "checkpoint-00000011")
+    run = copy.start()
+    finish(run)
+    first, second = [line for line in run.lines("out") if line.startswith("resume  ")]
+    assert "rank 2 does not see checkpoint-00000011, which rank 0 sees; the one before" in first
+    assert "step 7, " in second
+    assert (copy.run(0) / "checkpoint-00000011.damaged").is_dir()  # nothing is lost
+    assert_same(copy.run(0), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rank-00003.pt", "state.json"])
+def test_damage_on_one_machine_takes_all_back_to_the_one_before(name, copy, undisturbed):
+    damage(copy.run(1) / "checkpoint-00000011" / name)
+    run = copy.start()
+    finish(run)
+    assert any("the one before is taken" in line for line in run.lines("out"))
+    assert_same(copy.run(0), undisturbed)
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_named_and_copying_it_helps(copy, undisturbed):
+    """A folder that is gone, machines that have changed places, another mesh."""
+    names = sorted(os.listdir(copy.run(0)))
+    line = copy.refusal(places=(1, 1, 0, 0))
+    assert "rank 0 does not see its file rank-00000.pt, which rank 2 sees" in line
+    assert "--node_rank" in line
+    line = copy.refusal("--resume auto --shards 1 --batch_size 2")
+    assert "another mesh needs the files of all machines in it, on each machine: copy" in line
+    line = copy.refusal("--resume auto --batch_size 2", places=(0, 0, 1, 1, 1, 1))
+    assert "another mesh needs the files of all machines in it, on each machine: copy" in line
+    shutil.copytree(copy.run(1), copy.folder / "kept")
+    shutil.rmtree(copy.run(1))
+    line = copy.refusal()
+    assert "rank 2 does not see checkpoint-00000011, which rank 0 sees: bring back its own" in line
+    assert "rank-00002.pt" in line and "--overwrite" in line
+    assert sorted(os.listdir(copy.run(0))) == names  # nothing has changed
+    shutil.copytree(copy.folder / "kept", copy.run(1), dirs_exist_ok=True)
+    finish(copy.start())
+    assert_same(copy.run(0), undisturbed)
+
+
+@pytest.mark.slow
+def test_what_is_left_of_a_lost_machine_is_enough_to_go_on(copy):
+    """Replica 1 continues replica 0; or one machine goes on alone."""
+    shutil.copytree(copy.run(0), copy.folder / "alone" / "run")
+    shutil.rmtree(copy.run(1))
+    shutil.copytree(copy.run(0), copy.run(1))
+    run = copy.start()
+    finish(run)
+    assert any("only these ranks' files are left" in line for line in run.lines("out"))
+    assert copy.saved() == [{15: [0, 1], 20: [0, 1]}, {15: [2, 3], 20: [2, 3]}]
+    shutil.rmtree(copy.run(0))
+    os.rename(copy.folder / "alone" / "run", copy.run(0))
+    finish(copy.start("--resume auto --tokens_per_step 64", places=(0, 0)))
+    assert copy.saved()[0] == {15: [0, 1], 20: [0, 1]}
+    line = copy.refusal()  # machine 1 has gone on by itself, too
+    assert "checkpoint-00000020 of rank 2 is not that of rank 0; there is no other one" in line
+    shutil.rmtree(copy.run(1))
+    line = copy.refusal()
+    assert "rank 2 does not see checkpoint-00000020, which rank 0 sees: name a folder that" in line
+    assert "or copy this one to each machine" in line
+
+
+@pytest.mark.slow
+def test_files_of_all_machines_in_one_folder_are_a_checkpoint_for_any_mesh(copy):
+    for path in checkpoint.list_checkpoints(copy.run(1)):
+        for file in path.glob("rank-*.pt"):
+            shutil.copy(file, copy.run(0) / path.name)
+    finish(copy.start("--resume auto --shards 1 --tokens_per_step 64", places=(0,)))
+    assert copy.saved()[0] == {15: [0], 20: [0]}
+
+
+@pytest.mark.slow
+def test_overwrite_starts_anew_on_all_machines(copy):
+    line = copy.refusal("")
+    assert "has an earlier run" in line
+    finish(copy.start("--overwrite", steps=8))
+    assert copy.saved() == [{7: [0, 1], 8: [0, 1]}, {7: [2, 3], 8: [2, 3]}]
+
+
+@pytest.mark.slow
+def test_folder_that_one_machine_cannot_write_is_named_with_its_rank(machines):
+    (machines.folder / "machine-1").mkdir()
+    (machines.folder / "machine-1" / "run").write_text("a file")
+    line = machines.refusal()
+    assert "rank 2: run: " in line
+
+
+def test_replica_on_two_machines_is_refused(machines):
+    line = machines.refusal(places=(0, 1, 1, 1))
+    assert "ranks 0 and 1 are one replica and do not share this folder; lower --shards" in line
+
+
+# ---- the ranks that see a folder ----
+
+
+def fake(rank, seen):
+    """A mesh whose ranks have seen this, in place of what this one has."""
+    return SimpleNamespace(rank=rank, world_size=len(seen), all_gather_object=lambda own: seen)
+
+
+def test_checkpoint_of_a_shared_folder_that_one_rank_does_not_see_is_no_reason_to_go_back():
+    """Its file system is perhaps slow. Of machines it is one."""
+    for kind in "whole", "part":
+        seen = [{"checkpoint-00000011": kind, "checkpoint-00000007": kind}]
+        seen.append({"checkpoint-00000007": kind})
+        own = {name: Path("run", name) for name in seen[0]}
+        if kind == "part":
+            common, lines = checkpoint.find_common(own, fake(0, seen))
+            assert common == ["checkpoint-00000007"]
+            assert lines == ["rank 1 does not see checkpoint-00000011, which rank 0 sees"]
+            continue
+        for rank in 0, 1:
+            with pytest.raises(UserError) as error:
+                checkpoint.find_common(own, fake(rank, seen))
+            assert ("a folder that all nodes share" in str(error.value)) == (rank == 0)
+
+
+def test_folders_are_found_whichever_ranks_share_them(tmp_path):
+    found = []
+
+    def gather(own):
+        found.append(own)
+        return [own] if len(found) % 3 else [[0, 2], [1], [0, 2]]
+
+    mesh = SimpleNamespace(rank=0, world_size=3, all_gather_object=gather)
+    mesh.all_gather_object = lambda own: gather(own) if isinstance(own, list) else [own] * 3
+    gather = lambda own: [[0, 2], [1], [0, 2]]
+    assert checkpoint.find_folders(tmp_path / "run", mesh) == [[0, 2], [1]]
+    gather = lambda own: [[0, 2], [1], [2]]  # rank 2 does not see rank 0's file yet
+    with pytest.raises(UserError, match="do not see the same files yet"):
+        checkpoint.find_folders(tmp_path / "run", mesh)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+# ---- what is checked before the first step ----
+
+
+def interfaces(monkeypatch, gloo, machines=("a", "b"), master="192.0.2.1", named=()) -> list:
+    """What check_interfaces() says on each rank, "" if it finds nothing. gloo: where gloo would
+    listen; named: ranks with GLOO_SOCKET_IFNAME."""
+    store = dist.HashStore()
+    monkeypatch.setenv("MASTER_ADDR", master)
+    monkeypatch.setattr(launch, "gloo_address", lambda: gloo[rank])
+    monkeypatch.setattr(shm, "machine_id", lambda: machines[rank])
+    lines = []
+    for rank in (0, 1, 0):  # the first one does not find the second one's key yet
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0" if rank in named else "")
+        store.set_timeout(timedelta(milliseconds=10))
+        try:
+            launch.check_interfaces(store, rank, 2)
+            lines.append("")
+        except UserError as error:
+            lines.append(str(error) or "other")
+        except RuntimeError:  # torch: the key is missing
+            lines.append("missing")
+    return lines[1:][::-1]
+
+
+def test_gloo_at_loopback_on_several_machines_is_refused(monkeypatch):
+    """Debian's name of the own machine. A run on one machine, or with an interface, is none."""
+    debian = "192.0.2.1", "127.0.1.1"
+    first, second = interfaces(monkeypatch, debian)
+    assert "rank 1 would listen at 127.0.1.1" in first and "GLOO_SOCKET_IFNAME=" in first
+    assert "NCCL_SOCKET_IFNAME" in first and second == "other"
+    assert interfaces(monkeypatch, debian, named=[1]) == ["", ""]
+    assert interfaces(monkeypatch, debian, machines=("a", "a")) == ["", ""]
+    assert interfaces(monkeypatch, debian, master="127.0.0.1") == ["", ""]
+    assert interfaces(monkeypatch, ("192.0.2.1", "192.0.2.2")) == ["", ""]
+
+
+def test_address_of_gloo_is_that_of_the_name_of_the_machine(monkeypatch):
+    for addresses, expected in (
+        (["127.0.1.1"], "127.0.1.1"),
+        (["192.0.2.9", "127.0.0.1"], "127.0.0.1"),  # the first one is not of this machine
+        ([], "127.0.0.1"),
+    ):
+        monkeypatch.setattr(launch, "resolve", lambda name: addresses)
+        assert launch.gloo_address() == expected
+
+
+class Pair:
+    """Two ranks that check one after the other: rank 0 when it knows what rank 1 has."""
+
+    world_size = 2
+
+    def __init__(self):
+        self.known = {}
+
+    def all_gather_object(self, own):
+        self.known[self.rank] = own
+        return [self.known.get(rank, own) for rank in (0, 1)]
+
+
+def difference(changes, software="3.11.0") -> str:
+    """The line of rank 0 when rank 1's run differs in these and in its Python."""
+    pair = Pair()
+    for pair.rank in (1, 0):
+        config = vars(ranks.run_config(data="a" if pair.rank else "b", out_dir=str(pair.rank)))
+        run = SimpleNamespace(config=SimpleNamespace(**config), saved=None)
+        run.corpus = SimpleNamespace(hash="1")
+        launch.platform = SimpleNamespace(python_version=lambda: "3.11.0")
+        if pair.rank:
+            launch.platform = SimpleNamespace(python_version=lambda: software)
+            for name, value in changes.items():
+                owner = run.corpus if name == "hash" else run.config
+                setattr(owner, name, value)
+        try:
+            launch.check_alike(run, pair)
+            line = ""
+        except UserError as error:
+            line = str(error)
+    return line
+
+
+def test_ranks_that_differ_are_told_in_what(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "platform", None)
+    assert difference({}) == ""  # folders may differ
+    assert "note" not in capsys.readouterr().out
+    assert "--dtype is fp64 on rank 0 and bf16 on rank 1; give all" in difference({"dtype": "bf16"})
+    assert "the corpus of rank 1 is another than that of rank 0" in difference({"hash": "2"})
+    assert difference({}, software="3.12.1") == ""
+    assert "note    rank 1 has Python 3.12.1, torch" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_another_model_on_one_machine_is_refused(machines, undisturbed):
+    for number in 0, 1:
+        (machines.folder / f"machine-{number}").mkdir()
+        content = torch.load(undisturbed / "model.pt", weights_only=True)
+        next(iter(content["model"].values())).add_(number)
+        torch.save(content, machines.folder / f"machine-{number}" / "first.pt")
+    run = machines.start("--init_from first.pt")
+    assert run.wait() == [2] * 4
+    line, *others = errors(run)
+    assert "--init_from first.pt: rank 2 has another model than rank 0" in line
+    assert not any(others) and not any("step 0" in line for line in run.lines("out"))
+
+
+# ---- the page ----
+
+
+class Agents:
+    """The torchruns of the page's two commands, on small models, in two working folders."""
+
+    def __init__(self, folder, corpus_folder, more=""):
+        self.folder = folder
+        page = (ranks.ROOT / "docs" / "two_machines.md").read_text()
+        shutil.rmtree(folder / "my_corpus", ignore_errors=True)
+        shutil.copytree(corpus_folder, folder / "my_corpus")
+        small = [*TINY, *"--backend gloo --sync_warmup_steps 2 --tau 4 --max_steps 40".split()]
+        small += "--checkpoint_interval 8 --data ../my_corpus".split() + more.split()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.commands = []
+        for line in re.findall("^torchrun (.*)", page, re.MULTILINE):
+            line = line.replace("192.168.1.10", "127.0.0.1").replace("29500", str(port))
+            line = line.replace("train.py", f"{ranks.ROOT}/train.py")
+            self.commands.append([*line.split(), *small])
+        assert len(self.commands) == 2
+        self.running = [self.start(number) for number in (0, 1)]
+
+    def start(self, number, *launcher):
+        place = self.folder / f"machine-{number}"
+        place.mkdir(exist_ok=True)
+        argv = [sys.executable, "-m", "torch.distributed.run", *launcher, *self.commands[number]]
+        with open(self.folder / f"printed-{number}", "w") as out:
+            return subprocess.Popen(argv, cwd=place, stdout=out, stderr=out, start_new_session=True)
+
+    def printed(self) -> str:
+        return (self.folder / "printed-0").read_text()
+
+    def wait(self) -> list:
+        return [agent.wait(900) for agent in self.running]
+
+
+@pytest.mark.slow
+def test_commands_of_the_page_continue_after_one_machine_was_switched_off(tmp_path, corpus_folder):
+    (tmp_path / "whole").mkdir()
+    assert Agents(tmp_path / "whole", corpus_folder).wait() == [0, 0]
+    (tmp_path / "kill").mkdir()
+    agents = Agents(tmp_path / "kill", corpus_folder, "--slow_replica 1:40")
+    while "step 00017/" not in agents.printed():
+        assert agents.running[0].poll() is None, agents.printed()
+        time.sleep(0.02)
+    os.killpg(agents.running[1].pid, signal.SIGKILL)
+    assert agents.wait() == [1, -9]
+    assert "lost contact with another rank" in agents.printed()
+    agents = Agents(tmp_path / "kill", corpus_folder)
+    assert agents.wait() == [0, 0], agents.printed()
+    assert "resume  out/edit/checkpoint-000000" in agents.printed()
+    assert_same(*(tmp_path / name / "machine-0" / "out" / "edit" for name in ("kill", "whole")))
+
+
+def test_table_of_the_page_is_what_its_own_code_computes():
+    page = (ranks.ROOT / "docs" / "two_machines.md").read_text()
+    (code,) = re.findall("```python\n(.*?)```", page, re.DOTALL)
+    defined = {}
+    exec(code, defined)
+    head, *rows = [line for line in page.splitlines() if line.startswith("| ")]
+    speeds = [float(speed) for speed in re.findall(r"(\d+) Mbit/s", head)]
+    assert len(rows) == 3 and len(speeds) == 4
+    for row in rows:
+        _, _, parameters, layers, step, *cells, _ = row.split("|")
+        size = float(parameters.strip().removesuffix("M")) * 1e6
+        model = defined["Model"](size, int(layers), float(step.strip().removesuffix(" s")))
+        for speed, cell in zip(speeds, cells, strict=True):
+            found = []
+            for method in "edit", "one_bit_edit":
+                found.append(str(defined["smallest_tau"](model, speed, method)))
+            assert cell.split() == [found[0], "/", found[1]], (row, speed)
+
+
+def test_flags_of_the_page_exist():
+    page = (ranks.ROOT / "docs" / "two_machines.md").read_text()
+    known = set("nnodes nproc_per_node node_rank master_addr master_port max-restarts out".split())
+    for method in train.METHODS.values():
+        known |= method.Config.__dataclass_fields__.keys()
+    assert set(re.findall(r"--([a-z][\w-]*)", page.replace("--input", ""))) <= known
