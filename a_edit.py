@@ -24,9 +24,9 @@ tensor, whose resolution is 128 s. (2) The clock restarts at the end of the sync
 does not shorten a round. (3) Learning rate and end follow the tokens of all replicas. (4) With the
 paper's weights (--step_weighting none) a replica that takes more steps has a larger norm, and so a
 smaller weight. norm_per_step, the default, replaces G_i by G_i mean_j(steps_j) / steps_i in the
-weights. (5) The statistics are of norms per step, G_i / steps_i, and the limit
-of G_i is for replica i's longest round so far: see judge(). (6) On CUDA the vote is read one step
-late, and the host waits for the device twice per sync.
+weights. (5) The statistics are of norms per step, G_i / steps_i, and the limit of G_i is for
+replica i's longest round so far: see judge(). (6) On CUDA the vote is read one step late, and the
+host waits for the device twice per sync.
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.
@@ -96,12 +96,13 @@ class AEDiT(EDiT):
         return float(time_is_up or after_this_step >= self.config.max_steps)
 
     def judge(self, G):
-        """Rounds differ in length, and norms with them, but less: a norm grows more slowly than the
-        steps. So a machine that becomes faster, slower, or slower for a while is no anomaly, nor is
-        the last round, which may be short."""
+        """A norm grows more slowly than the steps of its round, so the norm per step is larger in a
+        short round. Therefore the limit per step is multiplied by the steps of the longest round.
+        Then a machine that becomes faster, slower, or slower for a while is no anomaly, nor is the
+        last round, which may be short. The price: in short rounds the limit is looser."""
         return self.penalty.judge(G, length=self.local_steps, longest=self.longest_round)
 
-    def comparable_norms(self, norms):
+    def norms_for_weights(self, norms):
         if self.config.step_weighting == "none":
             return norms
         return norms_per_step(norms, self.rows.steps)

@@ -130,6 +130,15 @@ PRESETS = {
     "1b": dict(zip(SHAPE, (24, 16, 2048, 2048, 4, 2e-4, 1000)), **LONG),
     "7b": dict(zip(SHAPE, (32, 32, 4096, 2048, 1, 1.2e-4, 2000)), **LONG),
 }
+PADDED = ("124m", "1b", "7b")
+
+
+def padded_vocabulary(config, tokens: int) -> int:
+    """How many tokens the model has for a corpus with so many: in large presets a multiple of 64,
+    because GPUs multiply matrices of such sizes faster. --vocab_size is taken as it is."""
+    if config.vocab_size or config.model not in PADDED:
+        return tokens
+    return -(-tokens // 64) * 64
 
 
 @dataclass
@@ -183,6 +192,7 @@ class Config:
         nargs="+",
         group="data",
     )
+    data_by_replica: bool = option(False, "each replica draws from its own 1/M of the documents")
     vocab_size: int = option(0, "of token files (0: 50257, GPT-2's), or another than the corpus's")
     batch_size: int = option(8, "sequences per rank and micro-step", low=1)
     accum: int = option(1, "micro-steps per step; their gradients are averaged", low=1, below=10**6)
@@ -198,6 +208,10 @@ class Config:
     muon_lr: float = option(0.02, "peak learning rate of Muon, which has the schedule of lr")
     min_lr_ratio: float = option(0.1, "final learning rate / peak learning rate")
     lr_warmup_steps: int = option(50, "steps of linear warm-up")
+    schedule: str = option(
+        "cosine", "of the learning rate (wsd: constant, then linear)", choices=["cosine", "wsd"]
+    )
+    decay_share: float = option(0.2, "of max_steps, in which wsd's rate falls", below=1.000001)
     weight_decay: float = option(0.1, "of matrices")
     beta1: float = option(0.9, "AdamW; momentum of Muon", below=1)
     beta2: float = option(0.95, "AdamW", below=1)
@@ -235,6 +249,13 @@ class Config:
 
     def check(self, replicas: int):
         """Raise UserError if the flags do not fit together."""
+        before_decay = (1 - self.decay_share) * self.max_steps
+        if self.schedule == "wsd" and self.lr_warmup_steps > before_decay:
+            raise UserError(
+                f"--decay_share {self.decay_share:g}: of {self.max_steps} steps the decay would "
+                f"begin at step {before_decay:.0f}, in the rate's warm-up of "
+                f"{self.lr_warmup_steps} steps: lower it or --lr_warmup_steps"
+            )
         if self.optimizer == "muon" and (self.lr == 0 or self.muon_lr / self.lr > 1e100):
             hint = "give --muon_lr 0 or --optimizer adamw"
             raise UserError(f"--lr {self.lr}: muon's rate follows it; {hint}")

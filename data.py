@@ -33,7 +33,8 @@ generator (Philox) draws the starts of *all* windows of a global step, and each 
     rows of a global step   [ micro-step 0: rank 0 | rank 1 | ... ][ micro-step 1: rank 0 | ... ]
                               batch_size rows each
 
-So a checkpoint needs no state of the data, and the global batch does not depend on the mesh.
+So a checkpoint needs no state of the data, and the global batch does not depend on the mesh. (With
+--data_by_replica it does: each replica draws from documents of its own.)
 
     python data.py --input book.txt more.jsonl --tokenizer byte --out my_corpus
     torchrun ... train.py --data my_corpus
@@ -59,6 +60,7 @@ A hash of each document puts about one in twenty into the validation part, so a 
 of the others. Of fewer than 40 documents it is the last 5%.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -67,6 +69,7 @@ import os
 import re
 import sysconfig
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -75,10 +78,11 @@ import torch
 from config import Parser, UserError, check_limits, run_command
 from plumbing.text import LAST, VALIDATION_FRACTION, is_validation, smallest_dtype
 from plumbing.text import text_documents, write_corpus
-from plumbing.tokenizer import UNKNOWN, ByteTokenizer
+from plumbing.tokenizer import UNKNOWN, ByteTokenizer, make_tokenizer
 
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size
 GPT2 = 50257  # tokens in its vocabulary
+END_OF_TEXT = {"byte": ByteTokenizer.eot_token, "gpt2": GPT2 - 1}  # GPT-2's without a download
 HINT = "name token files (.bin, .npy), or one corpus folder: data.py --input FILE --out DIR"
 HEADERS = {20240520: np.uint16, 20240801: np.uint32}  # first number of llm.c's token files -> ids
 MEGATRON_DTYPES = {4: np.int32, 5: np.int64, 8: np.uint16}  # the codes of its .idx files
@@ -125,11 +129,54 @@ class Corpus:
     hash: str  # of the tokens: equal on all ranks if they have the same corpus
     training: str = ""  # which files are for training
     validation: str = LAST  # which files, or how it was chosen
+    cuts: list | None = None  # replica i reads the training part from cuts[i] to cuts[i + 1]
 
     def describe(self) -> str:
         rest = len(self.tokens) - self.train_tokens
         training = f" ({self.training})" * bool(self.training)
-        return f"train {self.train_tokens:,}{training}, validation {rest:,} ({self.validation})"
+        text = f"train {self.train_tokens:,}{training}, validation {rest:,} ({self.validation})"
+        if self.cuts:
+            own = [end - first for first, end in pairwise(self.cuts)]
+            text += f", each replica has its own {min(own):,} to {max(own):,} for training"
+        return text
+
+    def by_replica(self, replicas: int, block_size: int) -> "Corpus":
+        """This corpus with cuts: each replica has its own documents, whole ones that follow one
+        another, with about 1/M of the tokens. Raises UserError if that cannot be."""
+        flag = "--data_by_replica"
+        if self.tokenizer not in END_OF_TEXT:
+            if self.tokenizer == UNKNOWN:
+                hint = "these token files do not tell where a document ends; make them with data.py"
+                raise UserError(f"{flag}: {hint}")
+            END_OF_TEXT[self.tokenizer] = make_tokenizer(self.tokenizer).eot_token
+        end = END_OF_TEXT[self.tokenizer]
+        cuts = [0]
+        for i in range(1, replicas):
+            cuts.append(self.next_document(i * self.train_tokens // replicas, end))
+        cuts.append(self.train_tokens)
+        if min(end - first for first, end in pairwise(cuts)) <= block_size:
+            raise UserError(
+                f"{flag}: the training part has too few documents for {replicas} replicas, each "
+                f"needs {block_size + 1:,} tokens of its own: use more text or fewer replicas"
+            )
+        return dataclasses.replace(self, cuts=cuts)
+
+    def next_document(self, position: int, end_of_text: int) -> int:
+        """Where the first document begins that begins at this position of the training part or
+        later."""
+        for first in range(max(0, position - 1), self.train_tokens, 2**20):
+            piece = self.tokens[np.arange(first, min(first + 2**20, self.train_tokens))]
+            found = np.flatnonzero(piece == end_of_text)
+            if len(found):
+                return first + int(found[0]) + 1
+        return self.train_tokens
+
+    def training_part(self, rank: int, world_size: int) -> tuple:
+        """(first, end) of what this rank draws from: all of the training part, or its replica's."""
+        if not self.cuts:
+            return 0, self.train_tokens
+        i = rank * (len(self.cuts) - 1) // world_size
+        return self.cuts[i], self.cuts[i + 1]
 
     def check(self, tokens: np.ndarray, place):
         """Raise UserError if a token is not in the vocabulary. place: its index -> where it is."""
@@ -438,11 +485,12 @@ class Batches:
     device: torch.device = torch.device("cpu")
 
     def train(self, step: int, micro_step: int = 0) -> tuple:
-        """(inputs, targets) of batch_size rows, at random places of the training part."""
+        """(inputs, targets) of batch_size rows, at random places of the training part, or of the
+        replica's own part of it."""
         philox = np.random.Philox(key=self.seed, counter=[0, 0, 0, step])
-        last = self.corpus.train_tokens - self.block_size
+        first, end = self.corpus.training_part(self.rank, self.world_size)
         size = (self.accum, self.world_size, self.batch_size)
-        starts = np.random.Generator(philox).integers(0, last, size=size)
+        starts = np.random.Generator(philox).integers(first, end - self.block_size, size=size)
         return self.windows(starts[micro_step, self.rank])
 
     def validation(self, eval_batches: int):

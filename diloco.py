@@ -3,9 +3,9 @@
 The problem. Averaging gradients sends the whole model over the slow links in every step. DiLoCo
 lets each replica train alone for tau steps and exchanges once: 1/tau of the traffic.
 
-Where replicas disagree, their mean progress is shorter than that of each. The outer momentum makes
-up for it: in directions that stay the same from round to round, the steps add up. The mean alone
-(lr 1, mu 0) is Post Local SGD.
+Where the replicas' updates differ, their mean is shorter than a typical update. The outer momentum
+makes up for it: in directions that stay the same from round to round, the steps add up. The mean
+alone (lr 1, mu 0) is Post Local SGD.
 
     warm-up: sync_warmup_steps steps of mini-batch, so that all replicas are equal; then
     anchor = x
@@ -18,8 +18,8 @@ up for it: in directions that stay the same from round to round, the steps add u
         x_i    <- anchor
 
     M replicas of N shards, P elements of a layer; sum: over the layers. [sync]: among the ranks
-    with the same shard. An all-reduce sends 2 (M-1)/M of a vector: in a ring, first sums, then
-    copies.
+    with the same shard. A ring all-reduce sends 2 (M-1)/M of a vector: (M-1)/M in its
+    reduce-scatter, and as much in its all-gather.
 
     symbol     variable        shape        where
     x_i        model.master    (sum P/N,)   each rank holds its own shard
@@ -54,8 +54,8 @@ class Config(LocalConfig):  # the paper's tau is H = 500
 def nesterov(anchor, momentum, d, lr, mu):
     """A step of torch.optim.SGD(nesterov=True) with the gradient d, in place."""
     # b <- mu b + d;  a <- a - lr (d + mu b)
-    # The function behind the optimizer's class: it takes d where it is, in the storage of x, and
-    # the momentum from the method's vectors, which checkpoints save.
+    # The function behind torch.optim.SGD: here d and the momentum are vectors of the method, which
+    # checkpoints save, not the state of an optimizer object.
     options = {"dampening": 0, "weight_decay": 0, "nesterov": mu > 0, "maximize": False}
     sgd([anchor], [d], [momentum], lr=lr, momentum=mu, fused=True, **options)
 
@@ -68,14 +68,14 @@ class DiLoCo(Method):
         self.anchor.copy_(self.model.master)
 
     def sync(self):
-        d = self.model.master  # its storage holds d from here on
-        # d_i = a - x_i
-        torch.sub(self.anchor, d, out=d)
+        x = self.model.master
+        # d_i = a - x_i, in the storage of x_i
+        d = torch.sub(self.anchor, x, out=x)
         # d = 1/M sum_i d_i
         self.combine(d)
         # a <- Nesterov(a, d);  x_i <- a
         nesterov(self.anchor, self.momentum, d, self.config.outer_lr, self.config.outer_momentum)
-        self.model.master.copy_(self.anchor)
+        x.copy_(self.anchor)
 
     def combine(self, d):
         """d <- the mean of all replicas' d. (relatives/robust.py takes another mean.)"""

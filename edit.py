@@ -10,12 +10,13 @@ clip, or, if all replicas are flagged, keep the anchor (roll back).
     layers l at the round's end (the paper does this in the forward, with the same result):
         d_i   = anchor - x_i                                    # in the storage of x_i
         G_i   = ||d_i||                                         # [shard] one all-reduce, all layers
-        limit_i = mean_i + delta sigma_i                        # running statistics of replica i
+        limit_i = mean_i + delta sigma_i                        # from its running statistics
         flag i if G_i > limit_i                                 # (G_i - mean_i) / sigma_i > delta
+        else add G_i to the running statistics of replica i
         share G and flags with all replicas                     # [sync] one all-gather, all layers
-        if all replicas are flagged: their statistics of layer l start anew
+        if all replicas are flagged: their statistics of layer l start anew, where G_i is finite
         w_i   = exp(-G_i) / sum_j exp(-G_j) over the unflagged  # on the device, no host read
-        start dbar = sum_i w_i d_i for l = 0, 1                 # [sync] all-reduce per layer, async
+    for l = 0, 1: start dbar = sum_i w_i d_i                    # [sync] all-reduce per layer, async
     complete(l), in the next forward, when it gets to layer l:
         wait for dbar
         dhat    = dbar * min(1, phi / (||dbar|| + 1e-6))        # [shard] all-gather of one scalar
@@ -41,13 +42,14 @@ Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 8 (M-1) (L + 1) f
 flags, losses and steps.
 
 What the overlap saves, on NCCL and gloo. Let each of L equal layers take c seconds to all-reduce
-and f seconds to compute. DiLoCo waits L c. EDiT waits for layer 0 and then, if c > f, at each layer
-for the rest of its all-reduce: max(c, L c - (L-1) f) in all. So it saves at most one forward.
+and f seconds to compute. DiLoCo waits L c. EDiT waits c for layer 0 and, if c > f, another c - f at
+each later layer: max(c, L c - (L-1) f) in all. So it saves at most (L-1) f, less than one forward.
 
-Why only two means are in flight. With the setting in plumbing/launch.py NCCL starts operations in
-the order of issue, over all groups. If all means were issued at once, the gather of layer 0 would
-queue behind nearly all of them, and nothing would overlap. So one mean travels and one waits. The
-price: a last layer that is much larger than the others starts only two layers before it is needed.
+Why only two means are in flight. With NCCL_LAUNCH_ORDER_IMPLICIT=1 (plumbing/launch.py) NCCL starts
+operations in the order of issue, over all groups. If all means were issued at once, the gather of
+layer 0 would queue behind nearly all of them, and nothing would overlap. So one mean travels and
+one waits. The price: a last layer that is much larger than the others starts only two layers before
+it is needed.
 
 The deviations from the paper are listed at the end of this file.
 Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
@@ -99,8 +101,8 @@ class Config(EDiTConfig, LocalConfig):
 
 
 def anomaly_limits(statistics, config):
-    """The largest norms (L,) that are not anomalies. statistics: replica i's norms so far, (3, L):
-    their number, mean and variance for each layer."""
+    """The largest norms (L,) that are not anomalies. statistics (3, L): for each layer the number,
+    mean and variance of replica i's norms that were not flagged."""
     count, mean, variance = statistics
     sigma = torch.maximum(variance.sqrt(), SIGMA_FLOOR * mean)
     limits = mean + config.anomaly_threshold * sigma
@@ -109,7 +111,8 @@ def anomaly_limits(statistics, config):
 
 
 def update_statistics(statistics, G, accepted, config):
-    """The statistics (3, L) with those norms of G (L,) that are accepted. For one layer:
+    """The statistics (3, L) after adding the norms of G (L,) where accepted (L,) is true. For one
+    layer:
 
     n <- n + 1
     if n <= max(anomaly_warmup_rounds, 2):    # plain mean and sample variance (Welford's update)
@@ -133,11 +136,11 @@ def update_statistics(statistics, G, accepted, config):
 
 
 def forget_lost_layers(statistics, G, lost):
-    """The statistics (3, L) without those of layers that are lost (L,), where all replicas are
-    flagged. One replica above its limit is an outlier. If all are, the norms have grown, and the
-    limits are out of date. Without this they stay so, because flagged norms are not accepted, and
-    the layer would be rolled back in every round from now on. A norm that is not finite says
-    nothing about the limits."""
+    """The statistics (3, L), cleared in the layers that are lost (L,): all replicas are flagged
+    there. One flagged replica is an outlier. If all are flagged, the norms have grown, and the
+    limits are out of date. They would stay so, because flagged norms do not enter the statistics,
+    and the layer would be rolled back in every later round. A norm that is not finite says nothing
+    about the limits, so it clears nothing."""
     return statistics.masked_fill(lost & G.isfinite(), 0.0)
 
 
@@ -151,7 +154,7 @@ def replica_weights(norms, flagged, weighted=True):
     # w_i = exp(-G_i) / sum_j exp(-G_j), j unflagged; equal weights are the case G = 0
     G = norms if weighted else torch.zeros_like(norms)
     exponents = (-G).masked_fill(flagged, -torch.inf)
-    weights = torch.softmax(exponents, dim=0)  # NaN where all are flagged, there 0 below
+    weights = torch.softmax(exponents, dim=0)  # NaN where all are flagged; the next line sets 0
     return weights.masked_fill(flagged, 0.0)
 
 
@@ -160,14 +163,14 @@ def clip_factor(norm, phi):
     return (phi / (norm + 1e-6)).clamp(max=1.0)
 
 
-def nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, accepted):
-    """diloco.nesterov() in place, without a host read. accepted: a scalar tensor, 1, or 0 if all
-    replicas are flagged. Then dhat is 0, because all weights are 0, and nothing changes, bit for
-    bit."""
+def nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, moves):
+    """The step of diloco.nesterov(), in place, without a host read. moves: a scalar tensor, 1, or 0
+    if all replicas are flagged. With 0 nothing changes, bit for bit, because dhat is 0, too: all
+    weights are 0."""
     # b <- mu b + dhat;  a <- a - lr (dhat + mu b)
-    # A branch would have to read `accepted` on the host, which waits for a GPU. So it is a factor.
-    momentum.mul_(mu**accepted).add_(dhat)  # mu^0 = 1
-    anchor.addcmul_(dhat, accepted, value=-lr).addcmul_(momentum, accepted, value=-lr * mu)
+    # A branch would have to read `moves` on the host, which waits for a GPU. So it is a factor.
+    momentum.mul_(mu**moves).add_(dhat)  # mu^0 = 1
+    anchor.addcmul_(dhat, moves, value=-lr).addcmul_(momentum, moves, value=-lr * mu)
 
 
 # ---- the penalty ----
@@ -175,6 +178,7 @@ def nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, accepted):
 # Flags that the size of a pseudo-gradient depends on.
 SCALES_NORMS = {"tau", "tau_time_s", "max_steps", "data", "batch_size", "accum", "tokens_per_step"}
 SCALES_NORMS |= {"lr", "muon_lr", "min_lr_ratio", "lr_warmup_steps", "grad_clip", "weight_decay"}
+SCALES_NORMS |= {"schedule", "decay_share", "data_by_replica"}
 SCALES_NORMS |= {"beta1", "beta2", "block_size", "average_moments"}
 SCALES_NORMS |= {"delay", "alpha", "fragments"}  # of Streaming EDiT
 ALL = slice(None)
@@ -184,7 +188,8 @@ class Penalty:
     """The pseudo-gradient penalty of replica i. EDiT uses it for all layers at once, Streaming EDiT
     (relatives/streaming_edit.py) for the layers of a fragment: `layers` is a slice of them.
 
-    method.statistics        (3, L)   replica i's norms so far; they are in its checkpoints
+    method.statistics        (3, L)   count, mean and variance of replica i's unflagged norms; they
+                                      are in its checkpoints
     norms, flagged, weights  (M, L)   of all replicas, in each layer's last sync
     clips                    (L,)     factors, in each layer's last outer step
     """
@@ -205,23 +210,26 @@ class Penalty:
         self.method.statistics = self.method.model.master.new_zeros(3, L)
 
     def judge(self, G, layers=ALL, length=1.0, longest=1.0):
-        """Is replica i an anomaly? G: its norms. Only replica i can tell, because only it has seen
-        its earlier norms. length, longest: steps of this round and of the longest round so far, if
-        rounds differ. The statistics are of norms per step, and the limit is for the longest round.
+        """Flags (L,) of replica i for its norms G (L,). Those that are not flagged enter its
+        statistics. Only replica i has seen its earlier norms, so it judges itself.
+
+        length, longest: steps of this round and of the longest round so far, where rounds differ
+        (A-EDiT). The statistics are of G / length. Their limit times `longest` is the limit of G.
         """
         own = self.method.statistics[:, layers]  # a view
         flagged = is_anomaly(G, longest * anomaly_limits(own, self.config))
         own.copy_(update_statistics(own, G / length, ~flagged, self.config))
         return flagged
 
-    def weigh(self, norms, flagged, layers=ALL, compared=None):
-        """The weights of all replicas, from their norms and flags. compared: the norms that weights
-        are made from, if not `norms`."""
+    def weigh(self, norms, flagged, layers=ALL, norms_for_weights=None):
+        """The weights (M, L) of all replicas, from their norms and flags. Clears the statistics of
+        lost layers. norms_for_weights: if they are not `norms`."""
         own = self.method.statistics[:, layers]
         G = norms[self.method.mesh.replica]
         own.copy_(forget_lost_layers(own, G, flagged.all(dim=0)))
-        compared = norms if compared is None else compared
-        weights = replica_weights(compared, flagged, self.config.weighted_averaging)
+        if norms_for_weights is None:
+            norms_for_weights = norms
+        weights = replica_weights(norms_for_weights, flagged, self.config.weighted_averaging)
         self.norms[:, layers] = norms
         self.flagged[:, layers] = flagged
         self.weights[:, layers] = weights
@@ -234,9 +242,9 @@ class Penalty:
             clip = clip_factor(self.method.model.norm(dbar), self.config.pseudo_grad_clip)
         self.clips[l] = clip
         dhat = dbar.mul_(clip)
-        accepted = (~self.flagged[:, l]).any().to(dbar.dtype)
+        moves = (~self.flagged[:, l]).any().to(dbar.dtype)
         lr, mu = self.config.outer_lr, self.config.outer_momentum
-        nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, accepted)
+        nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, moves)
 
     def describe(self, layers=ALL):
         """Tell the record about these layers, a slice or a list of their numbers."""
@@ -253,7 +261,8 @@ class Penalty:
 
     def resume_with(self, changed: set) -> bool:
         """A run continues with other values of the flags `changed`. If norms depend on one of them,
-        the limits of the checkpoint are wrong, so the statistics start anew. Do they?"""
+        the limits of the checkpoint are wrong, so the statistics start anew. Returns whether they
+        do."""
         found = sorted(changed & SCALES_NORMS)
         if found:
             self.method.statistics.zero_()
@@ -306,22 +315,22 @@ class EDiT(Method):
         self.share(norms=G, flagged=self.judge(G))
         norms = self.rows.norms  # (M, L)
         flagged = self.rows.flagged > 0  # back from numbers to bools
-        self.penalty.weigh(norms, flagged, compared=self.comparable_norms(norms))
+        self.penalty.weigh(norms, flagged, norms_for_weights=self.norms_for_weights(norms))
         self.to_start = deque(self.operations())
         self.in_flight = deque()  # handles, at most two
         self.start_next()
         self.start_next()
-        # This line is EDiT: the forward in shard.py calls complete(l) just before it computes layer
-        # l. While a layer computes, the all-reduces of the next layers travel.
+        # This line is EDiT: the forward in shard.py calls complete(l) before it gathers and
+        # computes layer l. While a layer computes, the all-reduces of the next two travel.
         self.model.pre_layer_hook = self.complete
 
     def measure(self):
-        """sync() shares the norms: EDiT needs them itself."""
+        """Nothing: sync() shares the norms."""
 
     def operations(self) -> list:
-        """Functions that start one sync operation each and return its handle, in their order."""
-        masters = enumerate(self.model.masters)
-        return [functools.partial(self.start_mean, l, d) for l, d in masters]
+        """Functions in the order in which they run. Each starts one collective and returns its
+        handle."""
+        return [functools.partial(self.start_mean, l) for l in range(len(self.model.layers))]
 
     def start_next(self):
         if self.to_start:
@@ -331,12 +340,13 @@ class EDiT(Method):
     def judge(self, G):
         return self.penalty.judge(G)
 
-    def comparable_norms(self, norms):
+    def norms_for_weights(self, norms):
         """The norms (M, L) for the weights. A-EDiT corrects them for unequal rounds."""
         return norms
 
-    def start_mean(self, l, d):
-        """Start d <- dbar = sum_i w_i d_i in layer l."""
+    def start_mean(self, l):
+        """Start dbar = sum_i w_i d_i of layer l, in the storage of d_i."""
+        d = self.model.masters[l]
         # A flagged replica has w_i = 0, but 0 * NaN is NaN, so overwrite it with 0.
         d.mul_(self.penalty.weights[self.mesh.replica, l]).nan_to_num_(0.0, 0.0, 0.0)
         # [sync] all-reduce, P/N fp32, once per round and layer
@@ -355,7 +365,7 @@ class EDiT(Method):
 
     def finish_layer(self, l):
         """Wait for the mean of layer l and take its outer step."""
-        x = self.model.masters[l]  # it has received dbar
+        x = self.model.masters[l]  # it receives dbar
         with self.record.stall():
             self.wait_for_mean(l)
             with self.on_device(self.anchors[l], self.momenta[l]) as (a, b):
@@ -389,7 +399,7 @@ class EDiT(Method):
 
 # Deviations from the paper and its authors' code:
 # (1) One all-gather carries the norms and flags of all layers, and nothing is read on the host. The
-#     code's 2 to 4 host reads per layer prevent the overlap.
+#     authors' code reads 2 to 4 values per layer on the host, which prevents the overlap.
 # (2) A norm that is not finite is always flagged, also without anomaly elimination.
 # (3) Flagged norms never enter the statistics, so one outlier does not hide the next. The cost: one
 #     replica whose norms rise suddenly and permanently stays flagged (the log shows it; raise
@@ -401,10 +411,11 @@ class EDiT(Method):
 # (5) sigma is at least SIGMA_FLOOR * mean, so nearly equal norms do not flag noise.
 # (6) A non-finite inner gradient is set to 0 (shard.py).
 # (7) Training stops with an error after three rounds in a row that were rolled back in all layers
-#     (train.py). After (3) only norms that are not finite can do that.
-# (8) The limits are the paper's, although norms fall with the learning rate and the statistics
-#     remember the past, so that a sick replica is seen late or never. Norms that are divided by the
-#     round's learning rates find more, but the loss does not fall (lab/LOG.md).
+#     (train.py). Because of (3), only norms that are not finite can do that.
+#
+# As in the paper, the limits do not follow the learning rate. Norms fall with it, and the
+# statistics remember larger ones, so a sick replica is seen late or never. Dividing the norms by
+# the round's learning rates finds more of them, but does not lower the loss (lab/LOG.md).
 # As in the paper, the weights take the norms as they are. So the penalty is stronger where norms
 # are larger: in long rounds, at large learning rates, in large layers.
 #

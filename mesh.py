@@ -19,9 +19,10 @@ all-reduce 2(n-1)/n of its payload, send-receive all of it.
 Collectives are asynchronous and return a handle. gather_rows, sum_over_ranks and all_gather_object
 wait. `wait()` blocks the stream on NCCL and the host on gloo and shm (plumbing/shm.py). On a GPU,
 issue a collective and wait for it on the stream on which its tensors were allocated. In a group of
-one rank an operation does nothing and is not counted. If a rank has died, or is silent for
-timeout_s, the others raise RankLostError (in a shard group after a sixth of it, see
-launch.shorten_timeout). With NCCL its watchdog ends the process after timeout_s, in every group.
+one rank an operation does nothing and is not counted (send_receive needs two). If a rank has died,
+or is silent for timeout_s, the others raise RankLostError (in a shard group after a sixth of it,
+see launch.shorten_timeout). With NCCL its watchdog ends the process after timeout_s, in every
+group.
 """
 
 import re
@@ -58,7 +59,8 @@ def translate_comm_errors():
         raise
     except RuntimeError as error:
         text = str(error).strip().split("\n")[0]
-        if found := re.match(r"\[\S+:\d+\] (.*?)(\. |$)", text):  # gloo: its source file, advice
+        # gloo's text begins with its source file and ends with advice.
+        if found := re.match(r"\[\S+:\d+\] (.*?)(\. |$)", text):
             text = found[1]
         hint = "--resume auto continues from the last checkpoint, if there is one"
         raise RankLostError(f"lost contact with another rank ({text}); {hint}") from error
@@ -175,8 +177,9 @@ class Mesh:
         return group
 
     def _nccl_options(self, ranks, crosses_replicas):
-        """Between machines few SMs: NCCL's kernels occupy them until the slow link has delivered.
-        In a replica priority: the next layer's computation waits for its operations."""
+        """A sync group between machines gets few SMs, because NCCL's kernels hold them until the
+        slow link has delivered. A shard group gets priority, because the computation of the next
+        layer waits for it."""
         options = dist.ProcessGroupNCCL.Options()
         if crosses_replicas and not self.on_one_machine(ranks):
             options.config.max_ctas = SYNC_CTAS
@@ -225,7 +228,7 @@ class Mesh:
             return Handle()
         own = group.own_piece(whole)
         sent_bytes = whole.nbytes * group.elsewhere
-        with self._collective(group, "all-gather", sent_bytes, self.replicas - 1) as handle:
+        with self._collective(group, "all-gather", sent_bytes, group.size - 1) as handle:
             handle.works = [all_gather_single(whole, own, **group.call)]
         return handle
 
@@ -235,7 +238,7 @@ class Mesh:
         if group.size == 1:
             return Handle()
         sent_bytes = whole.nbytes * group.elsewhere
-        with self._collective(group, "reduce-scatter", sent_bytes, self.replicas - 1) as handle:
+        with self._collective(group, "reduce-scatter", sent_bytes, group.size - 1) as handle:
             handle.works = [reduce_scatter_single(part, whole, **group.call)]
         return handle
 
@@ -245,7 +248,7 @@ class Mesh:
             return Handle()
         # A reduce-scatter, then an all-gather.
         sent_bytes = 2 * x.nbytes * group.elsewhere
-        with self._collective(group, "all-reduce", sent_bytes, 2 * (self.replicas - 1)) as handle:
+        with self._collective(group, "all-reduce", sent_bytes, 2 * (group.size - 1)) as handle:
             handle.works = [dist.all_reduce(x, **group.call)]
         return handle
 
@@ -255,7 +258,7 @@ class Mesh:
         if group.size == 1:
             return Handle()
         sent_bytes = pieces.nbytes * group.elsewhere
-        with self._collective(group, "all-to-all", sent_bytes, self.replicas - 1) as handle:
+        with self._collective(group, "all-to-all", sent_bytes, group.size - 1) as handle:
             handle.works = [dist.all_to_all_single(received, pieces, **group.call)]
         return handle
 
@@ -279,7 +282,7 @@ class Mesh:
         """The sum of the rows (n,) of all ranks, bit-identical on all of them; waits for it. The
         argument may be overwritten."""
         if min(self.replicas, self.shards) == 1:  # all ranks are one group
-            group = max(self.shard_group, self.sync_group, key=lambda group: group.size)
+            group = self.sync_group if self.shards == 1 else self.shard_group
             self.all_reduce(row, group).wait()
             return row
         # No group has all ranks, and two sums in turn could add in another order on each rank. So

@@ -7,19 +7,20 @@
         sync()                                         # in end_round()
 
 A method is a subclass in a file of its own. It names the vectors and scalars that it keeps between
-syncs, and writes begin() and sync(). A run is evaluated, saved and stopped at round ends only; in
-the warm-up every step is a round end. In most methods all replicas are equal there, after drain().
+syncs, and writes begin() and sync(). A run is evaluated, saved and stopped only after a sync, or
+after a step of the warm-up. In most methods all replicas are equal there, after drain().
 
-Who calls what, in train.py, for each step:
+Who calls what, in train.py:
 
-    before_step()          the first time after the warm-up: begin()
-    after_backward()
-    vote()                 0 in the warm-up (train.py's votes there are signals to stop)
-    inner_step()
-    after_step()           true at the end of a round; then
-    resume_with()          after a checkpoint has been read, if flags changed
-    end_round()            averages moments, if asked to; measure() for the record; sync()
-    evaluation_model()     and drain(), at a round end, if an evaluation is due
+    resume_with()          once, if the run continues a checkpoint from after the warm-up
+    for each step:
+        before_step()      the first time after the warm-up: begin()
+        after_backward()
+        vote()             in rounds only: the warm-up's steps carry a signal to stop instead
+        inner_step()
+        after_step()       true at the end of a round; then
+        end_round()        averages moments, if asked to; measure() for the record; sync()
+    evaluation_model()     and drain(), if an evaluation is due
     finish()               once, after the last step
 """
 
@@ -101,8 +102,9 @@ class Method:
         warm-up takes both from its checkpoint instead."""
 
     def resume_with(self, changed: set):
-        """The run continues a checkpoint after the warm-up, with other values of the flags in
-        `changed`. Called after the vectors and scalars have been read."""
+        """The run continues a checkpoint from after the warm-up. changed: the given flags whose
+        values differ from the checkpoint's; perhaps none. Called after the scalars have been set
+        and before the vectors are filled."""
 
     def sync(self):
         """Make model.master the parameters that the next round starts from, now or (EDiT) layer by
@@ -164,8 +166,8 @@ class Method:
         The storage of model.grad is free at a round's end."""
         norms = {}
         if "anchor" in self.shared + self.private:
-            distance = torch.sub(self.anchor, self.model.master, out=self.model.grad)
-            norms["norms"] = self.model.norm(distance)
+            d = torch.sub(self.anchor, self.model.master, out=self.model.grad)
+            norms["norms"] = self.model.norm(d)
         self.share(**norms)
 
     def average(self, vector: torch.Tensor):
@@ -208,7 +210,8 @@ class Method:
     def end_round(self):
         self.rounds += 1
         with self.record.stall():
-            for name in self.config.averaged_moments():  # finite: clip_gradient() zeroes a bad one
+            for name in self.config.averaged_moments():
+                # It is finite, because clip_gradient() sets a gradient that is not to 0.
                 self.average(getattr(self.model, name))
             self.measure()
             self.sync()

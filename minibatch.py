@@ -7,7 +7,9 @@
 This is synchronous data parallelism on sharded parameters (HSDP): a method whose warm-up never
 ends. The all-reduce is in shard.py, where it overlaps with the backward.
 
-Slow-link bytes per rank and step: 2 (M-1)/M * 4 sum P/N.
+    M replicas of N shards, P elements of a layer; sum: over the layers
+
+Slow-link bytes per rank and step: 2 (M-1)/M * 4 sum P/N, and a few for loss, norm and votes.
 Run: python train.py --method minibatch
 Plain version: plain/minibatch.py.
 """
@@ -21,8 +23,8 @@ from method import Method
 
 @dataclass
 class Config(config.Config):
-    # Without a type it is no field of the dataclass, and so no flag. The warm-up never ends, and
-    # sync() is never called.
+    # The warm-up never ends, so sync() is never called. Without a type annotation it is no field of
+    # the dataclass, so it is no flag.
     sync_warmup_steps = math.inf
 
 

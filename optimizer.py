@@ -15,15 +15,16 @@ move as far as frequent ones. But with ZeRO-3 a rank has 1/N of a flat vector an
 
 The embedding, the head and the gains of norms take AdamW's step. muon_lr(t) has the
 schedule of lr. The iteration brings singular values above 0.007 to 0.98 .. 1.03 (in bf16 less
-exactly) without computing them. N blocks at a time, so that a rank orthogonalizes whole blocks:
+exactly) without computing them. The blocks are stepped N at a time, so that each rank
+orthogonalizes one whole block:
 
     rank n has shard n of the momenta of blocks l .. l + N - 1          (N, P/N)
     all-to-all: rank n has block l + n, whole                           (P,)
     rank n orthogonalizes each matrix of its block                      # idle if there is no block
     all-to-all: rank n has shard n of the steps of blocks l .. l + N - 1
 
-All blocks have the same layout. Both pieces live in shard.py's gather buffers, which are free
-between two steps.
+All blocks have the same layout. `pieces` and `whole` are shard.py's two gather buffers, which are
+free between two steps.
 
     symbol     variable              shape        dtype
     M          model.exp_avg         (sum P/N,)   fp32; AdamW's first moment is the same average
@@ -37,9 +38,9 @@ N = 8, bf16 and 16,384 tokens (with the 2,048 tokens of --model 7b its first col
     124m      8.3 TFLOP             0.25 TFLOP,    50 MB    1.5 TFLOP,    149 MB    [shard] links
     7b        634 TFLOP               77 TFLOP, 2,822 MB    616 TFLOP, 11,289 MB
 
-Deviations: (1) qkv and gate_up are one matrix each. (2) The coefficients of the five iterations
-differ, as in MuLoCo. (3) No Nesterov momentum. While gradients are averaged, each replica computes
-the same steps: on unlike hardware, which rounds otherwise, replicas drift apart.
+Deviations: (1) qkv and gate_up are one matrix each. (2) Each of the five iterations has its own
+coefficients, as in MuLoCo. (3) No Nesterov momentum. While gradients are averaged, each replica
+computes the same steps. On hardware of different kinds, rounding differs, and replicas drift apart.
 
 Run: torchrun --nproc_per_node 4 train.py --method edit --optimizer muon
 Source: Muon, Jordan et al. 2024, kellerjordan.github.io/posts/muon; MuLoCo, arXiv 2505.23725.
@@ -75,7 +76,7 @@ class AdamW:
         momenta = model.views(model.exp_avg)
         squares = model.exp_avg_sq.split(sizes)
         for layout, x, g, m, v in zip(model.layouts, model.masters, model.grads, momenta, squares):
-            first = layout.shard_size - len(v)
+            first = layout.shard_size - len(v)  # Muon steps the elements before it
             vectors = x[first:], g[first:], m[first:], v
             border = layout.border(layout.decayed, index) - first
             if border > 0:
@@ -92,6 +93,7 @@ class AdamW:
         if not rows:
             return
         x, g, m, v = map(list, zip(*rows))
+        # One each, because adamw() adds 1 to all of them.
         steps = list(torch.full((len(rows),), float(self.steps), device=self.device))
         beta1, beta2 = self.betas
         adamw(

@@ -13,16 +13,18 @@ targets and returns the loss. model.py has the list that train.py trains, docs/o
 
 Both passes are loops over this list. Frameworks hang such code into autograd by hooks, because they
 must take any model. A loop shows what happens when, and EDiT can step in between two layers. The
-forward keeps each layer's
-input and output (the "tape"). The backward walks the tape from its end and asks autograd for one
-layer's gradients at a time. The flat vector of a layer has P elements, a multiple of 16 N:
+forward keeps each layer's input and output (the "tape"). The backward walks the tape from its end
+and asks autograd for one layer's gradients at a time. The flat vector of a layer has P elements, a
+multiple of 16 N:
 
     [ qkv | out | gate_up | down | norms | pad ]     rank n keeps elements [n P/N, (n+1) P/N)
 
     name         shape         dtype                 meaning
     master       (sum P/N,)    fp32                  parameters, this rank's shards of all layers
     grad         (sum P/N,)    fp32                  gradient, accumulated over micro-steps
-    exp_avg, exp_avg_sq        fp32                  AdamW's moments, same layout
+    exp_avg      (sum P/N,)    fp32                  AdamW's first moment
+    exp_avg_sq   (sum P/N,)    fp32                  its second one (with Muon only of what AdamW
+                                                     steps)
     gathered[2]  (max P,)      compute (bf16, fp32)  two whole layers
     grad_buffer  (max P,)      fp32                  gradient of one layer, while reduced
 
@@ -39,12 +41,12 @@ A layer's parameters are views of its buffer. Autograd saves these views. The ba
 layer into the same buffer first, so they hold the right values again. The two layers that the
 forward gathered last are still there. So of L layers a micro-step gathers 2 L - 3: all L in the
 forward, and in the backward all but the last two and an embedding (2 L - 2 if the backward of layer
-0 needs its parameters). Each forward forgets what the buffers hold, so whatever has
-changed `master` since then (an inner step, a sync, a checkpoint), no layer is out of date. With
-N = 1 in fp32 the parameters are views of `master`: no buffer, copy or collective.
+0 needs its parameters). Each forward forgets what the buffers hold, so whatever has changed
+`master` since then (an inner step, a sync, a checkpoint), no layer is out of date. With N = 1 in
+fp32 the parameters are views of `master`: no buffer, copy or collective.
 
 While a layer computes, the next all-gather is in flight, and in the backward also the
-reduce-scatter of the layer before. If gradients are averaged over replicas, too, the all-reduce of
+reduce-scatter of layer l + 1. If gradients are averaged over replicas, too, the all-reduce of
 a layer's gradient shard starts when its reduce-scatter has finished.
 
 Source: ZeRO, arXiv 1910.02054.
@@ -77,11 +79,11 @@ class Layout:
         self.padded = self.shard_size * shards  # P
 
     def border(self, element: int, shard: int) -> int:
-        """Where an element of the layer is in a shard: 0 if it is before it, P/N if after it."""
+        """The position of an element of the layer in a shard, limited to 0 .. P/N."""
         return min(max(element - shard * self.shard_size, 0), self.shard_size)
 
     def size_of_shard(self, shards: int) -> int:
-        """A multiple of ALIGNED elements, so that copies and NCCL read whole lines of memory."""
+        """A multiple of ALIGNED elements, so that every shard starts at a multiple of 32 bytes."""
         return -(-self.used // (shards * ALIGNED)) * ALIGNED
 
     def cut(self, flat: torch.Tensor) -> dict:
@@ -168,7 +170,8 @@ class ShardedModel:
         self.sum_layer = lambda l: mesh.all_reduce(self.grads[l], mesh.sync_group)
         self.metrics_lag = 1 if mesh.device.type == "cuda" else 0  # steps, see known_metrics()
         self.metrics = deque(maxlen=1 + self.metrics_lag)
-        self.squares_from = [0] * len(self.layers)  # the first element of a layer in exp_avg_sq
+        # exp_avg_sq has layer l from this element on. Muon raises it (optimizer.py).
+        self.squares_from = [0] * len(self.layers)
 
     def _initialize(self, initialize):
         """One layer at a time, in the same memory: with a list on `meta` no rank ever holds the
@@ -191,7 +194,7 @@ class ShardedModel:
 
     def _check_start(self):
         """Raise UserError if replicas start from different parameters. It compares the first one of
-        each layer and shard, roughly, for processors may round differently."""
+        each layer and shard, roughly, because processors may round differently."""
         if self.mesh.world_size == 1:
             return
         firsts = torch.stack([x[0] for x in self.masters]).tolist()
@@ -234,8 +237,8 @@ class ShardedModel:
         return list(vector.split([layout.shard_size for layout in self.layouts]))
 
     def used_views(self, vector: torch.Tensor) -> list:
-        """views() without the padding, which is 0 in every vector. What turns a 0 into another
-        number, as 1 bit does, must leave it out."""
+        """views() without the padding, which is 0 in every vector. Formats of 1 bit turn a 0 into
+        another number, so they must leave the padding out."""
         found = []
         for layout, view in zip(self.layouts, self.views(vector)):
             found.append(view[: layout.border(layout.used, self.mesh.shard_index)])
@@ -379,8 +382,8 @@ class ShardedModel:
         return self.metrics[-1]
 
     def known_metrics(self) -> list:
-        """[norm, loss, sum of requests] of the last step on CPUs, of the step before on GPUs, where
-        this waits at most for that step. The same on all ranks of a replica."""
+        """[norm, loss, sum of requests] of the last step; on a GPU of the last but one, so that the
+        host waits only for that one. The same on all ranks of a replica."""
         return self.metrics[0].read()
 
     def clip_gradient(self, max_norm: float):

@@ -63,10 +63,11 @@ class Training:
         make_method = METHODS[config.method]
         self.method = make_method(self.model, mesh, config, RoundRecord(mesh), clock)
         cluster.disturb(self.batches, self.method)
-        # Fills all of them from a checkpoint or a model, if the flags name one.
+        # Fills model, optimizer, method and clock from a checkpoint, or the model alone from
+        # another model, if the flags name one.
         checkpoint.load(setup, self.model, self.optimizer, self.method, clock)
         self.log = Log(setup, mesh, clock, self.method.steps)
-        self.round_end = self.method.progress  # at the last round end
+        self.last_progress = self.method.progress  # when at_round_end() was called last
 
     def run(self):
         config, model, method = self.config, self.model, self.method
@@ -93,7 +94,8 @@ class Training:
         model, method = self.model, self.method
         micro_steps = self.setup.plan.micro_steps
         average = method.averages_gradients
-        # The gradient is a mean over micro-steps and ranks: of this replica, in the warm-up of all.
+        # The gradient is a mean over micro-steps and over the ranks of this replica, or in the
+        # warm-up of all replicas.
         ranks = self.mesh.world_size if average else self.mesh.shards
         scale = 1 / (micro_steps * ranks)
         loss = 0.0
@@ -116,8 +118,8 @@ class Training:
         """Evaluate, save and stop, each if it is due."""
         launch.shorten_timeout(self.mesh)  # the first steps, which may compile, are over
         config = self.config
-        last = self.round_end
-        self.round_end = progress = self.method.progress
+        last = self.last_progress
+        self.last_progress = progress = self.method.progress
         over = progress >= config.max_steps
         stopping = self.stop.agreed(self.method)
         if due(progress, last, config.eval_interval) and not over:
@@ -130,7 +132,8 @@ class Training:
                 raise launch.Stopped(stopping, self.method.steps, path)
 
     def save(self, over: bool) -> Path | None:
-        """A checkpoint. over: the training is; then a full disk may have room for model.pt."""
+        """Save a checkpoint. over: the training has ended. Then a failure is only printed, because
+        the disk may still have room for model.pt."""
         began = time.perf_counter()
         self.method.drain()
         with self.method.clock:  # saving is no training
@@ -223,7 +226,7 @@ def make_batches(setup, mesh) -> data.Batches:
 
 def check_finite(model, method):
     """Stop if the loss or the norm is not finite, unless the next sync repairs the replica."""
-    norm, loss, _ = model.known_metrics()
+    norm, loss, _ = model.known_metrics()  # on a GPU of the step before
     repaired = method.repairs_replicas and not method.averages_gradients
     if not math.isfinite(norm + loss) and not repaired:
         raise UserError(
@@ -233,8 +236,8 @@ def check_finite(model, method):
 
 
 def write_syncs(method, log):
-    """The rows of the syncs that have completed since the last call. Stops if EDiT has left out all
-    replicas three times in a row."""
+    """Write the rows of the syncs that have completed since the last call. Raises UserError if EDiT
+    has left out all replicas three times in a row."""
     while row := method.record.take():
         log.sync(row)
         if method.record.lost_rounds == 3:
@@ -250,16 +253,22 @@ def due(progress: float, last: float, interval: int) -> bool:
 
 
 def learning_rate(progress: float, config) -> float:
-    """Linear warm-up, then a cosine from lr to min_lr_ratio * lr at max_steps."""
-    if progress < config.lr_warmup_steps:
-        return config.lr * (progress + 1) / config.lr_warmup_steps
-    t = (progress - config.lr_warmup_steps) / max(1, config.max_steps - config.lr_warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * t))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+    """Linear warm-up, then a cosine from lr to min_lr_ratio * lr at max_steps. With wsd (warm-up,
+    stable, decay) it is constant, then, in the last decay_share of the run, linear. Before the
+    decay wsd does not depend on max_steps, so a run can be resumed there with more steps."""
+    warmup, end = config.lr_warmup_steps, config.max_steps
+    if progress < warmup:
+        return config.lr * (progress + 1) / warmup
+    if config.schedule == "wsd":
+        height = min(1.0, (end - progress) / max(1, config.decay_share * end))
+    else:
+        height = 0.5 * (1 + math.cos(math.pi * (progress - warmup) / max(1, end - warmup)))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
 
 
 def main(argv: list):
-    # data.load is handed over, so that the plumbing imports no program.
+    # data.load is handed over, so that plumbing/ does not import data.py. everyone: a mesh of all
+    # ranks, for the start only.
     setup, everyone = launch.start(argv, METHODS, data.load)
     setup.plan.show(setup.corpus)
     if not setup.config.dry_run:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import data
+from config import padded_vocabulary
 from model import ModelConfig
 from plain.a_edit import AEDiT
 from plain.diloco import DiLoCo
@@ -61,6 +62,16 @@ def cosine(step, lr, min_lr_ratio, warmup, max_steps):
     return least + lr * (1 - min_lr_ratio) * (1 + math.cos(math.pi * t)) / 2
 
 
+def warmup_stable_decay(step, lr, min_lr_ratio, warmup, max_steps, decay_steps):
+    """The learning rate of a step: it rises linearly, stays, then falls linearly."""
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    into_decay = step - (max_steps - decay_steps)
+    if into_decay <= 0:
+        return lr
+    return lr - lr * (1 - min_lr_ratio) * into_decay / max(1, decay_steps)
+
+
 def scheduled_tau(f, k):
     """tau of a round that begins k inner steps after the warm-up. --tau_schedule 2:96,4:192 is
     tau 2 for 96 steps, then 4 for 192, then --tau."""
@@ -98,10 +109,13 @@ class Training:
         self.M = M
         self.N = N
         self.corpus = corpus
+        if f.data_by_replica:
+            self.corpus = corpus.by_replica(M, f.block_size)
         self.sick = sick
         self.listen = listen
         shape = {name: getattr(f, name) for name in ModelConfig.__dataclass_fields__}
-        self.config = ModelConfig(**shape | {"vocab_size": corpus.vocab_size})
+        shape["vocab_size"] = padded_vocabulary(f, corpus.vocab_size)
+        self.config = ModelConfig(**shape)
         self.replicas = [Replica(self.config, f) for _ in range(M)]
         self.method = METHODS[f.method](f, self.replicas, N)
         self.map = map_in_threads(M, f.device)
@@ -166,7 +180,10 @@ class Training:
 
     def learning_rate(self, progress):
         f = self.f
-        return cosine(progress, f.lr, f.min_lr_ratio, f.lr_warmup_steps, f.max_steps)
+        numbers = (progress, f.lr, f.min_lr_ratio, f.lr_warmup_steps, f.max_steps)
+        if f.schedule == "wsd":
+            return warmup_stable_decay(*numbers, f.decay_share * f.max_steps)
+        return cosine(*numbers)
 
     # ---- the warm-up, and all of mini-batch ----
 

@@ -38,7 +38,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from config import STOPS, Config, UserError, explain, lost_flags, make_config, read_flags
+from config import STOPS, Config, UserError, explain, lost_flags, make_config
+from config import padded_vocabulary, read_flags
 from mesh import Mesh, translate_comm_errors
 from model import has_native_bf16
 from plumbing import checkpoint, shm, simulate
@@ -109,7 +110,12 @@ class Setup:
         config.check(replicas)
         simulate.check(config, methods[config.method], replicas)
         self.corpus = self.find_corpus(open_corpus)
-        self.plan = Plan(config, methods[config.method], self.corpus.vocab_size, world_size)
+        if config.data_by_replica:
+            self.corpus = self.corpus.by_replica(replicas, config.block_size)
+        if self.source and not config.vocab_size:
+            config.vocab_size = self.corpus.vocab_size  # that of the model, see check() below
+        vocab_size = padded_vocabulary(config, self.corpus.vocab_size)
+        self.plan = Plan(config, methods[config.method], vocab_size, world_size)
         if not config.dry_run:
             self.plan.check_memory()
         if config.compile and not config.dry_run:

@@ -206,6 +206,12 @@ class Plan:
             f"step    {M * N} ranks x {self.micro_steps} micro-steps x {self.micro_batch} "
             f"sequences x {config.block_size} tokens = {self.tokens_per_step:,} tokens"
         )
+        if self.model_config.vocab_size > corpus.vocab_size:
+            print(
+                f"note    the vocabulary of {corpus.vocab_size:,} tokens is padded to "
+                f"{self.model_config.vocab_size:,}, a multiple of 64; --vocab_size "
+                f"{corpus.vocab_size} leaves it as it is"
+            )
         warmup = config.sync_warmup_steps
         if 0 < warmup < math.inf:  # mini-batch's never ends
             then = f"{config.method} begins"

@@ -123,9 +123,10 @@ class OneBitEDiT(EDiT):
             order += [first_hop, functools.partial(self.start_second_hop, l)]
         return [*order, functools.partial(self.start_second_hop, l + 1)]
 
-    def start_mean(self, l, d):
+    def start_mean(self, l):
         if self.config.quantize == "none":
-            return super().start_mean(l, d)
+            return super().start_mean(l)
+        d = self.model.masters[l]
         flagged = self.penalty.flagged[:, l]
         self.errors[l].masked_fill_(flagged[self.mesh.replica], 0)
         self.mean_errors[l].masked_fill_(flagged.all(), 0)

@@ -120,7 +120,7 @@ class StreamingDiLoCo(Method):
         """Layer l has landed: its mean is d."""
         lr, mu = self.config.outer_lr, self.config.outer_momentum
         # As in Streaming EDiT: then both have the same bits.
-        nesterov_unless_flagged(a, b, d, lr, mu, accepted=d.new_ones(()))
+        nesterov_unless_flagged(a, b, d, lr, mu, moves=d.new_ones(()))
 
     def land(self):
         alpha = self.config.alpha

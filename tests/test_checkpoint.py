@@ -104,11 +104,11 @@ def edit_state(path, change):
     (path / "state.json").write_text(json.dumps(state))
 
 
-SLOW_TESTS = "diloco slowmo co2 noloco streaming_diloco top_k eager robust sparse_loco".split()
+QUICK = ("minibatch", "edit", "a_edit")
 SELECTED = [
     pytest.param(
         *case, id=case[0]["method"],
-        marks=pytest.mark.slow if case[0]["method"] in SLOW_TESTS else (),
+        marks=() if case[0]["method"] in QUICK else pytest.mark.slow,
     )
     for case in CASES
 ]  # fmt: skip

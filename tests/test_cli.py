@@ -82,6 +82,8 @@ train --method zero_one_adam --average_moments | no --average_moments
 train --method zero_one_adam --optimizer muon | --optimizer muon: zero_one_adam needs AdamW's variance
 train --optimizer muon --average_moments | give --average_moments m
 train --optimizer muon --lr 0           | give --muon_lr 0 or --optimizer adamw
+train --schedule wsd --decay_share 0.95 | of 1 steps the decay would begin at step 0, in the rate's warm-up of 3
+train --schedule wsd --decay_share 1.5  | --decay_share 1.5: must be
 train --optimizer sgd                   | --optimizer: invalid choice
 train --method top_k --density 0        | --density 0.0: must be above 0
 train --method zero_one_adam --tau_schedule 2:96,4            | --tau_schedule 2:96,4: write 2:96,4:384 for rounds of
@@ -350,6 +352,7 @@ def test_rank_whose_neighbours_are_lost_leaves_without_destroying_its_groups(mon
     assert done.value.code == 0 and left == ["lost"]
 
 
+@pytest.mark.slow
 def test_compiler_that_is_missing_is_told_in_a_line(
     run_here, corpus_folder, tmp_path, monkeypatch, capsys
 ):

@@ -51,6 +51,40 @@ def test_training_never_reads_validation_tokens_and_reads_all_others():
     assert torch.cat(parts).min() == 900 and torch.cat(parts).max() == 999
 
 
+def own_documents(lengths, replicas, block_size=4):
+    """Of each replica: the documents that its windows reach. Document d has tokens d, d, ... and an
+    end of text."""
+    texts = [[d] * (length - 1) + [256] for d, length in enumerate(lengths)]
+    array = np.concatenate([*texts, [0] * 50]).astype(np.uint16)
+    tokens = data.TokenFiles([array], ["test"])
+    corpus = data.Corpus(tokens, sum(lengths), "byte", 257, 1.0, "")
+    corpus = corpus.by_replica(replicas, block_size)
+    found = []
+    for rank in range(0, 2 * replicas, 2):
+        seen = set()
+        for each in rank, rank + 1:  # two shards
+            batches = data.Batches(corpus, block_size, 50, 1, each, 2 * replicas)
+            for step in range(20):
+                seen |= set(torch.cat(batches.train(step)).unique().tolist())
+        found.append(seen - {256})
+    return found
+
+
+def test_replicas_with_own_documents_share_none_and_miss_none():
+    assert own_documents([40] * 8, 4) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
+    assert own_documents([100, 50, 50, 50, 50], 3) == [{0}, {1, 2}, {3, 4}]
+    assert own_documents([40], 1) == [{0}]
+
+
+def test_too_few_documents_for_the_replicas_or_none_known_are_refused():
+    with pytest.raises(UserError, match="too few documents for 3 replicas"):
+        own_documents([200, 20], 3)
+    tokens = data.TokenFiles([np.zeros(100, np.uint16)], ["test"])
+    corpus = data.Corpus(tokens, 90, "unknown", 257, 1.0, "")
+    with pytest.raises(UserError, match="do not tell where a document ends"):
+        corpus.by_replica(2, 4)
+
+
 def validation_windows(corpus, world, size):
     counted = []
     batches = []

@@ -135,7 +135,7 @@ VIRTUAL = "--tau_time_s 4 --virtual_clock --slow_replica 1:2"  # rounds of 4 and
     "method, number, to, lag, at",
     [
         ("minibatch", signal.SIGINT, [2], 1, 14),  # the vote of step 13 is known one step late
-        ("noloco", signal.SIGTERM, [0, 1, 2, 3], 0, 15),
+        pytest.param("noloco", signal.SIGTERM, [0, 1, 2, 3], 0, 15, marks=pytest.mark.slow),
         (f"a_edit {VIRTUAL}", signal.SIGHUP, [1], 0, 15),  # a closed terminal
     ],
 )
@@ -385,6 +385,8 @@ SLOW = (
     "killed before the new name",
     "killed while the oldest is removed",
     "no room for the record",
+    "no room for the model",
+    "replicas differ",
     "a replica diverges",
 )
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import data
 import train
 from config import UserError
 from plumbing import launch
@@ -25,6 +26,10 @@ CASES += [("minibatch", 1, "fp32", {}), ("edit", 1, "fp64", {}), ("edit", 4, "fp
 CASES += [("edit", 2, "fp32", dict(average_moments="both"))]
 MUON = dict(optimizer="muon")
 CASES += [("one_bit_edit", 2, "fp32", MUON), ("minibatch", 1, "fp32", MUON), ("edit", 4, "bf16", MUON)]
+QUICK = [(name, 2, "fp32", {}) for name in ("minibatch", "diloco", "edit")]
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES
+]
 SCALARS = {"post_local_sgd": 2, "qsr": 2, "top_k": 2}
 SCALARS |= dict.fromkeys(["edit", "a_edit", "one_bit_edit"], 2 + 2 * 4)
 ONE_BIT = ("zero_one_adam", "one_bit_edit")
@@ -227,7 +232,9 @@ def test_nccl_takes_two_gigabytes_of_a_gpu_and_offloaded_vectors_none(corpus_fol
 
 def test_plan_shows_the_mesh_the_warm_up_and_the_round(corpus_folder, capsys):
     plan = planned(corpus_folder, 4, shards=2, max_steps=20, sync_warmup_steps=5, link_mbps=10.0)
-    corpus = SimpleNamespace(tokens=[], hash="", describe=lambda: "train 9 (a.bin)")
+    corpus = SimpleNamespace(
+        tokens=[], hash="", vocab_size=257, describe=lambda: "train 9 (a.bin)"
+    )
     plan.show(corpus)
     text = capsys.readouterr().out
     assert "0 tokens ()\n        train 9 (a.bin)\n" in text
@@ -286,10 +293,27 @@ def test_dry_run_of_7b_on_64_gpus_is_right_and_takes_no_memory(corpus_folder, ca
         assert text in printed, text
 
 
+def test_vocabulary_of_large_presets_is_padded_unless_it_is_given(corpus_folder, capsys):
+    for more, expected in (
+        (dict(model="124m"), 320),
+        (dict(model="124m", vocab_size=257), 257),
+        (dict(model="10m"), 257),
+    ):
+        plan = planned(corpus_folder, 1, dry_run=True, **more)
+        assert plan.model_config.vocab_size == expected
+        plan.show(data.load(corpus_folder))
+        noted = "257 tokens is padded to 320, a multiple of 64" in capsys.readouterr().out
+        assert noted == (expected == 320)
+
+
 def test_profile_names_layers_and_collectives(corpus_folder, tmp_path):
     options = dict(shards=2, max_steps=9, sync_warmup_steps=0, tau=3)
     planned(corpus_folder, 4, profile=True, max_steps=4)  # as few as it needs
+    theirs = tmp_path / "theirs"
+    theirs.write_text("kept")
+    (tmp_path / "trace-0.json").symlink_to(theirs)
     run_training(4, corpus_folder, out_dir=tmp_path, profile=True, **options)
+    assert theirs.read_text() == "kept"
     assert len(list(tmp_path.glob("trace-*.json"))) == 4
     events = json.loads((tmp_path / "trace-3.json").read_text())["traceEvents"]
     expected = {f"{part}, layer {l}" for part in ("forward", "backward", "sync") for l in range(4)}

@@ -1,5 +1,6 @@
 """The timeline model: cases worked out by hand, the published table, what must hold everywhere."""
 
+import functools
 import json
 import math
 from collections import Counter
@@ -12,6 +13,7 @@ from lab import planner
 from lab.planner import LEVELS, MODELS, SCHEDULES, Model, Schedule, needed, rows, utilization
 from relatives import quantize
 
+pytestmark = pytest.mark.slow  # the laboratory, not the training
 # The schedules of arXiv 2501.18512: no clipping, so a layer is sent when its backward is done.
 PAPER = {
     "paper_diloco": Schedule(early=True),
@@ -44,9 +46,12 @@ MORE_MODELS = {
     "124m": Model(124e6, 12, 0.5),
     "7b": Model(7e9, 32, 0.6),
 }
-NEEDED = {
-    (row["model"], method): row for method in ALL for row in needed(rows({method: ALL[method]}))
-}
+
+
+@functools.cache
+def found_rates(method) -> dict:
+    """model -> the row of the rates that it needs"""
+    return {row["model"]: row for row in needed(rows({method: ALL[method]}))}
 
 
 def distances(*names) -> Counter:
@@ -55,7 +60,7 @@ def distances(*names) -> Counter:
     for (name, method), row in PUBLISHED.items():
         for level, theirs in zip(LEVELS, row):
             if name in names:
-                found[round(math.log10(NEEDED[name, method][level] / theirs) * 49 / 4)] += 1
+                found[round(math.log10(found_rates(method)[name][level] / theirs) * 49 / 4)] += 1
     return found
 
 
@@ -234,14 +239,14 @@ def test_recorded_run_that_is_a_simulation_is_predicted(
         assert abs(measured - predicted) < (2 if method == "co2" else 0.15), line
 
 
-@pytest.mark.parametrize("name", ["1b", "10b", pytest.param("100b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["1b", "10b", "100b"])
 def test_utilization_rises_with_bandwidth_and_with_overlap(name):
     links = [10 ** (k / 8) for k in range(-16, 49)]  # Gbit/s
     used = {each: [utilization(ALL[each], MODELS[name], gbit) for gbit in links] for each in ALL}
     below = lambda low, high: all(a <= b + 1e-9 for a, b in zip(low, high))
     for method, values in used.items():
         assert below(values, values[1:] + [1]) and values[-1] > 0.9999, method
-        enough = NEEDED[name, method]["90%"]
+        enough = found_rates(method)[name]["90%"]
         at = lambda gbit: utilization(ALL[method], MODELS[name], gbit)
         assert at(enough) >= 0.9 > at(enough / 1.208), method
     for chain in ["diloco", "edit", "co2"], ["diloco", *PAPER]:
