@@ -1,9 +1,10 @@
 """The plain versions: every method a second time, in one process, as its equations read.
 
-There are M whole models, no ranks and no collectives. You can set a breakpoint anywhere. It runs on
-any operating system. The plain versions are written from the papers, not from the sharded ones.
-Both share the network (model.py), the windows of the corpus that a rank reads (data.py) and the
-flags (config.py). In fp64 both give the same losses, to 1e-9: tests/test_methods.py.
+There are M whole models, no ranks and no collectives. It runs on any operating system. You can set
+a breakpoint anywhere (give OMP_NUM_THREADS=1, which keeps it to one thread). The plain versions are
+written from the papers, not from the sharded ones. Both share the network (model.py), the windows
+of the corpus that a rank reads (data.py) and the flags (config.py). In fp64 both give the same
+losses, to 1e-9: tests/test_methods.py.
 
     python -m plain --method edit --replicas 4 --tau 16
     python -m plain --method diloco --help

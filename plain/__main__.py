@@ -1,6 +1,7 @@
 """Train with a plain version: one process, any number of replicas, a breakpoint anywhere.
 
     python -m plain --method edit --replicas 4 --tau 16
+    OMP_NUM_THREADS=1 python -m plain --method edit    # one thread: for breakpoints
     python -m plain --method a_edit --replicas 2 --slow_replica 1:2 --tau_time_s 16
     python -m plain --method diloco --replicas 2 --shards 2 --device cuda
     python -m plain --method edit --help

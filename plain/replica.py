@@ -36,7 +36,7 @@ class Replica:
     layers       the slice of each layer
     parameters   name -> tensor, a view of x; a layer's matrices come first
     places       name -> slice of x
-    decayed      (P,): is the element in a matrix, which weight decay acts on?
+    decayed      (P,): 1 in matrices, on which weight decay acts, else 0
 
     With --dtype bf16 the network computes with a copy of x in bf16, and all vectors are fp32.
     """
@@ -62,7 +62,7 @@ class Replica:
         self.weights = self.x
         if dtype == torch.bfloat16:
             self.weights = torch.zeros_like(self.x, dtype=dtype)
-        self.decayed = torch.zeros_like(self.x, dtype=torch.bool)
+        self.decayed = torch.zeros_like(self.x)
         for name, p in self.parameters.items():
             place = self.places[name]
             self.x[place] = p.data.flatten()
@@ -87,6 +87,12 @@ class Replica:
             loss += loss_here.item()
         return loss, g
 
+    @torch.no_grad()
+    def loss(self, batch):
+        """Of a batch of data.Batches.validation()."""
+        inputs, targets, _ = batch
+        return self.net(inputs, targets).item()
+
     def read_x(self):
         """The network computes with the x of this moment."""
         if self.weights is not self.x:
@@ -94,23 +100,26 @@ class Replica:
 
     def step(self, g, lr, f):
         """The inner step: AdamW and, with --optimizer muon, Muon for the blocks' matrices."""
-        before = self.x.clone()
-        self.adamw(g, lr, f)
         if f.optimizer == "muon":
+            before = self.x.clone()
+            self.adamw(g, lr, f)
             muon_step(self, before, lr, f)
+        else:
+            self.adamw(g, lr, f)
 
     def adamw(self, g, lr, f):
+        """In place: a new vector for each term would take three times as long."""
         self.t += 1
         # m <- beta1 m + (1 - beta1) g
-        self.m = f.beta1 * self.m + (1 - f.beta1) * g
+        self.m.mul_(f.beta1).add_(g, alpha=1 - f.beta1)
         # v <- beta2 v + (1 - beta2) g^2
-        self.v = f.beta2 * self.v + (1 - f.beta2) * g**2
-        # m_hat = m / (1 - beta1^t);  v_hat = v / (1 - beta2^t)
-        m_hat = self.m / (1 - f.beta1**self.t)
+        self.v.mul_(f.beta2).addcmul_(g, g, value=1 - f.beta2)
+        # v_hat = v / (1 - beta2^t)
         v_hat = self.v / (1 - f.beta2**self.t)
-        # x <- x - lr wd x - lr m_hat / (sqrt(v_hat) + eps)
-        decay = f.weight_decay * self.decayed
-        self.x[:] = self.x - lr * decay * self.x - lr * m_hat / (v_hat.sqrt() + EPS)
+        # x <- x - lr wd x, where x is decayed
+        self.x.addcmul_(self.x, self.decayed, value=-lr * f.weight_decay)
+        # x <- x - lr m_hat / (sqrt(v_hat) + eps);  m_hat = m / (1 - beta1^t)
+        self.x.addcdiv_(self.m, v_hat.sqrt_().add_(EPS), value=-lr / (1 - f.beta1**self.t))
 
 
 def windows(f, corpus, step, micro_step, i, M, N):

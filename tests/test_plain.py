@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import sample
 from config import UserError
 from lab.rows import read_run
 from model import ModelConfig
+from plain import train
 from plain.__main__ import REFUSED, SHARDED, main, read_config
 from ranks import ROOT, flags, run_training
 
@@ -87,6 +89,20 @@ def test_clock_of_a_slow_replica_is_virtual(tmp_path, corpus_folder):
     assert [row["steps"] for row in rows if row["event"] == "sync"][0] == [4, 2]
     # warm-up: two steps of 2 s; a round: 4 s
     assert [row["train_s"] for row in rows if row["event"] == "eval"] == [8.0, 12.0]
+
+
+def test_threads_change_no_bit(tmp_path, corpus_folder, monkeypatch):
+    """Three replicas on two threads."""
+    models = []
+    for threads in 1, 2:
+        monkeypatch.setattr(train, "THREADS", threads)
+        out_dir = tmp_path / str(threads)
+        argv = [*flags(**OPTIONS), "--replicas=3", f"--data={corpus_folder}", "--dtype=fp32"]
+        main([*argv, f"--out_dir={out_dir}"])
+        models.append(torch.load(out_dir / "model.pt")["model"])
+    for name, value in models[0].items():
+        assert torch.equal(models[1][name], value)
+    assert isinstance(train.map_in_threads(3, "cpu").__self__, ThreadPoolExecutor)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
