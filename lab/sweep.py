@@ -179,7 +179,8 @@ def open_corpus(names, vocab_size, block_size):
 def describe(flags: dict) -> str:
     parts = []
     for name, value in flags.items():
-        parts.append(value if name == "method" else f"{name} {value or 'yes'}")
+        shown = {None: "yes", "": "none"}.get(value, value)
+        parts.append(shown if name == "method" else f"{name} {shown}")
     return ", ".join(parts)
 
 
@@ -246,7 +247,7 @@ class Torchrun:
         return self.process.poll()
 
     def stop(self, at_once):
-        """SIGTERM; torchrun passes it on to its ranks. at_once: without waiting for a checkpoint."""
+        """SIGTERM, which torchrun passes on. at_once: without waiting for a checkpoint."""
         if not at_once:
             self.process.terminate()
             return
