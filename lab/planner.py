@@ -25,6 +25,8 @@ Assumptions:
     relatives/one_bit_edit.py. Sending a layer never waits for the forward: what is in flight is
     not limited to two layers. (For equal layers that makes no difference.)
 
+    python -m lab.planner --out scale    # the table; scale.csv and scale.svg: MODELS, all rates
+
 A recorded run beside this simulation:
 
     torchrun --standalone --nproc_per_node 2 train.py --method edit --timeline --link_mbps 100 ...
@@ -36,15 +38,18 @@ Source: the simulation is ours; models and grid are from arXiv 2501.18512. tests
 compares it with table 4 of that paper.
 """
 
+import csv
 import math
 import sys
 from collections import defaultdict, namedtuple
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
-from config import UserError, run_command
-from lab.rows import read_run
+from config import Parser, UserError, run_command
+from lab import plot
+from lab.rows import METHODS, in_order, read_run
 from lab.timeline import read_timeline
 from plumbing.simulate import FRAMING, read_disturbance
 
@@ -247,13 +252,50 @@ def compare(folder):
         print(f"{measured}, predicted {predicted:.1%}")
 
 
-def main():
-    folders = sys.argv[1:]
-    if not folders:
-        raise UserError("name the folder of a run with --timeline")
-    for folder in folders:
+# ---- the command line ----
+
+
+def table(rows) -> str:
+    """Markdown."""
+    lines = [["method", "model", *LEVELS], ["---"] * (2 + len(LEVELS))]
+    for row in in_order(needed(rows)):
+        rates = [f"{row[level]:g}" if level in row else "" for level in LEVELS]
+        lines.append([METHODS[row["method"]][0], row["model"], *rates])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write(found, path):
+    """The rows as PATH.csv, and PATH.svg."""
+    panels = []
+    for name in MODELS:
+        title = f"{name[:-1]} billion parameters"
+        panels.append(
+            plot.Panel(
+                "gbit_per_s", "utilization", "Gbit/s between replicas", "compute utilization",
+                title=title, where={"model": name}, log=True, first=0.3,
+            )
+        )  # fmt: skip
+    plot.draw(found, panels, path.with_suffix(".svg"))
+    with open(path.with_suffix(".csv"), "w", newline="") as file:
+        writer = csv.DictWriter(file, found[0])
+        writer.writeheader()
+        writer.writerows(found)
+
+
+def main(argv):
+    parser = Parser(prog="python -m lab.planner", description="Compute utilization, on paper.")
+    parser.add_argument("runs", nargs="*", metavar="FOLDER", help="a run with --timeline")
+    parser.add_argument("--out", help="write OUT.csv and OUT.svg: utilization over Gbit/s")
+    args = parser.parse_args(argv)
+    for folder in args.runs:
         compare(folder)
+    if not args.runs:
+        found = rows()
+        print("Gbit/s between replicas for a compute utilization of\n")
+        print(table(found))
+        if args.out:
+            write(found, Path(args.out))
 
 
 if __name__ == "__main__":
-    run_command("planner", main)
+    run_command("planner.py", lambda: main(sys.argv[1:]))

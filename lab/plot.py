@@ -1,16 +1,16 @@
 """Curves of runs side by side: validation loss over tokens, seconds, and bytes on the slow links.
 
     python -m lab.plot out/edit out/diloco --out curves.svg
-    python -m lab.plot --timeline out/edit out/diloco --out timeline.svg    # see timeline.py
     python -m lab.plot --tensorboard out/edit out/diloco    # event files, into the runs' folders
 
 A run with at most three evaluations has its training loss beside them: the mean of each round over
 all replicas; before the first sync, the loss of each logged step.
 
-The experiments draw their pictures with draw(), too, so a method has the same color, marker and
-place in all of them. There, runs that differ only in their seed are one line: the mean, with
-vertical lines from the lowest to the highest. Most colors are Okabe and Ito's, safe for color-blind
-readers; lines and markers differ, too. Pictures need matplotlib, event files tensorboard.
+The pictures of lab.table and lab.planner are drawn with draw(), too: a method has the same color,
+marker and place in all of them. There, runs that differ only in their seed are one line: the mean,
+with vertical lines from the lowest to the highest. Most colors are Okabe and Ito's, safe for
+color-blind readers; lines and markers differ, too. Pictures need matplotlib, event files
+tensorboard.
 """
 
 import math
@@ -22,8 +22,7 @@ from statistics import fmean
 import numpy as np
 
 from config import Parser, UserError, run_command
-from lab import timeline
-from lab.rows import COUNTS, GRAY, METHODS, in_order, read_run
+from lab.rows import COUNTS, METHODS, in_order, read_run
 from lab.svg import new_figure, save
 
 OWN = ("#7570b3", "X-")  # color, marker and line of the reader's own methods
@@ -35,14 +34,6 @@ AXES = {  # column of the evaluations -> its name below an axis
     "train_s": "seconds of training",
     "sync_bytes": "bytes over slow links, per rank",
 }
-# The names in the picture of a frontier, by variant. All other points are gray.
-NAMED = {
-    "": ["minibatch", "edit", "streaming_edit"],
-    "rounds that grow": ["zero_one_adam"],
-    "Muon": ["minibatch", "edit", "one_bit_edit"],
-    "2 bits": ["one_bit_edit"],
-}
-
 
 @dataclass
 class Panel:
@@ -56,7 +47,6 @@ class Panel:
     where: dict = field(default_factory=dict)  # draw only the rows with these values
     log: bool = False  # is the x axis logarithmic?
     first: float = -math.inf  # draw only the points from this x on
-    frontier: bool = False  # names only of NAMED; mini-batch is a line
 
 
 def lines_of(rows, panel) -> dict:
@@ -65,8 +55,7 @@ def lines_of(rows, panel) -> dict:
     found = defaultdict(lambda: defaultdict(list))
     for row in in_order(rows):
         if panel.where.items() <= row.items():
-            optimizer = "Muon" if row.get("optimizer") == "Muon" else ""  # AdamW is not named
-            case = row["method"], row.get("variant") or optimizer
+            case = row["method"], row.get("variant", "")
             for x, y in np.column_stack([row[panel.x], row[panel.y]]).tolist():
                 if x >= panel.first:
                     found[case][x].append(y)
@@ -79,11 +68,9 @@ def lines_of(rows, panel) -> dict:
     return lines
 
 
-def style_of(method, variant, number, frontier=False) -> tuple:
+def style_of(method, variant, number) -> tuple:
     """Marker and line, color, text in the legend. A variant has its method's color, a dotted line
-    and another, open marker. frontier: all but NAMED are gray and have no name."""
-    if frontier and method not in NAMED.get(variant, ()):
-        return ".", {"color": GRAY}
+    and another, open marker."""
     name, color, form = METHODS.get(method, (method, *OWN))
     if variant:
         form = VARIANTS[number % len(VARIANTS)] + ":"
@@ -94,11 +81,8 @@ def style_of(method, variant, number, frontier=False) -> tuple:
 def draw_panel(axes, panel, lines):
     from matplotlib.ticker import EngFormatter, LogLocator
     for number, (case, points) in enumerate(lines.items()):
-        form, look = style_of(*case, number, panel.frontier)
+        form, look = style_of(*case, number)
         x, y, lowest, highest = np.transpose(points)
-        if panel.frontier and case[0] == "minibatch":
-            axes.axhline(y[0], linestyle=":" if case[1] else "-", **look)
-            continue
         axes.plot(x, y, form, markevery=max(1, len(x) // 6), **look)
         if any(lowest < highest):
             axes.vlines(x, lowest, highest, color=look["color"], linewidth=0.8)
@@ -107,16 +91,22 @@ def draw_panel(axes, panel, lines):
     if panel.log:
         axes.set_xscale("log")
         axes.minorticks_off()
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = axes.get_xlim()
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
     if panel.log or axes.get_xlim()[1] >= 1000:
         axes.xaxis.set_major_formatter(EngFormatter())  # 100 M, not 10^8
+    at = sorted({x for points in lines.values() for x, *_ in points})
+    if panel.log and len(at) <= 6:  # a few values of a flag
+        axes.set_xticks(at, [f"{x:g}" for x in at])
 
 
 def draw(rows, panels, path):
     """Write the panels, side by side, as an SVG."""
-    picture = new_figure(2.5 + 3.7 * len(panels), 4.5)
-    all_axes = picture.subplots(1, len(panels), squeeze=False)[0]
     panels_lines = [lines_of(rows, panel) for panel in panels]
+    names = [f"{method}, {variant}" for lines in panels_lines for method, variant in lines]
+    legend_width = 0.075 * max([15, *map(len, names)])
+    picture = new_figure(1.4 + 3.7 * len(panels) + legend_width, 4.5)
+    all_axes = picture.subplots(1, len(panels), squeeze=False)[0]
     legend = {}
     for axes, panel, lines in zip(all_axes, panels, panels_lines):
         draw_panel(axes, panel, lines)
@@ -126,29 +116,19 @@ def draw(rows, panels, path):
     save(picture, [list(lines.values()) for lines in panels_lines], path)
 
 
-def draw_grid(rows, path):
-    """EDiT's loss over outer momentum and learning rate, with the optimizer of the first row: a
-    heat map for each tau. The figures and colors: how far it is above the lowest of its tau."""
-    cells = defaultdict(list)
-    for row in rows:
-        if row["method"] == "edit" and row["optimizer"] == rows[0]["optimizer"]:
-            rate, momentum = map(float, row["setting"].split("/"))
-            cells[row["tau"]].append((momentum, rate, row["val_loss"]))
+def draw_heat(cells, xlabel, ylabel, path):
+    """Write a heat map for each item of `cells`: title -> (x, y, loss) of its cells. The figures
+    and colors: how far a loss is above the lowest one of its map."""
     picture = new_figure(1 + 3 * len(cells), 3.5)
-    for number, (tau, found) in enumerate(cells.items(), 1):
-        momenta, rates, losses = np.transpose(found)
+    for number, (title, found) in enumerate(cells.items(), 1):
+        x, y, losses = np.transpose(found)
         above = losses / losses.min() - 1
         axes = picture.add_subplot(1, len(cells), number)
-        axes.scatter(momenta, rates, 1200, above, "s", cmap="YlOrRd", vmax=0.3)
-        for x, y, value in zip(momenta, rates, above):
-            axes.text(x, y, f"{value:.1%}", ha="center", va="center")
-        axes.set(
-            title=f"tau {tau}: lowest {losses.min():.4f}",
-            xlabel="outer momentum",
-            ylabel="outer learning rate",
-            xlim=(-0.1, 0.9),
-            ylim=(0.1, 1.1),
-        )
+        axes.scatter(x, y, 1200, above, marker="s", cmap="YlOrRd", vmin=0, vmax=0.3)
+        for at, value in zip(zip(x, y), above):
+            axes.text(*at, f"{value:.1%}", ha="center", va="center")
+        axes.set(title=f"{title}: lowest {losses.min():.4f}", xlabel=xlabel, ylabel=ylabel)
+        axes.margins(0.2)
     save(picture, cells, path)
 
 
@@ -205,13 +185,6 @@ def training_losses(record) -> list:
     return [found]
 
 
-def draw_timelines(folders, path):
-    rows = []
-    for folder in folders:
-        rows += timeline.read_timeline(folder)
-    timeline.draw(rows, path)
-
-
 def write_events(folder, path):
     """All numbers of the run's step and eval rows as curves of TensorBoard. Those that an earlier
     call has written to the folder `path` do not count any more."""
@@ -230,7 +203,6 @@ def main():
     parser = Parser(description="Draw the validation loss of runs side by side.")
     parser.add_argument("runs", nargs="+", metavar="FOLDER", help="a run's out_dir")
     parser.add_argument("--out", help="picture (default: curves.svg), or folder for event files")
-    parser.add_argument("--timeline", action="store_true", help="when they compute and wait")
     parser.add_argument("--tensorboard", action="store_true", help="write event files")
     args = parser.parse_args()
     if args.tensorboard:
@@ -243,10 +215,7 @@ def main():
         return
 
     path = Path(args.out or "curves").with_suffix(".svg")
-    if args.timeline:
-        draw_timelines(args.runs, path)
-    else:
-        draw_runs(args.runs, path)
+    draw_runs(args.runs, path)
     print(f"picture {path}")
 
 

@@ -18,28 +18,35 @@ The same command line continues an interrupted sweep: a finished run is not repe
 one resumes from its checkpoint (with --plain it starts again), a failed one is tried again. Ctrl-C
 lets each run end its round and save. A second Ctrl-C does not wait.
 
---ranks 4 processes train a run, with torchrun; --plain trains it in one (plain/). The number of
-ranks is --replicas times --shards where --replicas is given. --jobs 2 makes two runs at once, also
-on one GPU; the CPU's cores are divided among all processes, unless OMP_NUM_THREADS is set.
+--ranks 4 processes train a run, with torchrun; --plain trains it in one (plain/), much earlier for
+small models: importing torch takes seconds, and here a process imports it once for all its runs.
+The number of ranks is --replicas times --shards where --replicas is given. --jobs 2 makes two runs
+at once, also on one GPU; the CPU's cores are divided among all processes, unless OMP_NUM_THREADS is
+set.
 """
 
 import functools
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import data
 from config import STOPS, Config, Parser, UserError, explain, make_config, read_flags, run_command
 from lab import table
+from plain.__main__ import main as train_plain
+from plain.__main__ import read_config
 from plumbing import checkpoint, launch
 from train import METHODS
 
@@ -172,7 +179,8 @@ def open_corpus(names, vocab_size, block_size):
 def describe(flags: dict) -> str:
     parts = []
     for name, value in flags.items():
-        parts.append(value if name == "method" else f"{name} {value or 'yes'}")
+        shown = {None: "yes", "": "none"}.get(value, value)
+        parts.append(shown if name == "method" else f"{name} {shown}")
     return ", ".join(parts)
 
 
@@ -195,7 +203,7 @@ def make_run(root, label, flags, given, ranks, plain, load) -> Run:
 def check(run: Run, load):
     """Raise UserError for what the run's program would refuse."""
     if run.plain:
-        check_plain(run.words())
+        read_config(run.words())
     os.environ["LOCAL_RANK"] = str(0 if run.plain else run.ranks - 1)  # the last rank needs a GPU
     try:
         launch.Setup(
@@ -203,11 +211,6 @@ def check(run: Run, load):
         )
     finally:
         del os.environ["LOCAL_RANK"]
-
-
-def check_plain(words):
-    from plain.__main__ import read_config
-    read_config(words)
 
 
 def finished(folder) -> bool:
@@ -221,6 +224,102 @@ def finished(folder) -> bool:
 
 
 # ---- running ----
+
+
+class Torchrun:
+    """A run of train.py with torchrun."""
+
+    def __init__(self, run, environment):
+        mode = "w" if run.fresh else "a"
+        with open(run.folder / "output.txt", mode) as output:
+            # In a session of its own: Ctrl-C in a terminal reaches the sweep only, which passes
+            # one signal on. A second one would end train.py without a checkpoint.
+            self.process = subprocess.Popen(
+                run.command(),
+                stdout=output,
+                stderr=output,
+                env=os.environ | environment,
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        """The exit code of the run that has ended."""
+        return self.process.poll()
+
+    def stop(self, at_once):
+        """SIGTERM, which torchrun passes on. at_once: without waiting for a checkpoint."""
+        if not at_once:
+            self.process.terminate()
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # torchrun's ranks notice it, see launch.py
+
+
+class Worker:
+    """A process that makes plain runs, one after the other. It imports torch once. spawn: a new
+    Python, as Windows needs it, and as CUDA and threads do."""
+
+    def __init__(self, environment):
+        os.environ |= environment
+        context = multiprocessing.get_context("spawn")
+        self.runs, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()  # so that runs.recv() ends when the process does
+
+    def start(self, run):
+        output = run.folder / "output.txt"
+        output.write_text("")
+        with suppress(OSError):  # the process has died: poll() says it
+            self.runs.send((run.words(), str(output)))
+
+    def poll(self) -> int | None:
+        """The exit code of the run that has ended. If the process has died, it is that of it."""
+        if not self.runs.poll():
+            return None
+        try:
+            return self.runs.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return self.process.exitcode
+
+    def stop(self, at_once):
+        self.process.terminate()  # there is nothing to save
+
+    def close(self):
+        self.runs.close()
+        self.process.join()
+
+
+def work(runs):
+    """A worker's process. It ends when the sweep has closed its end of `runs`."""
+    for number in STOPS - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C reaches it, too; the sweep stops it
+    sys.stdout.reconfigure(errors="replace", line_buffering=True)
+    with suppress(EOFError, OSError):
+        while True:
+            words, output = runs.recv()
+            with open(output, "w", buffering=1) as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            runs.send(make_plain_run(words))
+
+
+def make_plain_run(words) -> int:
+    """The exit code of `python -m plain`."""
+    code = 0
+    try:
+        train_plain(words)
+    except Exception as error:
+        try:
+            code, line = explain(error)
+            print(f"plain: error: {line}", file=sys.stderr)
+        except Exception:
+            code = 1
+            traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
 
 
 class Stopped(Exception):
@@ -258,7 +357,8 @@ class Sweep:
         self.runs = runs
         self.jobs = jobs
         self.waiting = list(runs)
-        self.running = {}  # process -> (run, begin)
+        self.running = {}  # Torchrun or Worker -> (run, begin)
+        self.idle = []  # workers
         self.failed = []
         self.done = 0  # failed ones, too
         self.began = time.monotonic()
@@ -271,38 +371,42 @@ class Sweep:
             while self.waiting and len(self.running) < self.jobs and not self.signals.count:
                 self.start(self.waiting.pop(0))
             for process in list(self.running):
-                if process.poll() is not None:
-                    self.end(process)
+                code = process.poll()
+                if code is not None:
+                    self.end(process, code)
             if stopped < self.signals.count:
                 stopped = self.signals.count
                 for process in self.running:
-                    stop(process, at_once=stopped > 1)
+                    process.stop(at_once=stopped > 1)
             time.sleep(0.05)
+        for worker in self.idle:
+            worker.close()
         if self.signals.count:
             done = sum(finished(run.folder) for run in self.runs)
             raise Stopped(self.signals.number, done, len(self.runs))
 
     def start(self, run):
-        command = run.command()
         run.folder.mkdir(parents=True, exist_ok=True)
         if run.fresh:  # an earlier record would look like this run's
             Path(run.folder, "metrics.jsonl").unlink(missing_ok=True)
-        shown = ["python" if word == sys.executable else word for word in command]
+        shown = ["python" if word == sys.executable else word for word in run.command()]
         Path(run.folder, "command.txt").write_text(shlex.join(shown) + "\n")
         processes = 1 if run.plain else run.ranks
-        threads = max(1, cores() // (self.jobs * processes))
-        environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
-        with open(run.folder / "output.txt", "w" if run.fresh else "a") as output:
-            # In a session of its own: Ctrl-C in a terminal reaches the sweep only, which passes
-            # one signal on. A second one would end train.py without a checkpoint.
-            process = subprocess.Popen(
-                command, stdout=output, stderr=output, env=environment, start_new_session=True
-            )
+        threads = os.environ.get("OMP_NUM_THREADS", max(1, cores() // (self.jobs * processes)))
+        environment = {"OMP_NUM_THREADS": str(threads)}
+        if run.plain:
+            self.idle = [worker for worker in self.idle if worker.process.is_alive()]
+            process = self.idle.pop() if self.idle else Worker(environment)
+            process.start(run)
+        else:
+            process = Torchrun(run, environment)
         self.running[process] = run, time.monotonic()
 
-    def end(self, process):
+    def end(self, process, code):
         """A line about the run that this process has made."""
         run, began = self.running.pop(process)
+        if run.plain:
+            self.idle.append(process)
         if self.signals.count and not finished(run.folder):
             return
         self.done += 1
@@ -310,7 +414,7 @@ class Sweep:
             result = f"loss {last_loss(run.folder):.4f}"
             checkpoint.remove(checkpoint.list_checkpoints(run.folder))  # model.pt stays
         else:
-            self.failed.append((run, reason(run.folder, process.returncode)))
+            self.failed.append((run, reason(run.folder, code)))
             result = "failed"
         now = time.monotonic()
         left = (now - self.began) / self.done * (len(self.runs) - self.done)
@@ -325,17 +429,6 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def stop(process, at_once):
-    """SIGTERM; torchrun passes it on to its ranks. at_once: without waiting for a checkpoint."""
-    if not at_once:
-        process.terminate()
-        return
-    try:
-        os.killpg(process.pid, signal.SIGKILL)  # torchrun's ranks notice it, see launch.py
-    except ProcessLookupError:
-        pass
 
 
 def last_loss(folder) -> float:

@@ -2,8 +2,10 @@
 
     python -m lab.table out/diloco out/edit
     python -m lab.table out/sweep/tau/*/ --base method=minibatch --x sync_bytes --out tau
+    python -m lab.table lab/results/tau.csv --base method=minibatch --show local_bytes
 
-The folders are those of any runs that have a metrics.jsonl. The columns are the flags in which the
+The folders are those of any runs that have a metrics.jsonl. A CSV file that an earlier call has
+written stands for its runs, with their last loss alone. The columns are the flags in which the
 runs differ, so runs of unlike settings never share a line. A flag that only follows another one
 (each --model has its own n_layer) is named below the table. Runs that differ in nothing but their
 seed are one line: the mean of their last validation loss +- its standard error,
@@ -20,9 +22,14 @@ An effect is what one flag does, everything else equal: the same pairs, averaged
 of the other flags, for each seed. Only the seeds count that all these settings have. Marks: * the
 mean is at least two standard errors from 0; ? one seed only, so nobody knows the error.
 
+--only leaves out all other runs. --show adds columns: local_bytes (sent after the warm-up),
+train_s, tokens_per_s (after the warm-up), step_ms (the median of the logged ones, without the first
+two).
+
 --out NAME writes NAME.md, NAME.csv (a line per run: pandas.read_csv reads it) and NAME.svg: the
 losses over tokens; over the first flag with numbers if the runs have one evaluation each; or over
---x, one of step, tokens, train_s, sync_bytes or a flag.
+--x, one of step, tokens, train_s, sync_bytes or a flag. --x FLAG --y FLAG is a heat map of the
+losses over two flags, for each setting of the others.
 """
 
 import csv
@@ -45,19 +52,30 @@ NO_SETTING |= {"save_on_exit", "checkpoint_interval", "keep", "profile", "timeli
 NO_SETTING |= {"log_interval", "eval_interval"}
 NO_SETTING |= {"world_size", "mesh", "micro_steps", "micro_batch", "n_params"}
 CURVES = ("step", "tokens", "train_s", "sync_bytes")  # what --x may be beside a flag
+RESULTS = ("val_loss", "sync_bytes", "local_bytes", "train_s", "tokens_per_s", "step_ms", "steps")
+SHOWN = {  # what --show may name -> heading, factor
+    "local_bytes": ("MB sent after the warm-up", 1e-6),
+    "train_s": ("seconds", 1),
+    "tokens_per_s": ("tokens per second", 1),
+    "step_ms": ("ms a step", 1),
+}
 
 
 @dataclass(eq=False)
 class Run:
-    """A finished run. flags: what may be a column; record: of read_run()."""
+    """A finished run. flags: what may be a column; results: the RESULTS that are known; curve: x
+    and val_loss of each evaluation, lists by name."""
 
     folder: str
     flags: dict
     seed: int
-    loss: float
-    end: dict
-    record: dict
+    results: dict
+    curve: dict
     base: object = None  # the run with which it is compared
+
+    @property
+    def loss(self):
+        return self.results["val_loss"]
 
     @property
     def over(self):
@@ -77,6 +95,9 @@ def read_runs(folders) -> tuple:
     runs = []
     notes = []
     for folder in folders:
+        if str(folder).endswith(".csv"):
+            runs += read_csv(folder)
+            continue
         record = read_run(folder)
         end = record["end"]
         if not end:
@@ -90,10 +111,60 @@ def read_runs(folders) -> tuple:
             config = [record["config"], *record["resumes"]][-1]
             flags = settings(config)
             seed = config.get("seed")
-            runs.append(Run(str(folder), flags, seed, end["val_loss"], end, record))
+            curve = {name: record[name] for name in (*CURVES, "val_loss")}
+            runs.append(Run(str(folder), flags, seed, results_of(record, config), curve))
     if not runs:
         raise UserError("; ".join([*notes, "there is no finished run to compare"]))
     return runs, notes
+
+
+def results_of(record, config) -> dict:
+    end = record["end"]
+    found = {"val_loss": end["val_loss"], "train_s": end.get("train_s"), "steps": end.get("step")}
+    logged = record["steps"]
+    if len(logged) > 2:  # the first ones are slower
+        found["step_ms"] = statistics.median(row.get("step_ms", math.nan) for row in logged[2:])
+    if record["evals"]:
+        last = record["evals"][-1]
+        found["sync_bytes"] = last["sync_bytes"]
+        warmup = config.get("sync_warmup_steps", 0)  # mini-batch has none
+        later = [row for row in logged if row["step"] >= warmup]
+        if "sync_warmup_steps" in config and later:
+            # All steps of the warm-up send alike. The first row is that of one step.
+            found["local_bytes"] = last["sync_bytes"] - warmup * logged[0]["sync_bytes"]
+        if later and last["train_s"] > later[0]["train_s"]:
+            seconds = last["train_s"] - later[0]["train_s"]
+            found["tokens_per_s"] = (last["tokens"] - later[0]["tokens"]) / seconds
+    return found
+
+
+def read_csv(path) -> list:
+    """The runs of a file of write_csv(). Raises UserError for another file."""
+    runs = []
+    try:
+        with open(path, newline="") as file:
+            for row in csv.DictReader(file):
+                known = {name: number_or_text(text) for name, text in row.items() if text}
+                folder = known.pop("folder")
+                seed = known.pop("seed")
+                known.pop("over_base", None)
+                results = {name: known.pop(name) for name in RESULTS if name in known}
+                curve = {name: [results.get(name)] for name in ("val_loss", *CURVES)}
+                curve["step"] = [results.get("steps")]
+                known["method"], float(results["val_loss"])  # are there
+                runs.append(Run(folder, known, seed, results, curve))
+    except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
+        raise UserError(f"{path} is no CSV file of lab.table ({error!r})") from None
+    return runs
+
+
+def number_or_text(text):
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def settings(config: dict) -> dict:
@@ -109,8 +180,8 @@ def plain_value(value):
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, dict)):
-        return " ".join(map(str, value))
-    return value
+        value = " ".join(map(str, value))
+    return "none" if value == "" else value
 
 
 def changes_on_the_way(record) -> list:
@@ -216,28 +287,29 @@ def partners(run, others, same) -> list:
 
 
 def read_base(words, runs, columns) -> dict:
-    """--base FLAG=VALUE ... as flag -> value. Raises UserError if no run has it."""
+    """--base FLAG=VALUE ... as flag -> value, or the first value of the first column."""
     if not words and columns:
         first = {run.flags.get(columns[0]) for run in runs} - {None}
         return {columns[0]: min(first, key=in_order)}
     return check_base(words, [run.flags for run in runs])
 
 
-def check_base(words, known) -> dict:
-    """read_base() with the flags of the runs."""
+def check_base(words, known, option="--base") -> dict:
+    """The words FLAG=VALUE of an option as flag -> value. Raises UserError if no run has it. known:
+    the flags of the runs."""
     base = {}
     for word in words:
         name, equals, text = word.partition("=")
         values = {flags[name] for flags in known if name in flags}
         found = [value for value in values if matches(value, text)]
         if not equals:
-            raise UserError(f"--base {word}: write FLAG=VALUE, as in method=minibatch")
+            raise UserError(f"{option} {word}: write FLAG=VALUE, as in method=minibatch")
         if not found:
             choices = ", ".join(map(str, sorted(values, key=in_order))) or "no such flag"
-            raise UserError(f"--base {word}: no run has it; there is: {choices}")
+            raise UserError(f"{option} {word}: no run has it; there is: {choices}")
         base[name] = found[0]
     if base and not any(base.items() <= flags.items() for flags in known):
-        raise UserError(f"--base {' '.join(words)}: no run has all of these")
+        raise UserError(f"{option} {' '.join(words)}: no run has all of these")
     return base
 
 
@@ -349,18 +421,19 @@ def markdown(lines) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rest])
 
 
-def result_lines(lines, columns, base) -> list:
-    """The cells of the table. base: flag -> value."""
+def result_lines(lines, columns, base, shown=()) -> list:
+    """The cells of the table. base: flag -> value; shown: of SHOWN."""
     over = f"over {label(base, base.values())}"
-    head = [*columns, "validation loss", "MB sent", "seeds"]
+    head = [*columns, "validation loss", "MB sent"]
+    head += [SHOWN[name][0] for name in shown] + ["seeds"]
     if base:
         head += [over, "n"]
     table = [head]
     for values, runs in lines.items():
         cells = ["" if value is None else str(value) for value in values]
         cells.append(describe_mean([run.loss for run in runs], "{:.4f}"))
-        sent = [run.record["sync_bytes"][-1] for run in runs if run.record["sync_bytes"]]
-        cells.append(f"{statistics.mean(sent) / 1e6:,.1f}" if sent else "")
+        cells.append(mean_cell(runs, "sync_bytes", 1e-6))
+        cells += [mean_cell(runs, name, SHOWN[name][1]) for name in shown]
         cells.append(str(len(runs)))
         found = [run.over for run in runs if run.base]
         if base and all(run.base is run for run in runs):
@@ -369,6 +442,14 @@ def result_lines(lines, columns, base) -> list:
             cells += [describe_distance(found) if found else "", str(len(found))]
         table.append(cells)
     return table
+
+
+def mean_cell(runs, name, factor) -> str:
+    found = [run.results[name] for run in runs if run.results.get(name) is not None]
+    if not found:
+        return ""
+    mean = factor * statistics.mean(found)
+    return f"{mean:,.1f}" if mean < 1000 or name.endswith("bytes") else f"{mean:,.0f}"
 
 
 def effect_lines(effects) -> list:
@@ -404,7 +485,7 @@ def notes_on_followers(runs, followers) -> list:
 MARKS = "`*`: at least two standard errors from 0. `?`: one seed only. +-: the standard error."
 
 
-def page(runs, base_words, notes) -> tuple:
+def page(runs, base_words, notes, shown=()) -> tuple:
     """(text, the runs that count, columns, names of all flags that differ). Gives the runs their
     bases. Adds to the notes."""
     columns, followers = find_columns(runs)
@@ -412,7 +493,7 @@ def page(runs, base_words, notes) -> tuple:
     base = read_base(base_words, runs, columns)
     lines = find_lines(runs, columns)
     notes += set_bases(runs, base, columns, followers) + notes_on_seeds(lines, columns)
-    parts = [markdown(result_lines(lines, columns, base))]
+    parts = [markdown(result_lines(lines, columns, base, shown))]
     effects = find_effects(runs, columns, base)
     if effects:
         parts.append("Each flag by itself, everything else equal:")
@@ -429,93 +510,139 @@ def write_csv(path, runs, names):
     names = ["method", *(name for name in names if name != "method")]
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
-        results = ["val_loss", "over_base", "sync_bytes", "train_s", "tokens_per_s", "steps"]
-        writer.writerow(["folder", *names, "seed", *results])
+        writer.writerow(["folder", *names, "seed", *RESULTS, "over_base"])
         for run in runs:
-            sent = run.record["sync_bytes"][-1] if run.record["sync_bytes"] else None
-            found = [run.loss, run.over, sent]
-            found += [run.end.get(name) for name in ("train_s", "tokens_per_s", "step")]
-            writer.writerow([run.folder, *run.values(names), run.seed, *found])
+            found = [run.results.get(name) for name in RESULTS]
+            writer.writerow([run.folder, *run.values(names), run.seed, *found, run.over])
 
 
-def check_x(x, known):
-    """Raise UserError unless it is a column of the evaluations, or a flag that is a number. known:
-    the flags of the runs."""
-    if not x or x in CURVES:
-        return
-    found = {flags[x] for flags in known if x in flags}
-    if not found or not all(isinstance(value, (int, float)) for value in found):
-        choices = ", ".join(CURVES)
-        raise UserError(f"--x {x}: it must be one of {choices}, or a flag whose values are numbers")
+def check_x(x, known, y=None):
+    """Raise UserError unless x is a column of the evaluations, or a flag that is a number; or with
+    y, unless both are such flags. known: the flags of the runs."""
+    if y and (x or "tokens") in CURVES:
+        raise UserError(f"--y {y}: it needs another flag as --x FLAG")
+    for option, name in ("--x", x), ("--y", y):
+        if not name or (name in CURVES and option == "--x"):
+            continue
+        found = {flags[name] for flags in known if name in flags}
+        if not found or not all(isinstance(value, (int, float)) for value in found):
+            choices = "" if option == "--y" else f"one of {', '.join(CURVES)}, or "
+            raise UserError(
+                f"{option} {name}: it must be {choices}a flag whose values are numbers"
+            )
+
+
+def single(runs) -> bool:
+    """Has each run one evaluation?"""
+    return all(len(run.curve["val_loss"]) == 1 for run in runs)
 
 
 def default_x(runs, columns) -> str:
     """Curves over tokens. One evaluation is no curve: then the losses over the first number."""
-    if all(len(run.record["evals"]) == 1 for run in runs):
-        for name in columns:
-            if all(isinstance(run.flags.get(name, 0), (int, float)) for run in runs):
-                return name
-    return "tokens"
+    if not single(runs):
+        return "tokens"
+    for name in columns:
+        if all(isinstance(run.flags.get(name, 0), (int, float)) for run in runs):
+            return name
+    return "sync_bytes"
 
 
 def curves(runs, columns, x) -> list:
-    """Rows of lab.plot. The runs of a line have the same x at the same evaluation: their mean."""
+    """Rows of lab.plot. The runs of a line have the same x at the same evaluation: their mean. A
+    line's name says in what it differs from the other lines of its method."""
+    columns_of = {}
+    for run in runs:
+        method = run.flags["method"]
+        if method not in columns_of:
+            alike = [other for other in runs if other.flags["method"] == method]
+            columns_of[method] = [name for name in find_columns(alike)[0] if name != x]
     rows = []
-    names = [name for name in columns if name not in (x, "method")]
-    for values, found in find_lines(runs, columns).items():
+    for found in find_lines(runs, columns).values():
+        method = found[0].flags["method"]
+        names = columns_of[method]
         variant = label(names, found[0].values(names)) if names else ""
-        variant = "" if variant == "all runs" else variant
         if x not in CURVES:
             points = [[run.flags.get(x)] for run in found]
             losses = [[run.loss] for run in found]
+        elif any(None in run.curve[x] for run in found):  # a CSV file may lack it
+            continue
         else:
-            count = min(len(run.record[x]) for run in found)
-            columns_of_x = [run.record[x][:count] for run in found]
+            count = min(len(run.curve[x]) for run in found)
+            columns_of_x = [run.curve[x][:count] for run in found]
             points = [[statistics.mean(at) for at in zip(*columns_of_x)]] * len(found)
-            losses = [run.record["val_loss"][:count] for run in found]
-        for run, at, loss in zip(found, points, losses):
+            losses = [run.curve["val_loss"][:count] for run in found]
+        for at, loss in zip(points, losses):
             if at and at[0] is not None:  # a method may lack the flag
                 loss = [math.nan if value is None else value for value in loss]
-                rows.append(
-                    {"method": run.flags["method"], "variant": variant, x: at, "val_loss": loss}
-                )
+                rows.append({"method": method, "variant": variant, x: at, "val_loss": loss})
     return rows
 
 
-def draw(runs, columns, x, path) -> str:
+def draw(runs, columns, x, y, path) -> str:
     """Write the picture. Returns the line that says so."""
-    panel = plot.Panel(x, "val_loss", plot.AXES.get(x, x))
     try:
-        plot.draw(curves(runs, columns, x), [panel], path)
+        if y:
+            plot.draw_heat(cells(runs, columns, x, y), x, y, path)
+        else:
+            rows = curves(runs, columns, x)
+            points = [row[x][0] for row in rows if len(row[x]) == 1]
+            far_apart = points and 0 < 10 * min(points) < max(points)
+            panel = plot.Panel(x, "val_loss", plot.AXES.get(x, x), log=bool(far_apart))
+            plot.draw(rows, [panel], path)
     except ModuleNotFoundError as error:
         return f"picture none: pip install {error.name}"
     return f"picture {path}"
 
 
-def main(argv: list):
+def cells(runs, columns, x, y) -> dict:
+    """Setting of the other flags -> (x, y, mean loss) of its lines."""
+    others = [name for name in columns if name not in (x, y)]
+    found = defaultdict(list)
+    for line in find_lines(runs, columns).values():
+        flags = line[0].flags
+        if x in flags and y in flags:
+            loss = statistics.mean(run.loss for run in line)
+            found[label(others, line[0].values(others))].append((flags[x], flags[y], loss))
+    return found
+
+
+def read_command(argv: list):
     parser = Parser(prog="python -m lab.table", description="Compare runs.", allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", metavar="FOLDER", help="a run's out_dir")
+    parser.add_argument(
+        "runs", nargs="+", metavar="FOLDER", help="a run's out_dir, or a CSV file of such a table"
+    )
     parser.add_argument(
         "--base", nargs="+", default=[], metavar="FLAG=VALUE", help="the runs to compare with"
     )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="FLAG=VALUE", help="only the runs with these flags"
+    )
     parser.add_argument("--x", help=f"of the picture: {', '.join(CURVES)}, or a flag")
+    parser.add_argument("--y", metavar="FLAG", help="picture: a heat map over the flags X and Y")
+    parser.add_argument("--show", nargs="+", default=[], choices=list(SHOWN), help="more columns")
     parser.add_argument("--out", help="write OUT.md, OUT.csv and OUT.svg")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list):
+    args = read_command(argv)
     runs, notes = read_runs(args.runs)
-    check_x(args.x, [run.flags for run in runs])
-    text, runs, columns, names = page(runs, args.base, notes)
+    only = check_base(args.only, [run.flags for run in runs], "--only")
+    runs = [run for run in runs if only.items() <= run.flags.items()]
+    check_x(args.x, [run.flags for run in runs], args.y)
+    text, runs, columns, names = page(runs, args.base, notes, args.show)
     print(text)
     if args.out:
-        write(args.out, text, runs, columns, names, args.x or default_x(runs, columns))
+        write(args.out, text, runs, columns, names, args.x or default_x(runs, columns), args.y)
 
 
-def write(name, text, runs, columns, names, x):
+def write(name, text, runs, columns, names, x, y):
     name = name.removesuffix(".md").removesuffix(".csv").removesuffix(".svg")
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     Path(f"{name}.md").write_text(f"{text}\n")
     write_csv(f"{name}.csv", runs, names)
     print(f"\ntable   {name}.md, {name}.csv")
-    print(draw(runs, columns, x, f"{name}.svg"))
+    print(draw(runs, columns, x, y, f"{name}.svg"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """When each replica of a run computes and waits: recorded with --timeline, drawn as a Gantt chart.
 
     torchrun ... train.py --method edit --timeline --link_mbps 60 --slow_replica 1:2
-    python -m lab.plot --timeline out/edit out/diloco --out timeline.svg
+    python -m lab.timeline out/edit out/diloco --out timeline        # timeline.svg, timeline.csv
+    python -m lab.timeline out/edit out/diloco --sync --out overlap  # one sync, layer by layer
 
 A span is a pair (begin, end), in seconds. All time that is not waiting counts as computing, so
 record without evaluations and checkpoints. The shares are over whole rounds, without the first and
@@ -9,12 +10,14 @@ the last one. A picture ends where the shortest of its runs ends: record a few r
 host only queues most of its work: record on CPUs.
 """
 
+import csv
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 
-from config import UserError
-from lab.rows import DAMAGED, case_cell, read_run
+from config import Parser, UserError, run_command
+from lab.rows import DAMAGED, METHODS, read_run
 from lab.svg import new_figure, save
 
 SPANS = {  # name -> color, text in the legend; in a bar the later ones cover the earlier ones
@@ -87,6 +90,10 @@ def replica_row(record, replica, spans) -> dict:
 # ---- drawing ----
 
 
+def name_of(row) -> str:
+    return METHODS.get(row["method"], (row["method"],))[0]
+
+
 def bars_of(spans, origin) -> list:
     """(begin, width) of each span."""
     return [(begin - origin, end - begin) for begin, end in spans]
@@ -107,7 +114,7 @@ def finish(figure, rows, path):
     save(figure, [row["spans"] for row in rows], path)
 
 
-def draw(rows, path, title="Lost time"):
+def draw(rows, path):
     """Write a bar for each replica of each run as SVG, and the share in which it computes."""
     seconds = min(row["spans"]["step"][-1][1] for row in rows)
     picture = new_figure(9, 1.2 + 0.28 * len(rows))
@@ -119,10 +126,10 @@ def draw(rows, path, title="Lost time"):
             y -= 0.6
         draw_replica(axes, row, y)
         axes.text(1.005 * seconds, y, f"{row['computing']:.0%}", va="center")
-        names[y] = f"{case_cell(row, 'method')}, replica {row['replica']}"
+        names[y] = f"{name_of(row)}, replica {row['replica']}"
         y -= 1
 
-    axes.set_title(title, weight="bold", loc="left")
+    axes.set_title("Lost time", weight="bold", loc="left")
     axes.set_title("computes", fontsize=9, loc="right")
     axes.set(xlim=(0, seconds), xlabel="seconds")
     axes.set_yticks(list(names), names.values())
@@ -145,7 +152,7 @@ def draw_overlap(rows, path):
         begins, widths = zip(*bars_of(layers, origin))
         bars = axes.barh(y - 0.7, widths, 0.5, begins, color=DARK, edgecolor="white")
         axes.bar_label(bars, range(len(layers)), label_type="center", color="white")
-        names[y] = case_cell(row, "method")
+        names[y] = name_of(row)
         names[y - 0.7] = "its link, by layer"
         y -= 1.7
 
@@ -153,3 +160,32 @@ def draw_overlap(rows, path):
     axes.set(xlim=(-0.3 * sync_s, 1.5 * sync_s), xlabel="seconds since the sync began")
     axes.set_yticks(list(names), names.values())
     finish(picture, rows, path)
+
+
+# ---- the command line ----
+
+
+def main(argv):
+    parser = Parser(prog="python -m lab.timeline", description="When replicas compute and wait.")
+    parser.add_argument("runs", nargs="+", metavar="FOLDER", help="a run with --timeline")
+    parser.add_argument("--sync", action="store_true", help="draw one sync, layer by layer")
+    parser.add_argument("--out", default="timeline", help="OUT.svg, OUT.csv (default: timeline)")
+    args = parser.parse_args(argv)
+    rows = []
+    for folder in args.runs:
+        rows += read_timeline(folder)
+    path = Path(args.out).with_suffix(".svg")
+    draw_part = draw_overlap if args.sync else draw
+    draw_part(rows, path)
+    columns = ("method", "replica", "computing", "step_s")
+    with open(path.with_suffix(".csv"), "w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    for row in rows:
+        print(f"{name_of(row)}, replica {row['replica']}: computes {row['computing']:.0%}")
+    print(f"picture {path}, {path.with_suffix('.csv')}")
+
+
+if __name__ == "__main__":
+    run_command("timeline.py", lambda: main(sys.argv[1:]))

@@ -1,385 +1,22 @@
-"""The laboratory: interrupted experiments, rows, tables, pictures, records of runs."""
+"""The laboratory: pictures, records of runs, timelines."""
 
-import fcntl
+import csv
 import json
-import os
 import re
-import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-import lab.__main__ as lab
-from config import UserError, explain, run_command
-from lab import planner, plot, rows, runs, timeline
+from config import UserError, explain
+from lab import planner, plot, rows, timeline
 from lab.svg import checksum
-from plumbing.checkpoint import list_checkpoints
-from ranks import context, run_training
+from ranks import run_training
 
 
 def json_lines(found) -> str:
     return "\n".join(map(json.dumps, found))
-
-
-def read_lines(path) -> list:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-# ---- runs and experiments ----
-
-SHORT = {
-    "max_steps": 300,
-    "sync_warmup_steps": 150,
-    "eval_interval": 75,
-    "eval_batches": 1,
-    "checkpoint_interval": 4,
-    "log_interval": 2,
-    "n_layer": 1,
-    "n_embd": 16,
-    "block_size": 8,
-}
-
-
-def small(seed):
-    yield lab.training("minibatch", seed, ranks=2, **SHORT)
-
-
-SMALL = runs.Experiment(small, ("val_loss",))
-
-
-@pytest.fixture(autouse=True)
-def small_experiment(monkeypatch):
-    monkeypatch.setitem(runs.EXPERIMENTS, "small", SMALL)
-
-
-def started(folder, found, torchrun=runs.TORCHRUN):
-    """A process with `python -m lab small --seeds 1` that has got as far as these files."""
-    process = context.Process(target=_command, args=(folder, torchrun))
-    process.start()
-    while not list(folder.glob(found)):
-        assert process.exitcode is None
-        time.sleep(0.02)
-    return process
-
-
-def _command(folder, torchrun):
-    sys.stderr = open(folder / "err", "w")
-    sys.argv = "lab small --seeds 1".split()
-    runs.EXPERIMENTS["small"] = SMALL
-    runs.RUNS = folder
-    runs.RESULTS = folder
-    runs.TORCHRUN = torchrun
-    run_command("lab", runs.main)
-
-
-@pytest.mark.slow
-def test_killed_experiment_resumes_and_repeats_no_finished_run(tmp_path, monkeypatch, capsys):
-    command = started(tmp_path, "*/checkpoint-*")
-    torchrun = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text()
-    command.kill()
-    os.kill(int(torchrun), signal.SIGTERM)  # otherwise it trains on to the end
-    monkeypatch.setattr(runs, "RUNS", tmp_path)
-    monkeypatch.setattr(runs, "RESULTS", tmp_path)
-    (run,) = SMALL.runs([1])
-    folder = os.open(run.folder, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)  # until the ranks have ended, too
-    os.close(folder)
-    assert not run.finished()
-
-    result = tmp_path / "small.json"
-    runs.run_experiment(SMALL, [1], result)
-    events = read_lines(run.folder / "metrics.jsonl")
-    (resumed,) = [row for row in events if row["event"] == "resume"]
-    assert 4 <= resumed["step"] < 300
-    steps = [row["step"] for row in events if row["event"] == "step"]
-    assert steps == [1, *range(2, 301, 2)]
-    assert list_checkpoints(run.folder) == []
-
-    (row,) = json.loads(result.read_text())
-    assert row["seed"] == 1
-    assert row["val_loss"] == events[-1]["val_loss"]
-    _, warm, _, end = [row for row in events if row["event"] == "eval"]
-    seconds = end["train_s"] - warm["train_s"]
-    tokens = end["tokens"] - warm["tokens"]
-    assert row["tokens_per_s"] == pytest.approx(tokens / seconds, rel=0.01)  # by its step rows
-    assert row["local_bytes"] == end["sync_bytes"] - warm["sync_bytes"]
-    assert row["sync_bytes"] == end["sync_bytes"]
-
-    result.unlink()
-    runs.run_experiment(SMALL, [1], result)
-    assert json.loads(result.read_text()) == [row]
-    printed = capsys.readouterr().out.splitlines()
-    counts = [line for line in printed if "to do" in line]
-    assert counts == ["1 rows, 1 runs to do", "1 rows, 0 runs to do"]
-
-
-def test_stopped_or_failed_run_ends_the_experiment_with_one_line(tmp_path):
-    sleep = "import sys, time; open(sys.argv[-1] + '/began', 'w'); time.sleep(6000)"
-    stopped = started(tmp_path, "*/began", [sys.executable, "-c", sleep])
-    stopped.terminate()
-    stopped.join(300)
-    assert stopped.exitcode == 2
-    error = "lab: error: interrupted; the same command goes on from here\n"
-    assert (tmp_path / "err").read_text() == error
-
-    failed = started(tmp_path, "err", ["false"])
-    failed.join(300)
-    assert failed.exitcode == 2
-    assert "lab: error: a run failed, see" in (tmp_path / "err").read_text()
-
-
-def two_taus(seed):
-    for tau in (4, 8):
-        yield lab.training("diloco", seed, tau)
-    yield lab.training("diloco", seed, 4, "again")  # the same command as another row
-
-
-@pytest.fixture
-def executed(monkeypatch):
-    """(tau, seed) of the runs that are executed; none of them is really made."""
-    made = []
-
-    def record(run):
-        made.append((run.columns["tau"], run.columns["seed"]))
-
-    monkeypatch.setattr(runs.Run, "execute", record)
-    monkeypatch.setattr(runs.Run, "finished", lambda run: False)
-    monkeypatch.setattr(runs.Run, "results", lambda run: [{"val_loss": 2.0}])
-    return made
-
-
-def test_rows_of_the_json_file_are_kept_and_not_run_again(tmp_path, executed):
-    path = tmp_path / "two.json"
-    experiment = runs.Experiment(two_taus, ("val_loss",))
-    runs.run_experiment(experiment, [1], path)
-    assert executed == [(4, 1), (8, 1)]
-    first = json.loads(path.read_text())
-    assert [row["variant"] for row in first] == ["", "", "again"]
-
-    executed.clear()
-    runs.run_experiment(experiment, [2], path)  # rows of another seed stay
-    assert executed == [(4, 2), (8, 2)]
-    both = json.loads(path.read_text())
-    assert both[:3] == first
-    assert [row["seed"] for row in both] == [1, 1, 1, 2, 2, 2]
-
-    executed.clear()
-    both[1]["command"] += " --lr 1"  # a row that the experiment no longer makes
-    both[3]["val_loss"] = 3.0  # as measured on another machine
-    both[5]["val_loss"] = 3.0
-    path.write_text(json.dumps(both))
-    runs.run_experiment(experiment, [1, 2], path)
-    assert executed == [(8, 1)]
-    found = json.loads(path.read_text())
-    assert [row["command"] for row in found[:3]] == [row["command"] for row in first]
-    assert [row["val_loss"] for row in found] == [2.0, 2.0, 2.0, 3.0, 2.0, 3.0]
-
-
-def test_rows_of_replicas_are_kept_too(tmp_path, executed):
-    path = tmp_path / "timeline.json"
-    experiment = runs.EXPERIMENTS["timeline"]
-    made = experiment.runs([1])[:2]
-    earlier = []
-    for run in made:
-        for replica in (0, 1):
-            row = {"replica": replica, "computing": 0.5, "command": run.command()}
-            earlier.append(run.columns | row)
-    path.write_text(json.dumps([*earlier, earlier[0] | {"command": "gone"}]))
-    runs.run_experiment(runs.Experiment(lambda seed: made, ("computing",)), [1], path)
-    assert executed == []
-    assert json.loads(path.read_text()) == earlier
-
-
-def test_runs_that_do_not_depend_on_the_seed_are_made_once():
-    tune = runs.EXPERIMENTS["tune"]
-    assert tune.runs([1, 2, 3]) == tune.runs([1])
-    assert len(tune.runs([1])) == 3 * (4 * 2 * 6 + 7)
-
-
-def started_with(monkeypatch, words):
-    """What main() starts."""
-    seen = []
-    monkeypatch.setattr(runs, "BASE", dict(runs.BASE))
-    monkeypatch.setattr(lab, "BASE", runs.BASE)
-    monkeypatch.setattr(runs, "run_experiment", lambda *args: seen.append(args))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["lab", *words.split()])
-    runs.main()
-    return seen[0]
-
-
-def test_steps_model_and_gpu_change_the_runs_and_the_name_of_the_result(monkeypatch):
-    words = "frontier --steps 2000 --model 10m --gpu --seeds 1"
-    experiment, seeds, path = started_with(monkeypatch, words)
-    assert seeds == [1]
-    assert path == runs.RESULTS / "frontier_2000_10m_gpu.json"
-    assert runs.experiment_of(path) is experiment
-    first, muon, *others = experiment.runs([1])
-    assert first.flags["lr"] == 0.0005
-    assert "lr" not in muon.flags  # the preset has one
-    assert muon.flags["muon_lr"] == 0.01
-    assert len(others) == len(lab.POINTS)
-    assert {run.flags["max_steps"] for run in (first, muon, *others)} == {2000}
-    assert {run.flags["model"] for run in (first, muon, *others)} == {"10m"}
-    assert {run.flags["device"] for run in (first, muon, *others)} == {"cuda"}
-
-
-def test_too_few_steps_are_refused(monkeypatch):
-    with pytest.raises(UserError, match="--steps 64: must be at least 65"):
-        started_with(monkeypatch, "tau --steps 64")
-
-
-def test_a_run_has_the_best_outer_step_of_its_tau_length_and_optimizer(monkeypatch, tmp_path):
-    def row(tau, setting, loss, method="edit", optimizer="AdamW", variant=""):
-        case = {"method": method, "variant": variant, "optimizer": optimizer, "tau": tau}
-        return case | {"setting": setting, "val_loss": loss}
-
-    short = [
-        row(4, "1.0/0.0", 1.5),
-        row(4, "0.7/0.8", 1.6),
-        row(16, "0.5/0.8", 1.6),
-        row(16, "0.9/0.3", 1.7),
-        row(16, "0.1/0.0", 1.0, variant="2 bits"),
-        row(16, "0.7/0.5", 1.1, optimizer="Muon"),
-    ]
-    (tmp_path / "tune.json").write_text(json.dumps(short))
-    (tmp_path / "tune_2000.json").write_text(json.dumps([row(16, "0.26/0.8", 1.2)]))
-    monkeypatch.setattr(lab, "RESULTS", tmp_path)
-    monkeypatch.setattr(runs, "BASE", dict(runs.BASE))
-    monkeypatch.setattr(lab, "BASE", runs.BASE)
-
-    def outer_step(*arguments, **more):
-        flags = lab.training(*arguments, **more).flags
-        return flags.get("outer_lr"), flags.get("outer_momentum")
-
-    assert outer_step("edit", 1, 4) == ("1.0", "0.0")
-    assert outer_step("edit", 1, 5) == ("1.0", "0.0")  # the nearest
-    assert outer_step("a_edit", 1, 64) == ("0.5", "0.8")
-    assert outer_step("edit", 1, 64, optimizer="Muon") == ("0.7", "0.5")
-    assert outer_step("edit", 1, 64, outer="0.3/0.4") == ("0.3", "0.4")
-    assert outer_step("slowmo", 1, 64) == (None, None)  # its default
-    assert outer_step("minibatch", 1) == (None, None)
-    runs.BASE["max_steps"] = 2000
-    assert outer_step("edit", 1, 4) == ("0.26", "0.8")
-
-
-RECORD = {
-    "step": [100, 420],
-    "tokens": [204800, 860160],
-    "train_s": [1.0, 9.0],
-    "sync_bytes": [700, 9000],
-    "val_loss": [3.0, 2.0],
-    "steps": [
-        {"step": 1, "tokens": 2048, "train_s": 0.5, "sync_bytes": 7, "step_ms": 9000},
-        {"step": 90, "tokens": 184320, "train_s": 0.9, "sync_bytes": 630, "step_ms": 900},
-        {"step": 110, "tokens": 225280, "train_s": 1.5, "sync_bytes": 720, "step_ms": 100},
-        {"step": 200, "tokens": 409600, "train_s": 3.0, "sync_bytes": 900, "step_ms": 200},
-        {"step": 420, "tokens": 860160, "train_s": 9.0, "sync_bytes": 9000, "step_ms": 900},
-    ],
-}
-
-
-def test_bytes_and_speed_are_those_after_the_warmup(monkeypatch):
-    """A step of the warm-up sends 7 bytes."""
-    monkeypatch.setattr(runs, "read_run", lambda folder: RECORD)
-    expected = {0: (9000, 0.5, 2048), 90: (9000 - 630, 0.9, 184320), 100: (9000 - 700, 1.5, 225280)}
-    for warmup, (sent, begin_s, begin_tokens) in expected.items():
-        (found,) = runs.Run({}, {"method": "edit", "sync_warmup_steps": warmup}).results()
-        assert found["local_bytes"] == sent
-        speed = (860160 - begin_tokens) / (9.0 - begin_s)  # from the first row at or after its end
-        assert found["tokens_per_s"] == pytest.approx(speed)
-        assert found["val_loss"] == 2.0
-        assert found["sync_bytes"] == 9000
-        assert found["step_ms"] == 200  # the median from the third row on
-
-
-# ---- rows and tables ----
-
-
-def test_losses_over_those_of_the_base():
-    losses = {("diloco", 1): 2.0, ("edit", 1): 3.0, ("diloco", 2): 4.0, ("edit", 2): 5.0}
-    found = []
-    for (method, seed), loss in losses.items():
-        found.append({"method": method, "seed": seed, "val_loss": loss})
-    pairs = rows.with_base(found, ["seed"], method="diloco")
-    assert [row for row, _ in pairs] == found
-    assert [rows.distance(row, base) for row, base in pairs] == [0, 0.5, 0, 0.25]
-
-
-def test_a_sick_run_is_compared_with_the_healthy_one_of_its_kind():
-    losses = {272: (2.0, 3.0), 448: (1.0, 1.1)}  # by steps: of the healthy and the sick run
-    found = []
-    for steps, (healthy, sick) in losses.items():
-        case = {"method": "x", "seed": 1, "steps": steps}
-        found.append(case | {"disturbance": "none", "val_loss": healthy})
-        found.append(case | {"disturbance": "sick", "val_loss": sick})
-    excess = [row["excess"] for row in lab.over_undisturbed(found)]
-    assert excess == pytest.approx([0, 0.5, 0, 0.1])
-
-
-def result(method, seed, loss, sent=1, optimizer="AdamW") -> dict:
-    return {
-        "method": method,
-        "optimizer": optimizer,
-        "seed": seed,
-        "val_loss": loss,
-        "sync_bytes": sent,
-    }
-
-
-def test_cases_are_compared_over_their_common_seeds():
-    found = [result("edit", 1, 2.2), result("edit", 2, 3.3), result("edit", 3, 9.0)]
-    found += [result("diloco", seed, loss) for seed, loss in {2: 3.0, 1: 2.0, 4: 5.0}.items()]
-    edit = {"method": "edit"}
-    diloco = {"method": "diloco"}
-    expected = "+10.00% (n = 2, standard error 0.00%, p = 0.500)"
-    assert rows.compare(found, edit, diloco) == expected
-    assert rows.compare(found, edit | {"seed": 1}, diloco) == "+10.00% (n = 1)"
-
-
-def test_p_is_the_share_of_signs_that_put_the_mean_as_far_from_0():
-    assert rows.sign_flip_p([1.0, 2.0, 3.0]) == 2 / 8
-    assert rows.sign_flip_p([1.0, 1.0, 1.0, -1.0]) == 10 / 16
-    assert rows.sign_flip_p([0.1] * 8) == 2 / 256
-
-
-def test_bytes_below_those_of_minibatch():
-    found = [
-        result("minibatch", 1, 2.0, 90),
-        result("edit", 1, 2.0, 9),
-        result("minibatch", 2, 2.0, 60),
-        result("edit", 2, 2.0, 12),
-        result("minibatch", 1, 1.0, 45, "Muon"),
-        result("minibatch", 2, 1.0, 45, "Muon"),
-    ]
-    rows.beside_minibatch(found)
-    assert [row["fewer_bytes"] for row in found] == [1, 10, 1, 5, 2, 60 / 45]
-    assert found[-1]["over_minibatch"] == -0.5
-    assert found[1]["over_muon"] == 1.0
-
-
-def test_standard_error_is_that_of_the_differences_seed_by_seed():
-    found = [
-        result("minibatch", 1, 2.0),
-        result("minibatch", 1, 1.0, optimizer="Muon"),
-        result("edit", 1, 2.2),
-        result("minibatch", 2, 1.0),
-        result("minibatch", 2, 1.2, optimizer="Muon"),
-        result("edit", 2, 1.2),
-    ]
-    rows.beside_minibatch(found)
-    assert rows.table(found, ("over_minibatch", "over_muon")).splitlines() == [
-        "| method | optimizer | over mini-batch (standard error) "
-        "| over mini-batch, Muon (standard error) | seeds |",
-        "| --- | --- | --- | --- | --- |",
-        "| mini-batch | AdamW | +0.0% (0.0%) | +41.7% (58.3%) | 2 |",
-        "| mini-batch | Muon | -15.0% (35.0%) | +0.0% (0.0%) | 2 |",
-        "| EDiT | AdamW | +15.0% (5.0%) | +60.0% (60.0%) | 2 |",
-    ]
-    *_, alone = rows.table(found[:3], ("over_minibatch",)).splitlines()
-    assert alone == "| EDiT | AdamW | +10.0% | 1 |"
 
 
 # ---- pictures ----
@@ -406,12 +43,8 @@ def test_a_line_is_the_mean_over_seeds_between_lowest_and_highest():
         curves.append(row | {"x": [1, 2], "val_loss": [row["seed"], 2.0]})
     assert plot.lines_of(curves, panel) == {("edit", ""): [(1, 1.5, 1, 2), (2, 2.0, 2.0, 2.0)]}
 
-    own = SEEDS[0] | {"method": "averaging"}  # a method of the reader's own
-    assert rows.table([*SEEDS, own], ("val_loss",)).splitlines()[2:] == [
-        "| EDiT | 16 | 3.0000 (2.0000 .. 4.0000) | 2 |",
-        "| EDiT | 4 | 1.2500 (1.0000 .. 1.5000) | 2 |",
-        "| averaging | 16 | 2.0000 | 1 |",
-    ]
+    own = SEEDS[0] | {"method": "averaging"}  # a method of the reader's own comes last
+    assert list(plot.lines_of([own, *SEEDS], panel)) == [("edit", ""), ("averaging", "")]
 
 
 def test_a_panel_shows_the_mean_and_the_range():
@@ -430,23 +63,13 @@ def test_a_panel_shows_the_mean_and_the_range():
     assert ends == [[[4.0, 1.0], [4.0, 1.5]], [[16.0, 2.0], [16.0, 4.0]]]
 
 
-def test_picture_of_a_frontier_names_eight_cases_and_draws_minibatch_as_a_line():
+def test_heat_map_shows_how_far_each_cell_is_above_the_lowest_of_its_map(tmp_path):
     pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    lines = {}
-    for variant in ("", "Muon"):
-        for number, method in enumerate(rows.METHODS):
-            lines[method, variant] = [(number + 1, 2.0, 2.0, 2.0)]
-    lines["one_bit_edit", "2 bits"] = [(1, 2.0, 2.0, 2.0)]
-    lines["zero_one_adam", "rounds that grow"] = [(1, 2.0, 2.0, 2.0)]
-    axes = Figure().add_subplot()
-    plot.draw_panel(axes, plot.Panel("x", "val_loss", "", frontier=True), lines)
-    labels = [line.get_label() for line in axes.get_lines()]
-    named = [label for label in labels if not label.startswith("_")]
-    assert len(named) == 8
-    flat = [line.get_label() for line in axes.get_lines() if len(line.get_xdata()) == 2]
-    assert flat == ["mini-batch", "mini-batch, Muon"]
+    cells = {"tau 4": [(0.0, 1.0, 2.0), (0.8, 1.0, 2.5)], "tau 16": [(0.0, 0.5, 3.0)]}
+    plot.draw_heat(cells, "outer_momentum", "outer_lr", tmp_path / "x.svg")
+    svg = (tmp_path / "x.svg").read_text()
+    for text in "0.0%", "25.0%", "tau 4: lowest 2.0000", "tau 16: lowest 3.0000", "outer_lr":
+        assert f">{text}<" in svg
 
 
 def test_variants_of_a_method_differ_in_their_markers():
@@ -563,9 +186,15 @@ def test_broken_records_are_refused_in_one_line(text, monkeypatch, tmp_path):
 
 
 def test_a_folder_that_is_no_run_is_refused_in_one_line(monkeypatch, tmp_path):
-    for words in ([], ["--timeline"], ["--tensorboard"]):
+    commands = [
+        lambda: plot_runs(monkeypatch, tmp_path),
+        lambda: plot_runs(monkeypatch, tmp_path, "--tensorboard"),
+        lambda: timeline.main([str(tmp_path)]),
+        lambda: planner.main([str(tmp_path)]),
+    ]
+    for command in commands:
         with pytest.raises(FileNotFoundError) as caught:
-            plot_runs(monkeypatch, tmp_path, *words)
+            command()
         line = f"{tmp_path}/metrics.jsonl: No such file or directory"
         assert explain(caught.value) == (2, line)
 
@@ -664,12 +293,16 @@ def test_timeline_of_a_run_is_predicted_and_drawn(tmp_path, corpus_folder, monke
     assert len(found) == 6
     pytest.importorskip("matplotlib")
     out = tmp_path / "x.svg"
-    plot_runs(monkeypatch, "--timeline", tmp_path, fast, "--out", out)
+    timeline.main([str(tmp_path), str(fast), "--out", str(out)])
     svg = out.read_text()
     assert ">DiLoCo, replica 3<" in svg
     assert checksum([row["spans"] for row in found]) in svg
+    with out.with_suffix(".csv").open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [row["replica"] for row in written] == ["0", "1", "0", "1", "2", "3"]
+    assert float(written[0]["computing"]) == found[0]["computing"]
 
-    timeline.draw_overlap(slow, out)
+    timeline.main([str(tmp_path), "--sync", "--out", str(out)])
     svg = out.read_text()
     for text in ("DiLoCo", "its link, by layer", "0", "3"):
         assert f">{text}<" in svg

@@ -227,8 +227,7 @@ def test_recorded_run_that_is_a_simulation_is_predicted(
                 spans.append((name, first, last))
         text = json.dumps({"replica": replica, "spans": spans})
         (tmp_path / f"timeline-{replica}.json").write_text(text)
-    monkeypatch.setattr("sys.argv", ["planner", str(tmp_path)])
-    planner.main()
+    planner.main([str(tmp_path)])
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2
     for line in printed:
@@ -260,7 +259,12 @@ def test_every_method_has_rows():
     assert all(0 < row["utilization"] <= 1 for row in found)
 
 
-def test_without_a_folder_it_says_what_to_name(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["planner"])
-    with pytest.raises(UserError, match="^name the folder of a run with --timeline$"):
-        planner.main()
+def test_without_a_folder_it_prints_and_writes_the_rates_that_each_utilization_needs(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    planner.main(["--out", str(tmp_path / "scale")])
+    printed = capsys.readouterr().out
+    assert "| EDiT | 10b | 2.02 | 9.1 | 19.3 | 40.9 | 153 |" in printed
+    assert (tmp_path / "scale.csv").read_text().count("\n") == 1 + len(planner.rows())
+    assert ">10 billion parameters<" in (tmp_path / "scale.svg").read_text()
+    with pytest.raises(UserError, match="unrecognized arguments: --gbit"):
+        planner.main(["--gbit", "1"])

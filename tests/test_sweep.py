@@ -1,5 +1,5 @@
 """lab.sweep: which runs it makes, which it repeats, resumes or leaves out, and how it ends. A small
-program stands for torchrun and train.py, but in the last test."""
+program stands for torchrun and train.py, but in the tests of plain runs and in the last one."""
 
 import fcntl
 import json
@@ -184,7 +184,7 @@ def test_an_interrupted_run_with_a_checkpoint_gets_resume_auto(tmp_path, corpus_
 
 def test_plain_runs_have_their_replicas_and_no_flag_of_torchrun(tmp_path, corpus_folder, monkeypatch):
     seen = []
-    monkeypatch.setattr(sweep, "check_plain", seen.append)
+    monkeypatch.setattr(sweep, "read_config", seen.append)
     words = f"--data {corpus_folder} --method edit --shards 2 --replicas 2 3".split()
     runs, _ = sweep.plan(tmp_path, sweep.read_axes(words), 4, True)
     for run, replicas in zip(runs, "23"):
@@ -197,6 +197,74 @@ def test_plain_runs_have_their_replicas_and_no_flag_of_torchrun(tmp_path, corpus
     (four_ranks,), _ = sweep.plan(tmp_path, sweep.read_axes(words[:6]), 4, True)
     assert four_ranks.words()[6:8] == ["--replicas", "2"]
     assert four_ranks.folder.name[-8:] == runs[0].folder.name[-8:]  # the same run
+
+
+PLAIN = "--plain --replicas 2 --tau 2 --sync_warmup_steps 2 --n_layer 1 --n_embd 16 "
+PLAIN += "--block_size 8 --eval_batches 1 --dtype fp32"
+
+
+def test_plain_runs_share_a_process_and_survive_the_death_of_one(start, monkeypatch, capsys, tmp_path):
+    """Four runs in one process, without os.fork. The process is killed in the first run, and two
+    runs diverge. The last one trains as `python -m plain` does, bit for bit."""
+    monkeypatch.delattr(os, "fork")
+    made = []
+    begin = sweep.Sweep.start
+
+    def begin_and_kill_the_first(self, run):
+        begin(self, run)
+        ((worker, _),) = self.running.items()
+        made.append(worker)
+        if len(made) == 1:
+            worker.process.kill()
+
+    monkeypatch.setattr(sweep.Sweep, "start", begin_and_kill_the_first)
+    words = f"--method diloco edit --seed 1 --lr 0.002 1e25 {PLAIN} --max_steps 6"
+    with pytest.raises(sweep.Failed, match="3 of 4 runs failed"):
+        start(words)
+    killed, *others = made
+    assert len(set(others)) == 1
+    assert others[0] is not killed
+    assert not others[0].process.is_alive()
+    printed = capsys.readouterr().out
+    assert "diloco,lr=0.002" in printed and "exit -9" in printed
+    assert "plain: error: diverged" in printed
+
+    (folder,) = Path("out/sweep/try").glob("edit,lr=0.002-*")
+    words_of_run = shlex.split((folder / "command.txt").read_text())[3:]
+    sweep.train_plain([*words_of_run, "--out_dir", "alone"])
+    assert sweep.last_loss("alone") == sweep.last_loss(folder)
+    assert "done | 6 steps" in (folder / "output.txt").read_text()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_plain_runs_and_the_same_line_repeats_them(tmp_path, corpus_folder):
+    command = [sys.executable, "-m", "lab.sweep", "real", "--method", "edit", "--seed", "1", "2"]
+    command += f"--jobs 2 --data {corpus_folder} {PLAIN} --max_steps 400".split()
+
+    def start():
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=tmp_path, stdout=pipe, text=True, start_new_session=True)
+
+    first = start()
+    while len(list(tmp_path.glob("out/sweep/real/*/metrics.jsonl"))) < 2:
+        assert first.poll() is None
+        time.sleep(0.02)
+    os.killpg(first.pid, signal.SIGINT)  # as a terminal does
+    assert first.wait(600) == 130
+    ends = time.monotonic() + 300
+    while True:
+        try:
+            os.killpg(first.pid, 0)
+        except ProcessLookupError:
+            break  # nobody trains any more
+        assert time.monotonic() < ends
+        time.sleep(0.1)
+
+    second = start()
+    printed, _ = second.communicate(timeout=900)
+    assert second.returncode == 0
+    assert "2 different runs, 2 to do" in printed
+    assert "2/2 | seed " in printed
 
 
 def test_switches_take_yes_and_no():

@@ -268,6 +268,64 @@ def test_a_run_that_went_on_with_other_flags_has_the_last_ones_and_a_note(write)
 # ---- files ----
 
 
+def test_runs_of_a_csv_file_give_the_same_table(write, tmp_path, capsys):
+    for seed in 1, 2:
+        write(2.0 + seed, "minibatch", seed, scale_lr="")
+        for tau in 4, 16:
+            write(2.2 + seed, "edit", seed, tau=tau, scale_lr="", weighted_averaging=True)
+            write(2.4 + seed, "edit", seed, tau=tau, scale_lr="3:1:2:3", weighted_averaging=False)
+    words = ["--base", "method=minibatch", "--show", "train_s", "--out"]
+    table.main([*write.folders, *words, str(tmp_path / "first")])
+    capsys.readouterr()
+    table.main([str(tmp_path / "first.csv"), *words, str(tmp_path / "again")])
+    for suffix in ".md", ".csv":
+        again = (tmp_path / "again").with_suffix(suffix).read_text()
+        assert again == (tmp_path / "first").with_suffix(suffix).read_text()
+    capsys.readouterr()
+
+    only = ["--only", "method=edit", "scale_lr=none"]
+    table.main([str(tmp_path / "first.csv"), *only])
+    lines = cells(capsys.readouterr().out)
+    assert [line[0] for line in lines[:3]] == ["tau", "4", "16"]
+    for text in "", "a,b\n1,2\n", "folder,method,seed,val_loss\nx,edit,1,low\n":
+        (tmp_path / "other.csv").write_text(text)
+        with pytest.raises(UserError, match="other.csv is no CSV file of lab.table|no finished run"):
+            table.main([str(tmp_path / "other.csv")])
+
+
+def test_bytes_and_speed_are_those_after_the_warmup(write):
+    """A step of the warm-up sends 7 bytes. The first row at or after its end is that of step 90, or
+    of 110."""
+    steps = []
+    for step, train_s, sent, ms in (1, 0.5, 7, 9000), (90, 0.9, 630, 900), (110, 1.5, 720, 100):
+        steps.append({"step": step, "tokens": 2048 * step, "train_s": train_s, "sync_bytes": sent})
+        steps[-1] |= {"event": "step", "step_ms": ms}
+    last = {"step": 420, "tokens": 2048 * 420, "train_s": 9.0, "sync_bytes": 9000, "val_loss": 2.0}
+    ends = [{"event": "eval"} | last, {"event": "end", "exit": "done"} | last]
+    for warmup, sent, first in (90, 9000 - 630, 1), (100, 9000 - 700, 2):
+        write(2.0, rows=[*steps, *ends], sync_warmup_steps=warmup)
+        ((run,), _) = table.read_runs(write.folders[-1:])
+        assert run.results["local_bytes"] == sent
+        speed = 2048 * (420 - steps[first]["step"]) / (9.0 - steps[first]["train_s"])
+        assert run.results["tokens_per_s"] == pytest.approx(speed)
+        assert run.results["step_ms"] == 100  # the median from the third row on
+        assert run.results["steps"] == 420
+    write(2.0, "minibatch", rows=[*steps, *ends])
+    ((run,), _) = table.read_runs(write.folders[-1:])
+    assert "local_bytes" not in run.results  # it is nothing but warm-up
+
+
+def test_names_in_the_picture_say_in_what_the_lines_of_a_method_differ(write):
+    write(2.0, "minibatch")
+    write(2.1, "diloco", tau=4, outer_lr=0.5)
+    write(2.2, "edit", tau=4, outer_lr=0.7)
+    write(2.3, "edit", tau=16, outer_lr=0.9)
+    runs, _ = table.read_runs(write.folders)
+    rows = table.curves(runs, table.find_columns(runs)[0], "tokens")
+    found = [(row["method"], row["variant"]) for row in rows]
+    assert found == [("minibatch", ""), ("diloco", ""), ("edit", "tau 4"), ("edit", "tau 16")]
+
+
 def test_csv_has_a_line_per_run_with_numbers(write, tmp_path, capsys):
     write(2.0, "minibatch")
     write(2.2, "edit", tau=4)
@@ -309,9 +367,10 @@ def test_runs_with_one_evaluation_are_drawn_over_a_flag(write):
     runs, _ = table.read_runs(write.folders)
     assert table.default_x(runs, ["method", "tau"]) == "tokens"
     for run in runs:
-        run.record["evals"].pop()
+        for column in run.curve.values():
+            column.pop()
     assert table.default_x(runs, ["method", "tau"]) == "tau"
-    assert table.default_x(runs, ["method"]) == "tokens"
+    assert table.default_x(runs, ["method"]) == "sync_bytes"
 
 
 def test_picture_is_drawn_or_its_package_named(write, tmp_path, monkeypatch, capsys):
@@ -339,6 +398,10 @@ WRONG = {
     "--base tau=5": "there is: 4",
     "--base method=minibatch tau=4": "no run has all of these",
     "--x loss": "one of step, tokens, train_s, sync_bytes",
+    "--y tau": "--y tau: it needs another flag as --x FLAG",
+    "--x tau --y loss": "--y loss: it must be a flag whose values are numbers",
+    "--only tau=5": "--only tau=5: no run has it; there is: 4",
+    "--show loss": "invalid choice: 'loss'",
     "--x method": "a flag whose values are numbers",
     "--best": "unrecognized arguments",
 }

@@ -1,84 +1,118 @@
-"""lab/results/: experiments, figures, tables and RESULTS.md say what the JSON files say."""
+"""lab/: each experiment makes the runs whose results are kept, and RESULTS.md shows these results."""
 
-import json
+import csv
+import os
 import re
+import statistics
+import subprocess
+from collections import defaultdict
 
 import pytest
 
-import lab.__main__ as lab
-from lab import planner, plot, runs
-from lab.svg import checksum
+from lab import planner, sweep, table
 from ranks import ROOT
+from test_readme import RESULTS, TEXT
 
-RESULTS = sorted(ROOT.glob("lab/results/*.json"))
-GONE = {  # experiments whose tables stay
-    "bits_2000",
-    "earlier_frontier",
-    "earlier_frontier_128",
-    "elastic",
-    "longer",
-    "merge",
-    "quality",
-    "rates",
-    "rates_2000",
-}
-EARLIER = {"link", "timeline"}  # made with other flags
+EXPERIMENTS = sorted(ROOT.glob("lab/experiments/*.sh"))
+KEPT = sorted(ROOT.glob("lab/results/*.csv"))
+NO_RUNS = {"scale", "timeline", "overlap"}  # CSV files that are not lab.table's
+RELATIVES = (ROOT / "relatives" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_figure_table_and_experiment_say_what_the_json_says(path, monkeypatch):
-    monkeypatch.setattr(runs, "BASE", dict(runs.BASE))
-    monkeypatch.setattr(lab, "BASE", runs.BASE)
-    if steps := re.search(r"_(\d+)", path.stem):
-        runs.BASE.update(max_steps=int(steps[1]), eval_interval=int(steps[1]))
-    if "_10m" in path.stem:
-        runs.BASE.update(model="10m", batch_size=2)
-    if path.stem.endswith("_gpu"):
-        runs.BASE.update(device="cuda", backend="shm")
-    found = json.loads(path.read_text())
-    experiment = runs.experiment_of(path)
-    assert (experiment is None) == (path.stem in GONE)
-    if experiment is None:
-        return
-    if path.stem not in EARLIER:
-        made = {run.command() for run in experiment.runs(range(1, 10))}
-        assert {row["command"] for row in found if "command" in row} <= made
-
-    assert runs.page(experiment, path, found) == path.with_suffix(".md").read_text()
-    again = experiment.combine([dict(row) for row in found])
-    assert runs.page(experiment, path, again) == path.with_suffix(".md").read_text()
-    panels_lines = [plot.lines_of(found, panel) for panel in experiment.panels]
-    if panels_lines:
-        svg = path.with_suffix(".svg").read_text()
-        assert checksum([list(lines.values()) for lines in panels_lines]) in svg
-        for panel, lines in zip(experiment.panels, panels_lines):
-            for method, variant in lines:
-                _, look = plot.style_of(method, variant, 0, panel.frontier)
-                if "label" in look:
-                    assert f">{look['label']}<" in svg
+def commands(path, folder) -> list:
+    """The words of each command that an experiment starts. None is really started."""
+    for name in "python", "torchrun":
+        program = folder / name
+        lines = ["#!/bin/sh", f'printf "%s\\0" {name} "$@" >> {folder}/seen', f"echo >> {folder}/seen"]
+        program.write_text("\n".join(lines) + "\n")
+        program.chmod(0o755)
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    subprocess.run(["sh", str(path)], check=True, env=environment, cwd=folder)
+    lines = (folder / "seen").read_text().splitlines()
+    return [line.split("\0")[:-1] for line in lines]
 
 
-def test_pictures_of_the_timelines_are_drawn_from_their_rows():
-    found = json.loads((ROOT / "lab/results/timeline.json").read_text())
-    for name, variant in {"timeline": "", "overlap": "overlap"}.items():
-        spans = [row["spans"] for row in found if row["variant"] == variant]
-        assert checksum(spans) in (ROOT / f"lab/results/{name}.svg").read_text()
+def planned(path, folder) -> dict:
+    """Name of a sweep -> the flags of its runs."""
+    found = defaultdict(list)
+    for words in commands(path, folder):
+        if words[:3] == ["python", "-m", "lab.sweep"]:
+            args, axes = sweep.read_command(words[3:])
+            runs, _ = sweep.plan(folder / args.name, axes, args.ranks, args.plain)
+            found[args.name] += [run.config for run in runs]
+    return found
 
 
-def test_each_row_of_the_results_stands_in_a_table_of_the_laboratory():
-    known = set()
-    for path in ROOT.glob("lab/results/**/*.md"):
-        known.update(path.read_text().splitlines())
-    lines = (ROOT / "RESULTS.md").read_text().splitlines()
+@pytest.fixture
+def without_gpu(monkeypatch):
+    """Everything is checked but whether this machine has a GPU."""
+    check = sweep.check
+
+    def check_on_cpus(run, load):
+        if run.config["device"] != "cuda":
+            check(run, load)
+
+    monkeypatch.setattr(sweep, "check", check_on_cpus)
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_experiment_makes_exactly_the_runs_of_its_results(path, tmp_path, without_gpu):
+    for name, configs in planned(path, tmp_path).items():
+        kept = ROOT / f"lab/results/{name}.csv"
+        if name == "tune" or name in NO_RUNS:
+            continue
+        runs = table.read_csv(kept)
+        names = {flag for run in runs for flag in run.flags} - {"corpus_hash"}
+        columns = sorted(names)
+        expected = sorted(str((run.values(columns), run.seed)) for run in runs)
+        found = set()
+        for config in configs:
+            flags = table.settings(config)
+            found.add(str((tuple(flags.get(flag) for flag in columns), config["seed"])))
+        assert sorted(found) == expected
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_files_of_an_experiment_are_kept_and_the_texts_name_it(path, tmp_path):
+    assert path.read_text().startswith("# ")
+    assert f"sh lab/experiments/{path.name}" in TEXT + RESULTS + RELATIVES
+    for words in commands(path, tmp_path):
+        assert words[0] == "torchrun" or words[:2] == ["python", "-m"]
+        if words[2] == "lab.table":
+            table.read_command(words[3:])
+        if "--out" in words and path.stem != "tune":
+            assert (ROOT / f"{words[words.index('--out') + 1]}.csv").exists()
+
+
+def test_results_are_those_of_the_experiments():
+    written = "".join(path.read_text() for path in EXPERIMENTS)
+    for path in KEPT:
+        assert re.search(rf"lab/results/{path.stem}\b", written), path
+    pictures = {path.name for path in ROOT.glob("lab/results/*.svg")}
+    shown = set(re.findall(r"lab/results/(\w+\.svg)", TEXT + RESULTS + RELATIVES))
+    assert shown <= pictures
+    assert {path.suffix for path in ROOT.glob("lab/results/*")} <= {".csv", ".svg", ".md"}
+
+
+def test_losses_in_the_tables_of_results_are_means_of_kept_runs():
+    means = set()
+    for path in KEPT:
+        if path.stem not in NO_RUNS:
+            runs = table.read_csv(path)
+            for line in table.find_lines(runs, table.find_columns(runs)[0]).values():
+                means.add(f"{statistics.mean(run.loss for run in line):.4f}")
     shown = []
-    for line, following in zip(lines, [*lines[1:], ""]):
-        header = following.startswith("| ---")
-        if line.startswith("| ") and not line.startswith("| ---") and not header:
-            shown.append(line)
-    assert len(shown) > 20
-    assert [line for line in shown if line not in known] == []
+    for line in RESULTS.splitlines():
+        if line.startswith("| "):
+            shown += re.findall(r"\| (\d\.\d{4})(?= )", line)
+    assert len(shown) > 40
+    assert set(shown) <= means
 
 
 def test_result_of_scale_is_the_planners():
-    found = json.loads((ROOT / "lab/results/scale.json").read_text())
-    assert planner.rows() == found
+    with (ROOT / "lab/results/scale.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows == [{name: str(value) for name, value in row.items()} for row in planner.rows()]
+    shown = [line for line in RESULTS.splitlines() if "| 10b |" in line]
+    assert len(shown) == 3
+    assert set(shown) <= set(planner.table(planner.rows()).splitlines())

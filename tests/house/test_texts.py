@@ -1,8 +1,8 @@
 """README.md, RESULTS.md, EXERCISES.md and the READMEs of folders are true: file tree, links, flags,
 equation map, ladder, tables."""
 
-import json
 import re
+import statistics
 import subprocess
 import sys
 from collections import defaultdict
@@ -13,8 +13,7 @@ import data
 import export
 import sample
 import test_ladder
-from lab import bench, plot, runs, sweep, table
-from lab.rows import mean_and_error
+from lab import bench, planner, plot, sweep, table, timeline
 from ranks import ROOT
 from test_readme import RESULTS, TEXT, read_flags
 from train import METHODS
@@ -77,8 +76,9 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
         data.main,
         sample.main,
         export.main,
-        runs.main,
         plot.main,
+        lambda: planner.main(["--help"]),
+        lambda: timeline.main(["--help"]),
         lambda: sweep.read_command(["x", "--help"]),
         lambda: table.main(["--help"]),
     ]
@@ -154,24 +154,31 @@ def test_table_of_relatives_has_every_method_and_its_file():
 
 
 def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
+    """Means over the paired seeds; one_bit_edit with Muon, as one bit needs it."""
     found = defaultdict(list)
-    for row in json.loads((ROOT / "lab/results/frontier_2000.json").read_text()):
-        optimizer = "Muon" if row["method"] == "one_bit_edit" else "AdamW"
-        own = row["optimizer"] == optimizer and row["variant"] in ("", "rounds that grow")
-        if own and row["tau"] in (1, 16) and "over_minibatch" in row:
-            found[row["method"]].append(row)
+    runs = table.read_csv(ROOT / "lab/results/frontier.csv")
+    sent = {}
+    for run in runs:
+        optimizer = "muon" if run.flags["method"] == "one_bit_edit" else "adamw"
+        if run.flags["optimizer"] == optimizer and run.flags.get("quantize") != "two_bits":
+            found[run.flags["method"]].append(run)
+            sent[run.flags["method"]] = run.results["sync_bytes"]
+    bases = {run.seed: run.loss for run in found["minibatch"]}
     for method, row in zip(METHODS, rows_of_relatives()):
-        loss, sent = row[4:6]
+        loss, bytes_sent = row[4:6]
         if method == "a_edit":
             assert loss == "as `edit`"
             continue
         if method == "qsr":  # it was not compared
-            assert loss == sent == ""
+            assert loss == bytes_sent == ""
             continue
-        losses = [run["over_minibatch"] for run in found[method]]
-        assert len(losses) in (1, 4, 8)
-        assert loss == mean_and_error(losses, "{:+.1%}")
-        assert sent == f"1/{found[method][0]['fewer_bytes']:.0f}"
+        distances = [run.loss / bases[run.seed] - 1 for run in found[method]]
+        assert len(distances) in (1, 4, 8)
+        expected = f"{statistics.mean(distances):+.1%}"
+        if len(distances) > 1:
+            expected += f" ({table.standard_error(distances):.1%})"
+        assert loss == expected
+        assert bytes_sent == f"1/{sent['minibatch'] / sent[method]:.0f}"
 
 
 def test_table_says_which_method_does_not_take_muon():

@@ -1,0 +1,2 @@
+# On paper: how many Gbit/s between replicas does each compute utilization need?
+python -m lab.planner --out lab/results/scale
