@@ -85,7 +85,7 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
     for show_help in programs:
         with pytest.raises(SystemExit):
             show_help()
-    known = capsys.readouterr().out + "--max-restarts --shutdown_timeout --signal --include"  # torchrun, Slurm, grep
+    known = capsys.readouterr().out + "--max-restarts --shutdown_timeout --signal --include --index-url"  # torchrun, Slurm, grep, pip
 
     launchers = r"(torchrun|srun|#SBATCH) .*?(train\.py|lab|$)"
     text = re.sub(launchers, "", TEXT + RESULTS + RELATIVES, flags=re.M)
