@@ -275,7 +275,8 @@ class ReplicasDiffer(Exception):
 @contextmanager
 def alike(mesh, doing: str = ""):
     """If the block raises an error that explain() knows on one rank, all ranks raise UserError:
-    rank 0 with its line, which begins with `doing`, the others without one."""
+    rank 0 with its line, which begins with `doing` and names the rank if it is another, the others
+    without one."""
     error = ""
     try:
         yield
