@@ -1,29 +1,34 @@
-r"""EDiT on one page: four replicas take turns in one process, and one of them diverges.
+r"""EDiT and DiLoCo on one page: four replicas take turns in one process, and one of them diverges.
 
-    python one_page.py      # 1 to 4 minutes; set a breakpoint anywhere
+    python one_page.py      # 10 to 30 s; set a breakpoint anywhere
 
 Each replica is a copy of one small model. At first the replicas average their gradients in each
 step, so they stay equal. Then each one trains alone for tau steps: a round. At its end, in the
-sync, synchronize() makes one set of parameters out of four, and all replicas go on from there.
+sync, synchronize() makes one set of parameters out of four, and all replicas go on from there. EDiT
+and DiLoCo begin with the same replicas and train them on the same text.
 
-EDiT's penalty protects the sync from bad replicas. Layer by layer, it leaves out a replica that has
-moved much farther than it usually does (it flags it), gives less weight to one that has moved far,
-and limits the length of the common step. In round 13 replica 3 trains with 100 times its learning
-rate. All its 6 layers (embedding, 4 blocks, head) are flagged, so only the others count:
+In round 12 replica 3 trains with 100 times its learning rate. DiLoCo averages what it gets, so its
+loss jumps and stays high. EDiT's penalty protects the sync from bad replicas. Layer by layer, it
+leaves out a replica that has moved much farther than it usually does (it flags it), gives less
+weight to one that has moved far, and limits the length of the common step. All 4 layers of replica
+3 (embedding, 2 blocks, head) are flagged, so only the others count:
 
-    round 13 | norms 1.0 0.9 0.9 87.8 | weights 0.33 0.34 0.33 0.00 | flagged layers 0 0 0 6 | ...
-
-train(penalty=False) is DiLoCo: equal weights. Replica 0's loss in the next round is then 3.5, with
-the penalty 2.1.
+       EDiT's replicas                                            | validation loss
+round  norms                | weights             | flagged layers | EDiT    DiLoCo
+   11  0.5 0.4 0.5 0.5      | 0.25 0.26 0.25 0.25 | 0 0 0 0        | 2.7876  2.7890
+   12  0.4 0.4 0.4 39.7     | 0.33 0.33 0.34 0.00 | 0 0 0 4        | 2.7938  3.7092
+   13  0.3 0.3 0.3 0.4      | 0.25 0.25 0.25 0.25 | 0 0 0 0        | 2.7749  3.4327
 
 Not here: overlap (edit.py), shards (shard.py). One process sends nothing, so nothing can overlap.
-This computes what the distributed run does, where each replica is a rank. The losses differ by
-rounding only, but that grows:
+plain/ has all methods in one process, with all their flags. This page computes what the distributed
+run does, where each replica is a rank. The losses differ by rounding only, but that grows:
 
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 4 train.py --method edit --device cpu --dtype fp32 \
-        --max_steps 140 --sync_warmup_steps 20 --tau 8 --scale_lr 3:117:124:100
+        --n_layer 2 --n_embd 64 --block_size 32 --max_steps 96 --lr_warmup_steps 16 \
+        --sync_warmup_steps 16 --tau 4 --scale_lr 3:61:64:100 --eval_interval 4 --eval_batches 4
 """
 
+import copy
 import math
 import statistics
 
@@ -33,7 +38,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 import data
 from model import Llama, ModelConfig
 
-SHAPE = ModelConfig()
+SHAPE = ModelConfig(n_layer=2, n_embd=64, block_size=32)
 SEED = 1337
 DELTA = 3.0  # a norm is an anomaly above mean + DELTA sigma
 ALPHA = 0.02  # share of a new norm in the running mean and variance
@@ -41,22 +46,16 @@ PHI = 10.0  # largest norm of a layer's averaged pseudo-gradient
 
 
 class Replica:
-    """A whole model with its own optimizer and its own part of the text."""
+    """A whole model with its own optimizer."""
 
-    def __init__(self, i, M, corpus):
+    def __init__(self):
         self.model = Llama(SHAPE, SEED)  # equal in all replicas: they have the same seed
         self.optimizer = make_optimizer(self.model)
-        # 8 windows of the text in each step
-        self.batches = data.Batches(corpus, SHAPE.block_size, 8, rank=i, world_size=M, seed=SEED)
         self.accepted = [[] for _ in self.model.layers]  # each layer's norms that were not flagged
 
-    def compute_gradient(self, step):
-        """Returns the loss."""
-        inputs, targets = self.batches.train(step)
+    def compute_gradient(self, inputs, targets):
         self.model.zero_grad()
-        loss = self.model(inputs, targets)
-        loss.backward()
-        return loss.item()
+        self.model(inputs, targets).backward()
 
     def inner_step(self, lr):
         clip_grad_norm_(self.model.parameters(), 1.0)
@@ -65,32 +64,46 @@ class Replica:
         self.optimizer.step()
 
 
-def train(M=4, steps=140, sync_warmup=20, tau=8, disturbed_round=13, penalty=True):
+class Run:
+    """Replicas that synchronize with EDiT's penalty, or without it: that is DiLoCo."""
+
+    def __init__(self, replicas, penalty):
+        self.replicas = copy.deepcopy(replicas)
+        self.penalty = penalty
+        # The anchor is what all replicas had at the last sync, a vector for each layer.
+        self.anchors = [as_vector(layer) for layer in replicas[0].model.layers]
+        self.outer = torch.optim.SGD(self.anchors, lr=0.7, momentum=0.8, nesterov=True)
+
+
+def train(M=4, steps=96, sync_warmup=16, tau=4, sick_round=12):
     torch.set_num_threads(1)  # of a model so small more threads make no step faster
     corpus = data.standard_library()
-    replicas = [Replica(i, M, corpus) for i in range(M)]
+    batches = []
+    for i in range(M):  # a replica gets 8 windows of the text in each step, other ones than others
+        batches.append(data.Batches(corpus, SHAPE.block_size, 8, rank=i, world_size=M, seed=SEED))
+    replicas = [Replica() for _ in range(M)]
 
-    for step in range(sync_warmup):  # mini-batch training, at least one step
-        losses = [replica.compute_gradient(step) for replica in replicas]
+    for step in range(sync_warmup):  # averaged gradients, at least one step
+        for i, replica in enumerate(replicas):
+            replica.compute_gradient(*batches[i].train(step))
         average_gradients(replicas)
         for replica in replicas:
             replica.inner_step(learning_rate(step, steps))
-    print(f"warm-up  | loss {statistics.fmean(losses):.4f}")
 
-    # The anchor is what all replicas had at the last sync, a vector for each layer.
-    anchors = [as_vector(layer) for layer in replicas[0].model.layers]
-    outer = torch.optim.SGD(anchors, lr=0.7, momentum=0.8, nesterov=True)
-
+    edit = Run(replicas, penalty=True)
+    diloco = Run(replicas, penalty=False)
+    print(HEADER)
     for round, first in enumerate(range(sync_warmup, steps, tau), start=1):
-        for i, replica in enumerate(replicas):  # in any order: they train alone
-            factor = 1
-            if round == disturbed_round and i == M - 1:
-                factor = 100
-            for step in range(first, min(first + tau, steps)):
-                losses[i] = replica.compute_gradient(step)
-                replica.inner_step(factor * learning_rate(step, steps))
-        norms, weights, flags = synchronize(replicas, anchors, outer, penalty)
-        show(round, norms, weights, flags, losses[0])
+        losses = []
+        for run in diloco, edit:
+            for i, replica in enumerate(run.replicas):  # in any order: they train alone
+                sick = round == sick_round and i == M - 1
+                for step in range(first, min(first + tau, steps)):
+                    replica.compute_gradient(*batches[i].train(step))
+                    replica.inner_step(learning_rate(step, steps) * (100 if sick else 1))
+            judged = synchronize(run.replicas, run.anchors, run.outer, run.penalty)
+            losses.append(validation_loss(run.replicas[0].model, corpus))
+        show(round, *judged, losses, round == sick_round)
 
 
 @torch.no_grad()
@@ -182,20 +195,33 @@ def make_optimizer(model):
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
-def learning_rate(step, steps, peak=3e-3, lr_warmup=50):
+def learning_rate(step, steps, peak=3e-3, lr_warmup=16):
     if step < lr_warmup:
         return peak * (step + 1) / lr_warmup
     cosine = 0.5 * (1 + math.cos(math.pi * (step - lr_warmup) / (steps - lr_warmup)))
     return peak * (0.1 + 0.9 * cosine)
 
 
-def show(round, norms, weights, flags, loss):
-    """loss: of replica 0 in the round's last step."""
+@torch.no_grad()
+def validation_loss(model, corpus):
+    """Nats per byte, of 64 windows."""
+    windows = data.Batches(corpus, SHAPE.block_size, 64).validation(4)
+    return statistics.fmean(model(inputs, targets).item() for inputs, targets, _ in windows)
+
+
+HEADER = """
+       EDiT's replicas                                            | validation loss
+round  norms                | weights             | flagged layers | EDiT    DiLoCo"""
+
+
+def show(round, norms, weights, flags, losses, sick):
+    """norms, weights, flags: EDiT's; losses: DiLoCo's and EDiT's."""
     norm = numbers(norms.norm(dim=1), digits=1)  # of all layers together
     weight = numbers(weights.mean(dim=1), digits=2)
     count = numbers(flags.sum(dim=1), digits=0)
-    judged = f"norms {norm} | weights {weight} | flagged layers {count}"
-    print(f"round {round:2d} | {judged} | loss {loss:.4f}")
+    diloco, edit = losses
+    mark = "  <- replica 3 is sick" if sick else ""
+    print(f"{round:5}  {norm:20} | {weight} | {count:14} | {edit:.4f}  {diloco:.4f}{mark}")
 
 
 def numbers(values, digits):
