@@ -172,6 +172,19 @@ def plan(root: Path, axes: dict, ranks: int, plain: bool) -> tuple:
     return list(runs.values()), left_out
 
 
+def notes_on_warmups(runs) -> list:
+    """A line for each run that is mostly warm-up, where the defaults are those of longer runs."""
+    notes = {}  # without values: a set in order
+    for run in runs:
+        steps = run.config["max_steps"]
+        for name in "sync_warmup_steps", "lr_warmup_steps":
+            warmup = run.config.get(name, 0)
+            if 2 * warmup > steps:
+                method = run.config["method"]
+                notes[f"{method}: --{name} {warmup} is {warmup / steps:.0%} of the run"] = None
+    return list(notes)
+
+
 def open_corpus(names, vocab_size, block_size):
     return data.load(list(names) or None, vocab_size, block_size)
 
@@ -494,6 +507,8 @@ def main(argv: list):
     todo = [run for run in runs if not finished(run.folder)]
     for method, names in left_out.items():
         print(f"note    {method} does not have --{', --'.join(names)}: left out for it")
+    for line in notes_on_warmups(runs):
+        print(f"note    {line}")
     total = len(combinations(axes))
     print(
         f"sweep   {root}: {total} combinations, {len(runs)} different runs, {len(todo)} to do, "

@@ -29,7 +29,8 @@ two).
 --out NAME writes NAME.md, NAME.csv (a line per run: pandas.read_csv reads it) and NAME.svg: the
 losses over tokens; over the first flag with numbers if the runs have one evaluation each; or over
 --x, one of step, tokens, train_s, sync_bytes or a flag. --x FLAG --y FLAG is a heat map of the
-losses over two flags, for each setting of the others.
+losses over two flags, for each setting of the others. A name in the picture leaves out switches
+that are on.
 """
 
 import csv
@@ -560,7 +561,7 @@ def curves(runs, columns, x) -> list:
     for found in find_lines(runs, columns).values():
         method = found[0].flags["method"]
         names = columns_of[method]
-        variant = label(names, found[0].values(names)) if names else ""
+        variant = short_label(names, found[0].values(names))
         if x not in CURVES:
             points = [[run.flags.get(x)] for run in found]
             losses = [[run.loss] for run in found]
@@ -578,16 +579,29 @@ def curves(runs, columns, x) -> list:
     return rows
 
 
-def draw(runs, columns, x, y, path) -> str:
-    """Write the picture. Returns the line that says so."""
+def short_label(names, values) -> str:
+    """Without the flags that are off, and without those that are switched on, as most defaults."""
+    parts = []
+    for name, value in zip(names, values):
+        if value == "no":
+            parts.append(f"no {name}")
+        elif value not in (None, "none", "yes"):
+            parts.append(f"{name} {value}")
+    return ", ".join(parts)
+
+
+def draw(runs, columns, x, y, first, path) -> str:
+    """Write the picture, from x = first on. Returns the line that says so."""
     try:
         if y:
             plot.draw_heat(cells(runs, columns, x, y), x, y, path)
         else:
             rows = curves(runs, columns, x)
+            if not rows:
+                return f"picture none: no run has {x}"
             points = [row[x][0] for row in rows if len(row[x]) == 1]
             far_apart = points and 0 < 10 * min(points) < max(points)
-            panel = plot.Panel(x, "val_loss", plot.AXES.get(x, x), log=bool(far_apart))
+            panel = plot.Panel(x, "val_loss", plot.AXES.get(x, x), log=bool(far_apart), first=first)
             plot.draw(rows, [panel], path)
     except ModuleNotFoundError as error:
         return f"picture none: pip install {error.name}"
@@ -619,6 +633,7 @@ def read_command(argv: list):
     )
     parser.add_argument("--x", help=f"of the picture: {', '.join(CURVES)}, or a flag")
     parser.add_argument("--y", metavar="FLAG", help="picture: a heat map over the flags X and Y")
+    parser.add_argument("--first", type=float, default=-math.inf, help="draw only from this x on")
     parser.add_argument("--show", nargs="+", default=[], choices=list(SHOWN), help="more columns")
     parser.add_argument("--out", help="write OUT.md, OUT.csv and OUT.svg")
     return parser.parse_args(argv)
@@ -633,16 +648,18 @@ def main(argv: list):
     text, runs, columns, names = page(runs, args.base, notes, args.show)
     print(text)
     if args.out:
-        write(args.out, text, runs, columns, names, args.x or default_x(runs, columns), args.y)
+        write(args, text, runs, columns, names)
 
 
-def write(name, text, runs, columns, names, x, y):
+def write(args, text, runs, columns, names):
+    name = args.out
+    x = args.x or default_x(runs, columns)
     name = name.removesuffix(".md").removesuffix(".csv").removesuffix(".svg")
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     Path(f"{name}.md").write_text(f"{text}\n")
     write_csv(f"{name}.csv", runs, names)
     print(f"\ntable   {name}.md, {name}.csv")
-    print(draw(runs, columns, x, y, f"{name}.svg"))
+    print(draw(runs, columns, x, args.y, args.first, f"{name}.svg"))
 
 
 if __name__ == "__main__":

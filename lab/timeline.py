@@ -17,7 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from config import Parser, UserError, run_command
-from lab.rows import DAMAGED, METHODS, read_run
+from lab.rows import DAMAGED, METHODS, in_order, read_run
 from lab.svg import new_figure, save
 
 SPANS = {  # name -> color, text in the legend; in a bar the later ones cover the earlier ones
@@ -174,6 +174,7 @@ def main(argv):
     rows = []
     for folder in args.runs:
         rows += read_timeline(folder)
+    rows = in_order(rows)
     path = Path(args.out).with_suffix(".svg")
     draw_part = draw_overlap if args.sync else draw
     draw_part(rows, path)

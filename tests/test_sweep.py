@@ -236,6 +236,18 @@ def test_plain_runs_share_a_process_and_survive_the_death_of_one(start, monkeypa
     assert "done | 6 steps" in (folder / "output.txt").read_text()
 
 
+def test_a_warm_up_of_most_of_the_run_is_said(start, capsys):
+    start("--method minibatch edit --seed 1 2 --max_steps 60 --lr_warmup_steps 31")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "of the run" in line] == [
+        "note    minibatch: --lr_warmup_steps 31 is 52% of the run",
+        "note    edit: --sync_warmup_steps 200 is 333% of the run",
+        "note    edit: --lr_warmup_steps 31 is 52% of the run",
+    ]
+    start("--method edit --seed 1 --max_steps 60 --lr_warmup_steps 30 --sync_warmup_steps 30")
+    assert "of the run" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_plain_runs_and_the_same_line_repeats_them(tmp_path, corpus_folder):
     command = [sys.executable, "-m", "lab.sweep", "real", "--method", "edit", "--seed", "1", "2"]

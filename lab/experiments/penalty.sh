@@ -18,6 +18,10 @@ for method in "$diloco" "$edit" "$robust"; do
     python -m lab.sweep penalty --flip "" 3:289:448 --max_steps 448 $method
 done
 healthy="--base scale_lr=none random_tokens=none flip=none"
-python -m lab.table out/sweep/penalty/*/ $healthy --x step --out lab/results/penalty
-python -m lab.table out/sweep/penalty/*/ --only method=edit max_steps=272 random_tokens=none \
-    --base scale_lr=none --x step --out lab/results/penalty_parts
+python -m lab.table out/sweep/penalty/*/ $healthy --out lab/results/penalty
+python -m lab.table out/sweep/penalty/*/ --only method=edit max_steps=272 $healthy \
+    anomaly_elimination=yes weighted_averaging=yes pseudo_grad_clipping=yes
+python -m lab.table out/sweep/penalty/*/ --only scale_lr=3:241:256:100 --x step --first 192 \
+    --out lab/results/penalty_rate
+python -m lab.table out/sweep/penalty/*/ --only max_steps=448 --base flip=none --x step --first 192 \
+    --out lab/results/penalty_sign
