@@ -25,7 +25,7 @@ class AEDiT(EDiT):
         # The statistics are of G_i / steps_i, and the limit of G_i is for the longest round.
         return self.steps[i], self.longest[i]
 
-    def comparable_norms(self, norms):
+    def norms_for_weights(self, norms):
         if self.f.step_weighting != "norm_per_step":
             return norms
         # G_i mean_j(steps_j) / steps_i

@@ -54,7 +54,7 @@ class EDiT(Method):
         """Flags and weights of layer l. d: the pseudo-gradients d_i of the layer."""
         # G_i = ||d_i||
         norms = norms_of(d)
-        G = self.comparable_norms(norms)
+        G = self.norms_for_weights(norms)
         flagged = []
         for i, (G_i, samples) in enumerate(zip(norms, self.samples[l])):
             length, longest = self.lengths(i)
@@ -69,7 +69,7 @@ class EDiT(Method):
         self.verdicts.append(verdict)
         return verdict
 
-    def comparable_norms(self, norms):
+    def norms_for_weights(self, norms):
         return norms
 
     def weights(self, G, flagged):
