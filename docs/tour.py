@@ -4,8 +4,8 @@
 # Four replicas of a small model train in one process. They learn to write Python: first with
 # averaged gradients, then by local SGD, DiLoCo and EDiT. At the end one of them falls sick.
 #
-# Run it cell by cell (an editor that knows `# %%`, or tour.ipynb) or as a whole, from the project's
-# folder: `python docs/tour.py`. It takes a minute or two and draws the losses into out/tour.png.
+# Run it cell by cell (in tour.ipynb, or in an editor that knows `# %%`) or as a whole, from the
+# project's folder: `python docs/tour.py`. It takes about a minute and draws the losses into out/tour.png.
 
 # %% The numbers of this tour
 # Everything below depends on these. Change them later and run all cells again.
@@ -60,7 +60,7 @@ print(f"{len(corpus.tokens):,} bytes of text")
 
 # %% Averaged gradients
 # In each step the replicas average their gradients, so that they stay equal. Expect the lowest loss
-# of this tour, EXPECT (untrained: 5.5), at the highest price: an exchange in each step.
+# of this tour, about 2.3 (untrained: 5.5), at the highest price: an exchange in each step.
 train("averaged gradients", "minibatch")
 
 # %% Local SGD
