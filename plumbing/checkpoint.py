@@ -187,7 +187,8 @@ def find_folders(folder, mesh) -> list:
         # [start] all-gather of objects, all ranks, once per start
         seen_by = mesh.all_gather_object(seen)
     finally:
-        sign.unlink(missing_ok=True)
+        with suppress(OSError):
+            sign.unlink()
     folders = []
     for ranks in seen_by:
         if ranks not in folders:
@@ -443,7 +444,7 @@ def write(folder: Path, mesh, content: dict, state: dict) -> Path:
         with alike(mesh, failure):
             if is_first:
                 if not all(paths[rank].is_file() for rank in own):
-                    raise UserError(f"{unfinished} is incomplete: ranks no longer share --out_dir")
+                    raise UserError(f"{unfinished} is incomplete: nodes must share --out_dir")
                 state = state | {"checksum": state_checksum(state)}
                 (unfinished / "state.json").write_text(json.dumps(state, indent=1))
                 to_disk(unfinished / "state.json")

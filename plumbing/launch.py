@@ -382,12 +382,13 @@ def check_alike(setup, everyone: Mesh):
             name = different[0]
             line = f"{name} is {first[name]} on rank 0 and {other.get(name)} on rank {rank}"
             if name == "--data":
-                line = f"--data: the corpus of rank {rank} is another than that of rank 0"
-                if not setup.config.data and software != first_software:
-                    line += f", Python's standard library ({software}; rank 0: {first_software})"
+                line = (
+                    f"the corpus of rank {rank} is not that of rank 0; give both a copy of one "
+                    "with --data (without it: the standard library, another in each Python)"
+                )
             if name == "--resume":
-                line = f"--resume: the checkpoint of rank {rank} is another than that of rank 0"
-            raise UserError("" if everyone.rank else f"{line}; give all ranks the same one")
+                line = f"the checkpoint of rank {rank} is not that of rank 0"
+            raise UserError("" if everyone.rank else f"the ranks differ: {line}")
 
 
 def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:

@@ -2,7 +2,7 @@
 root (and ip, tc, unshare: iproute2, util-linux). Not part of the test suite. It runs what
 docs/two_machines.md says:
 
-    sudo python tests/namespaces.py [FOLDER]
+    sudo python tests/namespaces.py [NEW_FOLDER]
 
     1  without GLOO_SOCKET_IFNAME: a line, no run (the machines' names mean 127.0.1.1, as on Debian)
     2  a run that nothing disturbs
@@ -171,7 +171,7 @@ if __name__ == "__main__":
     if os.geteuid() != 0:
         sys.exit("namespaces.py: needs root")
     place = Path(sys.argv[1]) if sys.argv[1:] else Path(tempfile.mkdtemp())
-    place.mkdir(parents=True, exist_ok=True)
+    place.mkdir(parents=True, exist_ok=not sys.argv[1:])
     disconnect()
     try:
         connect()

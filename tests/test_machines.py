@@ -126,7 +126,7 @@ def test_machines_without_a_shared_folder_continue_bit_for_bit(machines, undistu
 KILLS = {  # what happens; on which rank; the step to go on from
     "before the first name here": ((break_in, "os.rename", 1, None), 2, 7),
     "before the first name there": ((break_in, "os.rename", 1, None), 0, 7),
-    "before the third name": ((break_in, "os.rename", 3, None), 2, 15),
+    "before the third name": ((break_in, "os.rename", 4, None), 2, 15),  # the first one is removed
     "while an old one is removed": ((break_in, "shutil.rmtree", 1, None), 2, 11),
     "in the first write": ((break_in, "torch.save", 1, None), 3, 0),
     "in the third write": ((break_in, "torch.save", 3, None), 1, 11),
@@ -407,8 +407,9 @@ def test_ranks_that_differ_are_told_in_what(monkeypatch, capsys):
     monkeypatch.setattr(launch, "platform", None)
     assert difference({}) == ""  # folders may differ
     assert "note" not in capsys.readouterr().out
-    assert "--dtype is fp64 on rank 0 and bf16 on rank 1; give all" in difference({"dtype": "bf16"})
-    assert "the corpus of rank 1 is another than that of rank 0" in difference({"hash": "2"})
+    line = difference({"dtype": "bf16"})
+    assert line == "the ranks differ: --dtype is fp64 on rank 0 and bf16 on rank 1"
+    assert "the corpus of rank 1 is not that of rank 0" in difference({"hash": "2"})
     assert difference({}, software="3.12.1") == ""
     assert "note    rank 1 has Python 3.12.1, torch" in capsys.readouterr().out
 
