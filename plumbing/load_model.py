@@ -194,7 +194,7 @@ def open_folder(path: str) -> Source:
         raise ValueError(f"{', '.join(found)} have no place in model.py")
 
     file = Path(path, "tokenizer.json")
-    tokenizer = file.read_text() if file.exists() else UNKNOWN
+    tokenizer = file.read_text(encoding="utf-8") if file.exists() else UNKNOWN
     notes = f"({theirs.num_key_value_heads} heads of keys and values; "
     notes += f"output matrix tied: {theirs.tie_word_embeddings})"
     return Source(path, config, tokenizer, tensors, notes)

@@ -1,7 +1,9 @@
 """`python -m plain`: its files are those of train.py, wrong flags get a line, and it runs where a
 system has no fcntl, no fork and no SIGHUP. test_methods.py compares its numbers."""
 
+import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from model import ModelConfig
 from plain import train
 from plain.__main__ import REFUSED, SHARDED, main, read_config
 from ranks import ROOT, flags, run_training
+from test_docs import shortened_tour
 
 OPTIONS = dict(method="edit", tau=3, sync_warmup_steps=2, max_steps=8, eval_interval=4)
 
@@ -121,42 +124,59 @@ def test_lower_precision_trains_alike(dtype, tmp_path, corpus_folder):
 # ---- systems without fcntl, fork, SIGHUP ----
 
 ELSEWHERE = """
-import mmap, os, runpy, signal, sys
+import mmap, multiprocessing, os, platform, runpy, signal, sys
 import numpy, torch            # their own code may look for what is taken away here
 sys.modules |= {"fcntl": None, "resource": None}
 for module, names in (
-    (os, ["fork", "forkpty", "register_at_fork"]),
+    (os, ["fork", "forkpty", "register_at_fork", "sched_getaffinity", "killpg", "memfd_create"]),
     (signal, ["SIGHUP", "SIGALRM", "setitimer", "siginterrupt"]),
     (mmap, [name for name in dir(mmap) if name.startswith("MADV")]),
 ):
     for name in names:
         delattr(module, name)
-path, sys.argv[:] = sys.argv[1], sys.argv[1:]
+platform.system, *sys.argv[:] = (lambda name=sys.argv[1]: name), *sys.argv[2:]
+multiprocessing.set_start_method("spawn")
+path = sys.argv[0]
 if path.endswith(".py"):
-    runpy.run_path(path, run_name="__main__" if len(sys.argv) > 1 else "imported")
+    runpy.run_path(path, run_name="__main__")
 else:
     runpy.run_module(path, run_name="__main__", alter_sys=True)
 assert "plumbing.posix" not in sys.modules
 """
 
 
-def run_elsewhere(*argv):
-    """A program as on Windows, as far as this can be simulated: what it prints."""
-    command = [sys.executable, "-c", ELSEWHERE, *map(str, argv)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+def run_elsewhere(system, *argv):
+    """A program as on Windows or macOS, as far as this can be simulated: what it prints. Files have
+    no encoding by default but ASCII: one that is not named is seen."""
+    command = [sys.executable, "-c", ELSEWHERE, system, *map(str, argv)]
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | locale, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
-def test_programs_of_one_process_run_without_posix(tmp_path):
+@pytest.mark.parametrize("system", ["Windows", "Darwin"])
+def test_programs_of_one_process_run_without_posix(system, tmp_path):
+    run = functools.partial(run_elsewhere, system)
     text = tmp_path / "text.txt"
-    text.write_text("a text of words, again and again. " * 200)
-    run_elsewhere("data.py", "--input", text, "--out", tmp_path / "tokens")
-    argv = [*flags(**OPTIONS), f"--data={tmp_path / 'tokens'}", f"--out_dir={tmp_path / 'out'}"]
-    assert "done | 8 steps" in run_elsewhere("plain", *argv)
-    assert run_elsewhere("sample.py", "--model", tmp_path / "out" / "model.pt", "--tokens", "3")
-    run_elsewhere("one_page.py")
+    text.write_text("ein schöner Text, 再び, again. " * 200, encoding="utf-8")
+    run("data.py", "--input", text, "--out", tmp_path / "tokens")
+    argv = [*flags(**OPTIONS), f"--data={tmp_path / 'tokens'}"]
+    for seed in 1, 2:
+        printed = run("plain", *argv, f"--seed={seed}", f"--out_dir={tmp_path / f'out{seed}'}")
+        assert "done | 8 steps" in printed
+    table = run("lab.table", tmp_path / "out1", tmp_path / "out2", "--out", tmp_path / "table")
+    assert "edit" in table or "+-" in table
+    assert {"table.md", "table.csv", "table.svg"} <= {path.name for path in tmp_path.iterdir()}
+    model = tmp_path / "out1" / "model.pt"
+    assert run("sample.py", "--model", model, "--tokens", "3", "--prompt", "é")
+    assert "validation loss" in run("one_page.py")
+
+    (tmp_path / "tour.py").write_text(shortened_tour(), encoding="utf-8")
+    assert "EDiT, sick" in run(tmp_path / "tour.py")
 
 
 def test_wrong_flag_ends_the_program_with_a_line(tmp_path):
