@@ -22,6 +22,8 @@ Who calls what, in train.py:
         end_round()        averages moments, if asked to; measure() for the record; sync()
     evaluation_model()     and drain(), if an evaluation is due
     finish()               once, after the last step
+
+Plain version: plain/method.py.
 """
 
 from dataclasses import dataclass

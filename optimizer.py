@@ -44,7 +44,7 @@ computes the same steps. On hardware of different kinds, rounding differs, and r
 
 Run: torchrun --nproc_per_node 4 train.py --method edit --optimizer muon
 Source: Muon, Jordan et al. 2024, kellerjordan.github.io/posts/muon; MuLoCo, arXiv 2505.23725.
-Plain version: plain/muon.py.
+Plain versions: plain/replica.py (AdamW), plain/muon.py.
 """
 
 import torch

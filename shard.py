@@ -50,6 +50,7 @@ reduce-scatter of layer l + 1. If gradients are averaged over replicas, too, the
 a layer's gradient shard starts when its reduce-scatter has finished.
 
 Source: ZeRO, arXiv 1910.02054.
+Plain version: plain/replica.py, without shards.
 """
 
 from collections import deque

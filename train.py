@@ -15,6 +15,8 @@ What happens is this; the rest of the project is what these words mean:
 
 A method decides when and how replicas synchronize (method.py). To add one, write its file and name
 it in METHODS. Evaluations, checkpoints and stops are at round ends.
+
+Plain version: plain/train.py.
 """
 
 import math

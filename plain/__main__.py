@@ -13,6 +13,8 @@ takes 1 s, on a slow replica its factor.
 
 OUT_DIR is out/plain/METHOD by default. It gets metrics.jsonl, which lab reads, and model.pt, which
 sample.py and export.py read.
+
+The methods of the sharded twins are imported for their flags only. Sharded twin: train.py.
 """
 
 import os

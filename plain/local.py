@@ -15,6 +15,7 @@ import torch
 from plain.diloco import ALL
 from plain.method import Method, mean, norms_of
 
+
 class PostLocalSGD(Method):
     def sync(self):
         # x_i <- 1/M sum_j x_j

@@ -31,6 +31,8 @@ To read a record: pandas.read_json("out/edit/metrics.jsonl", lines=True). To see
 
     python -m lab.plot --tensorboard out/edit    # writes event files into the folder
     tensorboard --logdir out
+
+Plain version: plain/record.py.
 """
 
 import json

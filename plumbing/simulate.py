@@ -35,6 +35,8 @@ default and then costs nothing.
     torchrun --standalone --nproc_per_node 2 train.py --method a_edit --slow_replica 1:2.0
     torchrun --standalone --nproc_per_node 2 train.py --method edit --random_tokens 1:300:315
     torchrun --standalone --nproc_per_node 2 train.py --method minibatch --link_mbps 100
+
+Plain version: plain/train.py, with a virtual clock.
 """
 
 import math
