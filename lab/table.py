@@ -34,7 +34,6 @@ that are on.
 """
 
 import csv
-import json
 import math
 import statistics
 import sys
