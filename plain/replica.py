@@ -2,7 +2,7 @@
 
 The parameters are one flat vector x, layer by layer, and the network computes with views of it.
 Read step() and adamw() first. `f` has all flags of a run as attributes.
-Sharded twins: shard.py (the layout, the gradient), optimizer.py (AdamW), data.py's Batches.
+Sharded twins: shard.py (the layout, the gradient), optimizer.py (AdamW).
 Source: AdamW, arXiv 1711.05101.
 """
 

@@ -104,6 +104,18 @@ def test_docstring_of_a_method_names_the_file_of_its_plain_version(name):
     assert last_line == f"Plain version: {plain.as_posix()}."
 
 
+def test_plain_files_and_their_sharded_twins_name_each_other():
+    for path in (ROOT / "plain").glob("*.py"):
+        docstring = ast.get_docstring(ast.parse(path.read_text()))
+        twins = re.findall(r"[\w/]+\.py", docstring[docstring.index("twin") :])
+        for twin in twins:
+            if twin == "relatives/NAME.py":
+                continue
+            theirs = ast.get_docstring(ast.parse((ROOT / twin).read_text()))
+            assert re.search(r"Plain versions?: plain/\w+\.py", theirs), twin
+        assert twins or path.name == "__init__.py", path
+
+
 def test_plain_versions_share_only_network_data_and_errors_with_the_sharded_ones():
     for name, imported in imports().items():
         if from_folder({name}, "plain") and name != "plain.__main__":  # it reads the flags
