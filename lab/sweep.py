@@ -18,7 +18,7 @@ The same command line continues an interrupted sweep: a finished run is not repe
 one resumes from its checkpoint (with --plain it starts again), a failed one is tried again. Ctrl-C
 lets each run end its round and save. A second Ctrl-C does not wait.
 
---ranks 4 processes train a run, with torchrun; --plain trains it in one (plain/), much earlier for
+--ranks 4 processes train a run, with torchrun; --plain trains it in one (plain/), much faster for
 small models: importing torch takes seconds, and here a process imports it once for all its runs.
 The number of ranks is --replicas times --shards where --replicas is given. --jobs 2 makes two runs
 at once, also on one GPU; the CPU's cores are divided among all processes, unless OMP_NUM_THREADS is

@@ -13,7 +13,7 @@ import numpy as np
 
 from plain.method import Method, mean, norms_of, weighted_sum
 
-SIGMA_FLOOR = 0.05  # of the mean
+SIGMA_FLOOR = 0.05  # sigma is at least this share of the mean
 
 
 @dataclass
@@ -47,25 +47,25 @@ class EDiT(Method):
         return self.row()
 
     def lengths(self, i):
-        """Of this round of replica i and of its longest one, if they differ."""
+        """Inner steps of replica i in this round and in its longest round so far. Here all rounds
+        count alike."""
         return 1, 1
 
     def judge(self, l, d):
         """Flags and weights of layer l. d: the pseudo-gradients d_i of the layer."""
-        # G_i = ||d_i||
-        norms = norms_of(d)
-        G = self.norms_for_weights(norms)
+        norms = norms_of(d)  # G_i = ||d_i||
         flagged = []
         for i, (G_i, samples) in enumerate(zip(norms, self.samples[l])):
             length, longest = self.lengths(i)
             flagged.append(is_anomaly(G_i / longest, samples, self.f))
             if not flagged[-1]:
                 samples.append(G_i / length)
-        if all(flagged):  # the limits are wrong, but for a norm that is not finite
+        if all(flagged):  # not all can be outliers: norms have grown, so the limits start anew
             for G_i, samples in zip(norms, self.samples[l]):
-                if math.isfinite(G_i):
+                if math.isfinite(G_i):  # else the norm says nothing about its limit
                     samples.clear()
-        verdict = Verdict(l, norms, flagged, self.weights(G, flagged))
+        w = self.weights(self.norms_for_weights(norms), flagged)
+        verdict = Verdict(l, norms, flagged, w)
         self.verdicts.append(verdict)
         return verdict
 

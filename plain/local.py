@@ -28,7 +28,8 @@ class QSR(PostLocalSGD):
 
 
 class SlowMo(Method):
-    """With the paper's u. The product's momentum is v = lr_inner u, which divides by no rate."""
+    """With the paper's u. The sharded version's momentum is v = lr_inner u, which divides by no
+    rate."""
 
     def sync(self):
         lr = self.rates[-1]
@@ -70,7 +71,8 @@ class CO2(Method):
 
 class NoLoCo(Method):
     """Every replica has an anchor a_i and a momentum u_i of its own. Here d_i and a_i are averaged
-    over a pair, as in the paper; in the product z_i = lr x_i + (pull - lr) a_i, the same sum."""
+    over a pair, as in the paper. In the sharded version z_i = lr x_i + (pull - lr) a_i, the same
+    sum."""
 
     def begin(self):
         self.anchors = [replica.x.clone() for replica in self.replicas]
@@ -175,7 +177,7 @@ class Eager(Method):
 
 class Robust(Method):
     """DiLoCo with another aggregate than the mean. Elements that are not finite count as 0. (The
-    product also cuts what is beyond +-1e12: nothing here is.)"""
+    sharded version also cuts what is beyond +-1e12: nothing here is.)"""
 
     def sync(self):
         d = self.d()
@@ -201,8 +203,8 @@ class Robust(Method):
 
 
 def flag(d):
-    """The Flag Aggregator, with singular vectors of P elements. (The product needs only the M x M
-    products of the d_i.) d: (M, P)."""
+    """The Flag Aggregator, with singular vectors of P elements. (The sharded version needs only the
+    M x M products of the d_i.) d: (M, P)."""
     G = d.norm(dim=1)
     # u_i = d_i / G_i, the columns
     u = (d / G[:, None].clamp(min=1e-30)).T

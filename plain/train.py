@@ -295,7 +295,7 @@ class Training:
         }
         row.update(self.method.sync())
         self.note("sync", row)
-        # The product does this before the sync. The two do not meet.
+        # method.py does this before the sync. The order does not matter: syncs touch no moments.
         if self.f.average_moments in ("m", "both"):
             self.average_moment([replica.m for replica in self.replicas])
         if self.f.average_moments == "both":

@@ -479,8 +479,8 @@ def test_commands_of_the_page_continue_after_one_machine_was_switched_off(tmp_pa
     assert "lost contact with another rank" in agents.printed()
     agents = Agents(tmp_path / "kill", corpus_folder)
     assert agents.wait() == [0, 0], agents.printed()
-    assert "resume  out/edit/checkpoint-000000" in agents.printed()
-    assert_same(*(tmp_path / name / "machine-0" / "out" / "edit" for name in ("kill", "whole")))
+    assert "resume  out/two/checkpoint-000000" in agents.printed()
+    assert_same(*(tmp_path / name / "machine-0" / "out" / "two" for name in ("kill", "whole")))
 
 
 def test_table_of_the_page_is_what_its_own_code_computes():
@@ -490,7 +490,7 @@ def test_table_of_the_page_is_what_its_own_code_computes():
     exec(code, defined)
     head, *rows = [line for line in page.splitlines() if line.startswith("| ")]
     speeds = [float(speed) for speed in re.findall(r"(\d+) Mbit/s", head)]
-    assert len(rows) == 3 and len(speeds) == 4
+    assert len(rows) == 5 and len(speeds) == 4
     for row in rows:
         _, _, parameters, layers, step, *cells, _ = row.split("|")
         size = float(parameters.strip().removesuffix("M")) * 1e6

@@ -1,4 +1,5 @@
-# How few bits, how long a round? Muon inside, each number of bits with its best outer step.
+# How few bits, how long a round? Muon inside. Each number of bits has the outer step that is best
+# for rounds of 16 steps, so rounds of 4 and of 64 are not fairly compared.
 set -e
 run="--tau 4 16 64 --optimizer muon --lr 0.0045 --muon_lr 0.01 --batch_size 4 --max_steps 2000"
 run="$run --sync_warmup_steps 32 --eval_interval 2000 --device cpu --seed 7"
