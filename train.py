@@ -3,7 +3,7 @@ r"""Train a small Llama-style model with one of several synchronization methods.
     python train.py --method minibatch                                      # one process
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 train.py --method edit --shards 2
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 \
-        train.py --shards 8
+        train.py --shards 8    # a shared disk; without one see docs/two_machines.md
 
 What happens is this; the rest of the project is what these words mean:
 

@@ -1,5 +1,7 @@
 #!/bin/bash
 # For Slurm: 1 to 4 nodes of eight GPUs, one replica per node. All nodes must see my_corpus and out/ (a shared file system).
+# Nobody has run this with Slurm or with NCCL yet. If the nodes have several networks, name the one between them:
+# export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
 #SBATCH --nodes 4 --no-kill --exclusive --ntasks-per-node 1 --gpus-per-node 8
 # 120 s before the time limit torchrun gets SIGTERM and passes it on to its ranks: they end their round and save.
 # 30 s later torchrun kills them. From torch 2.13 on, torchrun --shutdown_timeout 100 gives them 100 s. Not SIGUSR1,
