@@ -353,13 +353,12 @@ def test_rank_whose_neighbours_are_lost_leaves_without_destroying_its_groups(mon
 
 
 @pytest.mark.slow
-def test_compiler_that_is_missing_is_told_in_a_line(
-    run_here, corpus_folder, tmp_path, monkeypatch, capsys
-):
+def test_compiler_that_is_missing_is_told_in_a_line(run_here, corpus_folder, tmp_path, capsys):
     torch._dynamo.reset()
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
     argv = [*flags(data=corpus_folder, max_steps=1, dtype="fp32"), "--compile"]
-    assert run_here("train", [*argv, "--out_dir", str(tmp_path / "out")]) == 2
+    argv += ["--out_dir", str(tmp_path / "out")]
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert run_here("train", argv) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "--compile: torch.compile does not work here" in error and "leave out --compile" in error
     assert not (tmp_path / "out").exists()
