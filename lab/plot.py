@@ -35,6 +35,7 @@ AXES = {  # column of the evaluations -> its name below an axis
     "sync_bytes": "bytes over slow links, per rank",
 }
 
+
 @dataclass
 class Panel:
     """A pair of axes. x and y name columns of the rows: numbers, or lists, which are a curve."""
@@ -80,6 +81,7 @@ def style_of(method, variant, number) -> tuple:
 
 def draw_panel(axes, panel, lines):
     from matplotlib.ticker import EngFormatter, LogLocator
+
     for number, (case, points) in enumerate(lines.items()):
         form, look = style_of(*case, number)
         x, y, lowest, highest = np.transpose(points)
@@ -96,7 +98,7 @@ def draw_panel(axes, panel, lines):
     if panel.log or axes.get_xlim()[1] >= 1000:
         axes.xaxis.set_major_formatter(EngFormatter())  # 100 M, not 10^8
     at = sorted({x for points in lines.values() for x, *_ in points})
-    if panel.log and len(at) <= 6:  # a few values of a flag
+    if panel.log and len(at) <= 6 and panel.x not in AXES:  # a few values of a flag
         axes.set_xticks(at, [f"{x:g}" for x in at])
 
 
