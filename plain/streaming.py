@@ -38,7 +38,7 @@ class StreamingDiLoCo(Method):
             return
         last = self.f.max_steps - self.f.sync_warmup_steps
         sent_at = self.flight.sent_at
-        if k == sent_at + self.f.delay or k == last > sent_at:
+        if k == sent_at + self.f.steps_late or k == last > sent_at:
             self.land(k)
 
     def send(self, p, k):

@@ -185,6 +185,22 @@ def test_evaluation_saving_a_simulation_and_a_resume_change_no_bit(
             assert times[0] == times[1]
 
 
+@pytest.mark.slow
+def test_a_long_wsd_run_ends_sooner_or_later_from_its_constant_phase(tmp_path, corpus_folder):
+    """One long run gives the curve over lengths: each end costs only its decay."""
+    options = dict(method="diloco", tau=2, sync_warmup_steps=2, schedule="wsd", decay_share=0.25)
+    long = options | dict(max_steps=24, checkpoint_interval=2, keep=100)
+    cases = [(None, tmp_path / "long", long)]
+    cases += [(None, None, options | dict(max_steps=steps)) for steps in (12, 32)]
+    _, shorter, longer = train_all(2, corpus_folder, *cases)
+    cases = []
+    for step, end in (8, 12), (18, 32):
+        folder = cut_off(tmp_path / "long", tmp_path / str(end), step)
+        cases.append((None, folder, dict(resume="auto", max_steps=end)))
+    for again, whole in zip(train_all(2, corpus_folder, *cases), (shorter, longer)):
+        assert_same_run(again, whole)
+
+
 def watch_padding(method, model, mesh):
     """Returns when called the names of the vectors that have anything but 0 in their padding."""
     names = {name: method for name in method.shared + method.private}

@@ -113,7 +113,7 @@ add("noloco, pull", [GRID, THREE], LOCAL, method="noloco", pull=1.1, outer_lr=0.
 add("noloco, moments", [FOUR], LOCAL, MOMENTS, method="noloco")
 add("noloco, global", [FOUR, GRID], LOCAL, method="noloco", global_every=2)
 
-add("streaming_diloco", ALL, STREAMING_DILOCO, delay=1, alpha=0.5)
+add("streaming_diloco", ALL, STREAMING_DILOCO)  # with the default --delay
 add(
     "streaming_diloco, int8", [GRID, THREE, FOUR],
     STREAMING_DILOCO, delay=3, alpha=0.5, quantize="int8", n_layer=3,
