@@ -18,9 +18,10 @@ every other flag, also its seed. A flag that one of the two methods lacks is no 
 without a base, or with several, has no distance. Without --base, it is the first value of the first
 column.
 
-An effect is what one flag does, everything else equal: the same pairs, averaged over the settings
-of the other flags, for each seed. Only the seeds count that all these settings have. Marks: * the
-mean is at least two standard errors from 0; ? one seed only, so nobody knows the error.
+An effect is what one flag does, together with the flags that follow it and change with it (`tau,
+with outer_lr`), everything else equal: the same pairs, averaged over the settings of the other
+flags, for each seed. Only the seeds count that all these settings have. Marks: * the mean is at
+least two standard errors from 0; ? one seed only, so nobody knows the error.
 
 --only leaves out all other runs. --show adds columns: local_bytes (sent after the warm-up),
 train_s, tokens_per_s (after the warm-up), step_ms (the median of the logged ones, without the first
@@ -276,14 +277,15 @@ def partners(run, others, same) -> list:
     """Those of the others that have the run's seed and its values of the flags `same`."""
     found = []
     for other in others:
-        equal = [
-            run.flags.get(name) == other.flags.get(name)
-            for name in same
-            if name in run.flags and name in other.flags
-        ]
-        if other.seed == run.seed and all(equal):
+        if other.seed == run.seed and not differences(run.flags, other.flags, same):
             found.append(other)
     return found
+
+
+def differences(flags, others, names) -> list:
+    """The names of which the two have unlike values. One that either lacks is no difference."""
+    common = [name for name in names if name in flags and name in others]
+    return [name for name in common if flags[name] != others[name]]
 
 
 def read_base(words, runs, columns) -> dict:
@@ -369,6 +371,7 @@ class Effect:
     """What a flag's value does to the loss, compared with another value of it."""
 
     name: str
+    along: list  # names of the flags that change with it
     value: object
     first: object
     by_seed: dict  # seed -> mean distance over the settings of the other flags
@@ -376,7 +379,11 @@ class Effect:
     notes: list
 
 
-def find_effect(runs, columns, name, value, first) -> Effect:
+def find_effect(runs, columns, followers, name, value, first) -> Effect:
+    flags = {run.flags.get(name): run.flags for run in runs}  # its value tells its followers'
+    own = [follower for follower, leader in followers.items() if leader == name]
+    along = differences(flags[value], flags[first], own)
+
     others = [column for column in columns if column != name]
     bases = [run for run in runs if run.flags.get(name) == first]
     cells = defaultdict(dict)  # setting of the other flags -> seed -> distance
@@ -391,17 +398,17 @@ def find_effect(runs, columns, name, value, first) -> Effect:
     notes = [f"{title}: no pair for {label(others, s)}" for s, cell in cells.items() if not cell]
     paired = [cell for cell in cells.values() if cell]
     if not paired:
-        return Effect(name, value, first, {}, 0, notes)
+        return Effect(name, along, value, first, {}, 0, notes)
     common = set.intersection(*map(set, paired))
     some = set.union(*map(set, paired))
     if some - common:
         seeds = ", ".join(map(str, sorted(some - common)))
         notes.append(f"{title}: without seed {seeds}, which not all settings have")
     by_seed = {s: statistics.mean(cell[s] for cell in paired) for s in sorted(common)}
-    return Effect(name, value, first, by_seed, len(paired), notes)
+    return Effect(name, along, value, first, by_seed, len(paired), notes)
 
 
-def find_effects(runs, columns, base) -> list:
+def find_effects(runs, columns, followers, base) -> list:
     """The effect of each value of each column over the base's value, or over the first one."""
     found = []
     for name in columns:
@@ -409,7 +416,7 @@ def find_effects(runs, columns, base) -> list:
         first = base.get(name, values[0])
         for value in values:
             if value != first:
-                found.append(find_effect(runs, columns, name, value, first))
+                found.append(find_effect(runs, columns, followers, name, value, first))
     return found
 
 
@@ -456,7 +463,10 @@ def effect_lines(effects) -> list:
     table = [["flag", "value", "over", "effect on the loss", "seeds", "settings"]]
     for effect in effects:
         if effect.by_seed:
-            cells = [effect.name, effect.value, effect.first]
+            names = effect.name
+            if effect.along:
+                names += f", with {', '.join(effect.along)}"
+            cells = [names, effect.value, effect.first]
             cells.append(describe_distance(list(effect.by_seed.values())))
             table.append([*map(str, cells), str(len(effect.by_seed)), str(effect.settings)])
     return table
@@ -494,9 +504,9 @@ def page(runs, base_words, notes, shown=()) -> tuple:
     lines = find_lines(runs, columns)
     notes += set_bases(runs, base, columns, followers) + notes_on_seeds(lines, columns)
     parts = [markdown(result_lines(lines, columns, base, shown))]
-    effects = find_effects(runs, columns, base)
+    effects = find_effects(runs, columns, followers, base)
     if effects:
-        parts.append("Each flag by itself, everything else equal:")
+        parts.append("Each flag, with those that follow it, everything else equal:")
         parts.append(markdown(effect_lines(effects)))
     parts.append(MARKS)
     for effect in effects:

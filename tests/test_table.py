@@ -175,6 +175,33 @@ def test_a_run_without_a_base_is_named_and_has_no_distance(write):
     assert effects[0] == ["tau", "16", "4", "+30.00% ?", "1", "1"]
 
 
+def test_an_effect_names_the_flags_that_change_with_its_flag(write):
+    """Of those that follow tau: `clip` has one value at tau 4 and 16, and another at tau 64."""
+    for tau, rate, clip in (4, 0.9, 1), (16, 0.7, 1), (64, 0.7, 2):
+        write(2.0, tau=tau, outer_lr=rate, clip=clip, optimizer="adamw", lr=0.1)
+        write(2.2, tau=tau, outer_lr=rate, clip=clip, optimizer="muon", lr=0.2)
+    _, effects, _ = compared(write.folders)
+    assert [effect[:3] for effect in effects] == [
+        ["optimizer, with lr", "muon", "adamw"],
+        ["tau, with outer_lr", "16", "4"],
+        ["tau, with outer_lr, clip", "64", "4"],
+    ]
+
+
+def test_a_follower_that_one_of_two_methods_lacks_does_not_change_with_them(write):
+    """outer_lr follows method; minibatch has none."""
+    write(2.0, "minibatch")
+    write(2.2, "edit", outer_lr=0.9)
+    write(2.4, "diloco", outer_lr=0.7)
+    _, effects, _ = compared(write.folders, "method=minibatch")
+    assert [effect[:2] for effect in effects] == [["method", "diloco"], ["method", "edit"]]
+    _, effects, _ = compared(write.folders, "method=diloco")
+    assert [effect[:2] for effect in effects] == [
+        ["method", "minibatch"],
+        ["method, with outer_lr", "edit"],
+    ]
+
+
 def test_a_flag_that_the_base_lacks_is_no_difference(write):
     write(2.0, "minibatch")
     write(2.2, "edit", tau=4)
