@@ -387,15 +387,28 @@ def find_effect(runs, columns, followers, name, value, first) -> Effect:
     others = [column for column in columns if column != name]
     bases = [run for run in runs if run.flags.get(name) == first]
     cells = defaultdict(dict)  # setting of the other flags -> seed -> distance
+    several = set()  # settings with a run that has several partners
     for run in runs:
         if run.flags.get(name) == value:
             found = partners(run, bases, others)
-            cell = cells[run.values(others)]
+            setting = run.values(others)
+            cell = cells[setting]
             if len(found) == 1:
                 cell[run.seed] = run.loss / found[0].loss - 1
+            elif found:
+                several.add(setting)
 
     title = f"effect of {name} {value} over {first}"
-    notes = [f"{title}: no pair for {label(others, s)}" for s, cell in cells.items() if not cell]
+    lacking = defaultdict(list)  # reason -> settings
+    for setting, cell in cells.items():
+        if not cell:
+            reason = "several fit" if setting in several else "no pair"
+            lacking[reason].append(label(others, setting))
+    notes = []
+    if lacking:
+        reasons = [count_settings(reason, found) for reason, found in lacking.items()]
+        notes.append(f"{title}: {'; '.join(reasons)}")
+
     paired = [cell for cell in cells.values() if cell]
     if not paired:
         return Effect(name, along, value, first, {}, 0, notes)
@@ -406,6 +419,12 @@ def find_effect(runs, columns, followers, name, value, first) -> Effect:
         notes.append(f"{title}: without seed {seeds}, which not all settings have")
     by_seed = {s: statistics.mean(cell[s] for cell in paired) for s in sorted(common)}
     return Effect(name, along, value, first, by_seed, len(paired), notes)
+
+
+def count_settings(reason, labels) -> str:
+    if len(labels) == 1:
+        return f"{reason} for {labels[0]}"
+    return f"{reason} in {len(labels)} settings, for example {labels[0]}"
 
 
 def find_effects(runs, columns, followers, base) -> list:

@@ -202,6 +202,40 @@ def test_a_follower_that_one_of_two_methods_lacks_does_not_change_with_them(writ
     ]
 
 
+def test_an_effect_without_a_pair_is_no_effect_of_which_several_fit(write):
+    write(2.0, "minibatch")
+    for tau in 4, 16:
+        write(2.0, "diloco", tau=tau)
+        write(2.2, "edit", tau=tau)
+    write(2.2, "edit", tau=64)
+    _, effects, notes = compared(write.folders, "method=diloco")
+    assert [effect[:2] for effect in effects][0] == ["method", "edit"]
+    assert notes == [
+        "minibatch: several bases fit, seed 1",
+        "edit, tau 64: no base, seed 1",
+        "effect of method minibatch over diloco: several fit for all runs",
+        "effect of method edit over diloco: no pair for tau 64",
+    ]
+
+
+def test_an_effect_counts_its_settings_without_a_pair_in_one_line(write):
+    """lr 0.2 is that of minibatch, and of edit only with tau 4 and 16. Two outer_lr of diloco
+    fit its run that has none."""
+    write(2.0, "minibatch", lr=0.1)
+    write(2.0, "minibatch", lr=0.2)
+    for tau in 4, 16:
+        for rate in 0.5, 1.0:
+            write(2.2, "edit", lr=0.2, tau=tau, outer_lr=rate)
+    write(2.2, "diloco", lr=0.1, tau=4, outer_lr=0.5)
+    write(2.2, "diloco", lr=0.1, tau=4, outer_lr=1.0)
+    write(2.2, "diloco", lr=0.2, tau=4)
+    _, _, notes = compared(write.folders)
+    assert [note for note in notes if note.startswith("effect of lr")] == [
+        "effect of lr 0.2 over 0.1: no pair in 4 settings, for example edit, tau 4, outer_lr 0.5;"
+        " several fit for diloco, tau 4"
+    ]
+
+
 def test_a_flag_that_the_base_lacks_is_no_difference(write):
     write(2.0, "minibatch")
     write(2.2, "edit", tau=4)
