@@ -5,16 +5,17 @@
     python -m lab.table lab/results/tau.csv --base method=minibatch --show local_bytes
 
 The folders are those of any runs that have a metrics.jsonl. A CSV file that an earlier call has
-written stands for its runs, with their last loss alone. The columns are the flags in which the
-runs differ, so runs of unlike settings never share a line. A flag that only follows another one
-(each --model has its own n_layer) is named below the table. Runs that differ in nothing but their
-seed are one line: the mean of their last validation loss +- its standard error,
+written stands for its runs, with their last loss alone. Where it has none, the loss is an empty
+cell, and counts in no mean and no distance. The columns are the flags in which the runs differ, so
+runs of unlike settings never share a line. A flag that only follows another one (each --model has
+its own n_layer) is named below the table. Runs that differ in nothing but their seed are one line:
+the mean of their last validation loss +- its standard error,
 
     s / sqrt(n),  s^2 = sum_i (x_i - mean)^2 / (n - 1)
 
 The distance to the base is how much higher the loss is, as a share. It is computed run by run and
 then averaged over the seeds. The base of a run has the flags of --base, and the run's own value of
-every other flag, also its seed. A flag that one of the two methods lacks is no difference. A run
+every other column, also its seed. A flag that one of the two methods lacks is no difference. A run
 without a base, or with several, has no distance. Without --base, it is the first value of the first
 column.
 
@@ -75,13 +76,22 @@ class Run:
     base: object = None  # the run with which it is compared
 
     @property
+    def known(self) -> bool:
+        """Is the loss known? A CSV file may lack it."""
+        return "val_loss" in self.results
+
+    @property
     def loss(self):
-        return self.results["val_loss"]
+        """The last one, or NaN."""
+        return self.results.get("val_loss", math.nan)
 
     @property
     def over(self):
-        """How much higher the loss is than that of the base, as a share. None without a base."""
-        return self.loss / self.base.loss - 1 if self.base else None
+        """How much higher the loss is than that of the base, as a share. None without a base, or
+        without one of the losses."""
+        if self.base and self.known and self.base.known:
+            return self.loss / self.base.loss - 1
+        return None
 
     def values(self, names) -> tuple:
         return tuple(self.flags.get(name) for name in names)
@@ -123,8 +133,9 @@ def results_of(record, config) -> dict:
     end = record["end"]
     found = {"val_loss": end["val_loss"], "train_s": end.get("train_s"), "steps": end.get("step")}
     logged = record["steps"]
-    if len(logged) > 2:  # the first ones are slower
-        found["step_ms"] = statistics.median(row.get("step_ms", math.nan) for row in logged[2:])
+    times = [row["step_ms"] for row in logged[2:] if "step_ms" in row]  # the first ones are slower
+    if times:
+        found["step_ms"] = statistics.median(times)
     if record["evals"]:
         last = record["evals"][-1]
         found["sync_bytes"] = last["sync_bytes"]
@@ -140,19 +151,22 @@ def results_of(record, config) -> dict:
 
 
 def read_csv(path) -> list:
-    """The runs of a file of write_csv(). Raises UserError for another file."""
+    """The runs of a file of write_csv(). An empty cell, or NaN, is not known. Raises UserError for
+    another file."""
     runs = []
     try:
         with open(path, newline="") as file:
             for row in csv.DictReader(file):
-                known = {name: number_or_text(text) for name, text in row.items() if text}
+                written = {name: text for name, text in row.items() if text and text != "nan"}
+                known = {name: number_or_text(text) for name, text in written.items()}
                 folder = known.pop("folder")
                 seed = known.pop("seed")
                 known.pop("over_base", None)
                 results = {name: known.pop(name) for name in RESULTS if name in known}
                 curve = {name: [results.get(name)] for name in ("val_loss", *CURVES)}
                 curve["step"] = [results.get("steps")]
-                known["method"], float(results["val_loss"])  # are there
+                known["method"], row["val_loss"]  # are there
+                float(results.get("val_loss", math.nan))  # is a number
                 runs.append(Run(folder, known, seed, results, curve))
     except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
         raise UserError(f"{path} is no CSV file of lab.table ({error!r})") from None
@@ -384,6 +398,7 @@ def find_effect(runs, columns, followers, name, value, first) -> Effect:
     own = [follower for follower, leader in followers.items() if leader == name]
     along = differences(flags[value], flags[first], own)
 
+    runs = [run for run in runs if run.known]
     others = [column for column in columns if column != name]
     bases = [run for run in runs if run.flags.get(name) == first]
     cells = defaultdict(dict)  # setting of the other flags -> seed -> distance
@@ -457,11 +472,12 @@ def result_lines(lines, columns, base, shown=()) -> list:
     table = [head]
     for values, runs in lines.items():
         cells = ["" if value is None else str(value) for value in values]
-        cells.append(describe_mean([run.loss for run in runs], "{:.4f}"))
+        losses = [run.loss for run in runs if run.known]
+        cells.append(describe_mean(losses, "{:.4f}") if losses else "")
         cells.append(mean_cell(runs, "sync_bytes", 1e-6))
         cells += [mean_cell(runs, name, SHOWN[name][1]) for name in shown]
         cells.append(str(len(runs)))
-        found = [run.over for run in runs if run.base]
+        found = [run.over for run in runs if run.over is not None]
         if base and all(run.base is run for run in runs):
             cells += ["base", ""]
         elif base:
@@ -492,11 +508,12 @@ def effect_lines(effects) -> list:
 
 
 def notes_on_seeds(lines, columns) -> list:
-    every = {run.seed for runs in lines.values() for run in runs}
+    every = {run.seed for runs in lines.values() for run in runs if run.known}
     notes = []
     for values, runs in lines.items():
-        lacking = every - {run.seed for run in runs}
-        if lacking:
+        known = {run.seed for run in runs if run.known}
+        lacking = every - known
+        if known and lacking:
             seeds = ", ".join(map(str, sorted(lacking, key=in_order)))
             notes.append(f"{label(columns, values)}: its mean is without seed {seeds}")
     return notes
@@ -520,11 +537,14 @@ def page(runs, base_words, notes, shown=()) -> tuple:
     columns, followers = find_columns(runs)
     runs = without_repetitions(runs, columns, notes)
     base = read_base(base_words, runs, columns)
+    if not any(run.known for run in runs):
+        base = {}
+        notes.append("no run has a known loss, so there are no distances")
     lines = find_lines(runs, columns)
     notes += set_bases(runs, base, columns, followers) + notes_on_seeds(lines, columns)
     parts = [markdown(result_lines(lines, columns, base, shown))]
     effects = find_effects(runs, columns, followers, base)
-    if effects:
+    if any(effect.by_seed for effect in effects):
         parts.append("Each flag, with those that follow it, everything else equal:")
         parts.append(markdown(effect_lines(effects)))
     parts.append(MARKS)
@@ -620,6 +640,9 @@ def short_label(names, values) -> str:
 
 def draw(runs, columns, x, y, first, path) -> str:
     """Write the picture, from x = first on. Returns the line that says so."""
+    runs = [run for run in runs if run.known]
+    if not runs:
+        return "picture none: no run has a known loss"
     try:
         if y:
             plot.draw_heat(cells(runs, columns, x, y), x, y, path)

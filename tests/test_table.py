@@ -28,6 +28,14 @@ def write_run(folder, loss, method="edit", seed=1, rows=(), **flags):
     return str(folder)
 
 
+CSV_HEAD = "folder,method,tau,seed,val_loss,step_ms,over_base"
+
+
+def write_csv(path, *lines):
+    path.write_text("\n".join([CSV_HEAD, *lines]) + "\n")
+    return str(path)
+
+
 @pytest.fixture
 def write(tmp_path):
     """write_run() into folders 0, 1, ...; write.folders: these."""
@@ -354,6 +362,61 @@ def test_runs_of_a_csv_file_give_the_same_table(write, tmp_path, capsys):
             table.main([str(tmp_path / "other.csv")])
 
 
+def test_runs_without_a_known_loss_have_no_distances_but_the_columns_of_show(tmp_path, capsys):
+    """Nothing is known where the file says nan, and where it says nothing."""
+    lines = ["a,minibatch,,1,nan,400,nan", "b,edit,4,1,,30.5,", "c,edit,16,1,nan,20.5,nan"]
+    path = write_csv(tmp_path / "speed.csv", *lines)
+    table.main([path, "--show", "step_ms", "--out", str(tmp_path / "again")])
+    printed = capsys.readouterr().out
+    assert cells(printed) == [
+        ["method", "tau", "validation loss", "MB sent", "ms a step", "seeds"],
+        ["minibatch", "", "", "", "400.0", "1"],
+        ["edit", "4", "", "", "30.5", "1"],
+        ["edit", "16", "", "", "20.5", "1"],
+    ]
+    notes = [line for line in printed.splitlines() if line.startswith("- ")]
+    assert notes == ["- no run has a known loss, so there are no distances"]
+    assert printed.endswith("picture none: no run has a known loss\n")
+    assert not (tmp_path / "again.svg").exists()
+
+    rows = list(csv.DictReader((tmp_path / "again.csv").open(newline="")))
+    assert {row["val_loss"] + row["over_base"] for row in rows} == {""}
+    assert [row["step_ms"] for row in rows] == ["400", "30.5", "20.5"]
+    words = ["--base", "tau=4", "--x", "tau", "--y", "tau", "--out", str(tmp_path / "heat")]
+    table.main([str(tmp_path / "again.csv"), "--show", "step_ms", *words])
+    again = capsys.readouterr().out
+    assert cells(again) == cells(printed)
+    assert again.endswith("picture none: no run has a known loss\n")
+    assert (tmp_path / "heat.csv").read_bytes() == (tmp_path / "again.csv").read_bytes()
+
+
+def test_a_run_without_a_known_loss_is_not_in_a_mean(tmp_path):
+    """edit is 10% above minibatch in seed 1. Of seed 2 its own loss is not known, of seed 3 that of
+    minibatch. Of diloco none is."""
+    lines = ["a,minibatch,,1,2.0,,", "b,minibatch,,2,3.0,,", "c,edit,4,1,2.2,,"]
+    lines += ["d,edit,4,2,nan,9,", "e,diloco,4,1,,,", "f,diloco,4,2,nan,,"]
+    lines += ["g,minibatch,,3,nan,,", "h,edit,4,3,2.4,,"]
+    lines, effects, notes = compared([write_csv(tmp_path / "a.csv", *lines)])
+    assert lines[2:] == [
+        ["diloco", "", "", "2", "", "0"],
+        ["edit", "2.3000 +- 0.1000", "", "3", "+10.00% ?", "1"],
+    ]
+    assert effects == [["method", "edit", "minibatch", "+10.00% ?", "1", "1"]]
+    assert notes == [
+        "minibatch: its mean is without seed 3",
+        "edit: its mean is without seed 2",
+    ]
+
+
+def test_picture_leaves_out_runs_without_a_known_loss(tmp_path, monkeypatch):
+    lines = ["a,edit,4,1,2.0,,", "b,edit,16,1,nan,,", "c,edit,4,2,nan,,"]
+    runs, _ = table.read_runs([write_csv(tmp_path / "a.csv", *lines)])
+    drawn = []
+    monkeypatch.setattr(plot, "draw", lambda rows, panels, path: drawn.extend(rows))
+    table.draw(runs, ["tau"], "tau", None, 0, "x.svg")
+    assert [(row["tau"], row["val_loss"]) for row in drawn] == [([4], [2.0])]
+
+
 def test_bytes_and_speed_are_those_after_the_warmup(write):
     """A step of the warm-up sends 7 bytes. The first row at or after its end is that of step 90, or
     of 110."""
@@ -374,6 +437,12 @@ def test_bytes_and_speed_are_those_after_the_warmup(write):
     write(2.0, "minibatch", rows=[*steps, *ends])
     ((run,), _) = table.read_runs(write.folders[-1:])
     assert "local_bytes" not in run.results  # it is nothing but warm-up
+
+    for row in steps:
+        del row["step_ms"]
+    write(2.0, "minibatch", rows=[*steps, *ends])
+    ((run,), _) = table.read_runs(write.folders[-1:])
+    assert "step_ms" not in run.results  # not NaN
 
 
 def test_names_in_the_picture_say_in_what_the_lines_of_a_method_differ(write):
