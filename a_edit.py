@@ -25,8 +25,8 @@ does not shorten a round. (3) Learning rate and end follow the tokens of all rep
 paper's weights (--step_weighting none) a replica that takes more steps has a larger norm, and so a
 smaller weight. norm_per_step, the default, replaces G_i by G_i mean_j(steps_j) / steps_i in the
 weights. (5) The statistics are of norms per step, G_i / steps_i, and the limit of G_i is for
-replica i's longest round so far: see judge(). (6) On CUDA the vote is read one step late, and the
-host waits for the device twice per sync.
+replica i's longest round; an old one is slowly forgotten: see judge(). (6) On CUDA the vote is read
+one step late, and the host waits for the device twice per sync.
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.
@@ -97,10 +97,15 @@ class AEDiT(EDiT):
 
     def judge(self, G):
         """A norm grows more slowly than the steps of its round, so the norm per step is larger in a
-        short round. Therefore the limit per step is multiplied by the steps of the longest round.
-        Then a machine that becomes faster, slower, or slower for a while is no anomaly, nor is the
-        last round, which may be short. The price: in short rounds the limit is looser."""
+        short round. Therefore the limit per step is multiplied by the steps of the longest round;
+        an old one is forgotten as slowly as old norms are. Then a machine that becomes faster,
+        slower, or slower for a while is no anomaly, nor is the last round, which may be short. The
+        price: while rounds are shorter than they were, the limit is looser."""
         return self.penalty.judge(G, length=self.local_steps, longest=self.longest_round)
+
+    def remember_round(self):
+        remembered = (1 - self.config.anomaly_ema) * self.longest_round
+        self.longest_round = max(remembered, self.local_steps)
 
     def norms_for_weights(self, norms):
         if self.config.step_weighting == "none":
@@ -108,7 +113,7 @@ class AEDiT(EDiT):
         return norms_per_step(norms, self.rows.steps)
 
     def sync(self):
-        self.longest_round = max(self.longest_round, self.local_steps)
+        self.remember_round()
         super().sync()
         steps = self.rows.steps.tolist()  # a host read, but the first layers travel already
         mean = sum(steps) / len(steps)

@@ -239,6 +239,10 @@ class Config:
         """What a rank sends to other replicas per round, in vectors like model.master."""
         return 2 * (replicas - 1) / replicas
 
+    def sent_in_warmup(self, replicas: int) -> float:
+        """The same per step of the warm-up."""
+        return 2 * (replicas - 1) / replicas
+
     def averaged_moments(self) -> list:
         """Names of AdamW's moments that are averaged at each sync."""
         return []

@@ -213,7 +213,7 @@ class Penalty:
         """Flags (L,) of replica i for its norms G (L,). Those that are not flagged enter its
         statistics. Only replica i has seen its earlier norms, so it judges itself.
 
-        length, longest: steps of this round and of the longest round so far, where rounds differ
+        length, longest: steps of this round and of the longest round, where rounds differ
         (A-EDiT). The statistics are of G / length. Their limit times `longest` is the limit of G.
         """
         own = self.method.statistics[:, layers]  # a view
@@ -360,8 +360,9 @@ class EDiT(Method):
         self.finish_layer(l)
         # First the gather of this layer, then the next mean: see "Why only two" above.
         self.model.start_gather(l)
-        with self.record.stall():
-            self.start_next()
+        if self.to_start:
+            with self.record.stall():
+                self.start_next()
 
     def finish_layer(self, l):
         """Wait for the mean of layer l and take its outer step."""
@@ -394,7 +395,9 @@ class EDiT(Method):
         if self.model.pre_layer_hook:
             for l in range(len(self.model.layers)):
                 self.finish_layer(l)
-                self.start_next()
+                if self.to_start:
+                    with self.record.stall():
+                        self.start_next()
 
 
 # Deviations from the paper and its authors' code:

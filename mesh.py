@@ -35,9 +35,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+
+def found_in_torch(*names):
+    """The first of these functions that this torch has. A torch that was built without any is
+    enough for plain/."""
+    return next((getattr(dist, name) for name in names if hasattr(dist, name)), None)
+
+
 # torch 2.13 renamed these two and warns about the old names; torch 2.11 has only the old ones.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = found_in_torch("all_gather_single", "all_gather_into_tensor")
+reduce_scatter_single = found_in_torch("reduce_scatter_single", "reduce_scatter_tensor")
 
 # A collective between machines occupies at most this many SMs of a GPU, see _nccl_options(). Not
 # measured yet.

@@ -15,10 +15,11 @@ class AEDiT(EDiT):
 
     def begin(self):
         super().begin()
-        self.longest = [0] * self.M  # the most steps of replica i in a round
+        self.longest = [0] * self.M  # the most steps of replica i in a round, slowly forgotten
 
     def sync(self):
-        self.longest = [max(pair) for pair in zip(self.longest, self.steps)]
+        kept = 1 - self.f.anomaly_ema
+        self.longest = [max(kept * most, steps) for most, steps in zip(self.longest, self.steps)]
         return super().sync()
 
     def lengths(self, i):

@@ -57,7 +57,7 @@ class Record:
         M, x = training.M, training.replicas[0].x
         self.vector_bytes = 4 * x.numel() / training.N  # of a rank
         if not training.in_round:
-            self.sent_bytes += 2 * (M - 1) / M * self.vector_bytes
+            self.sent_bytes += f.sent_in_warmup(M) * self.vector_bytes
             check_finite(row["loss"], step)
         if step % f.log_interval and step not in (1, f.max_steps):
             return

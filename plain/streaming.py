@@ -38,8 +38,14 @@ class StreamingDiLoCo(Method):
             return
         last = self.f.max_steps - self.f.sync_warmup_steps
         sent_at = self.flight.sent_at
-        if k == sent_at + self.f.steps_late or k == last > sent_at:
+        if k == sent_at + self.delay() or k == last > sent_at:
             self.land(k)
+
+    def delay(self):
+        """Inner steps from sending to landing."""
+        if self.f.delay == -1:
+            return min(2, self.f.tau // self.f.fragments - 1)
+        return self.f.delay
 
     def send(self, p, k):
         d = self.d()
@@ -56,24 +62,16 @@ class StreamingDiLoCo(Method):
     def land(self, k):
         alpha = self.f.alpha
         for l, arrived in self.flight.means.items():
-            flagged = self.outer_step(l, arrived)
+            self.outer_step(l, arrived)
             layer = self.layers[l]
-            a = self.a[layer]
-            for i, replica in enumerate(self.replicas):
-                x = replica.x[layer]
-                # x_i <- alpha x_i + (1 - alpha) a;  a where x_i is not finite
-                mixed = alpha * x + (1 - alpha) * a
-                replica.x[layer] = torch.where(x.isfinite(), mixed, a)
-                # x_i <- a if replica i was flagged when the fragment was sent
-                if flagged[i]:
-                    replica.x[layer] = a
+            for replica in self.replicas:
+                # x_i <- alpha x_i + (1 - alpha) a
+                replica.x[layer] = alpha * replica.x[layer] + (1 - alpha) * self.a[layer]
         self.landed_at[self.flight.p] = k
         self.flight = None
 
     def outer_step(self, l, dbar):
-        """Returns for each replica whether it was flagged."""
         self.nesterov(self.layers[l], dbar)
-        return [False] * self.M
 
     def finish(self, k):
         """Each fragment that has not just landed is sent and lands."""
@@ -100,7 +98,17 @@ class StreamingEDiT(StreamingDiLoCo, EDiT):
     def outer_step(self, l, arrived):
         dbar, verdict = arrived
         self.penalized_step(l, dbar, verdict)
-        return verdict.flagged
+
+    def land(self, k):
+        landing = self.flight.means
+        super().land(k)
+        for l, (_, verdict) in landing.items():
+            layer = self.layers[l]
+            for replica, flagged in zip(self.replicas, verdict.flagged):
+                # x_i <- a if replica i was flagged when the fragment was sent; else where x_i is
+                # not finite
+                x = replica.x[layer]
+                replica.x[layer] = torch.where(flagged | ~x.isfinite(), self.a[layer], x)
 
     def sync(self):
         return self.row()

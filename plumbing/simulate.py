@@ -135,6 +135,7 @@ class Cluster(nullcontext):
     def disturb(self, batches, method):
         """Wrap the batches and the method's calls, once, at the start."""
         self.method = method
+        self.vocab_size = batches.corpus.vocab_size  # the model may have more, for padding
         self.wrap(batches, "train", self.batch)
         self.wrap(method, "before_step", self.begin_step)
         self.wrap(method, "after_backward", self.delay)
@@ -159,8 +160,7 @@ class Cluster(nullcontext):
         counter = [0, micro_step * mesh.shards + mesh.shard_index, 3, step]
         philox = np.random.Philox(key=self.config.seed, counter=counter)
         size = (2, *batch[0].shape)
-        vocab_size = self.method.model.config.vocab_size
-        tokens = np.random.Generator(philox).integers(vocab_size, size=size)
+        tokens = np.random.Generator(philox).integers(self.vocab_size, size=size)
         return torch.from_numpy(tokens).to(mesh.device)
 
     def delay(self, after_backward):

@@ -80,6 +80,9 @@ class Config(edit.Config, QuantizedConfig):
         formats = {self.quantize, self.warmup_format} - {"none"}
         return 2 * max(map(bytes_per_element, formats), default=0) / 4
 
+    def sent_in_warmup(self, replicas):
+        return bytes_per_element(self.warmup_format) / 4 * super().sent_in_warmup(replicas)
+
 
 class OneBitEDiT(EDiT):
     Config = Config

@@ -62,10 +62,24 @@ def test_machine_that_changes_its_speed_is_no_anomaly(rounds):
     generator = torch.Generator().manual_seed(1)
     for steps in rounds:
         method.local_steps = steps
-        method.longest_round = max(method.longest_round, steps)
+        method.remember_round()
         noise = 0.03 * torch.randn(4, generator=generator).double()  # one norm per layer
         assert not method.judge(steps**0.5 * (1 + noise)).any()
     assert method.judge(torch.full((4,), 100.0).double()).all()
+
+
+@pytest.mark.parametrize("longest", [8, 40, 200])
+def test_a_long_round_is_forgotten(longest):
+    """After 400 more rounds of 8 steps a norm of twice the usual size is flagged as ever."""
+    method = method_alone(method="a_edit")
+    generator = torch.Generator().manual_seed(1)
+    for steps in [8] * 20 + [longest] + [8] * 400:
+        method.local_steps = steps
+        method.remember_round()
+        noise = 0.03 * torch.randn(4, generator=generator).double()
+        method.judge(steps**0.5 * (1 + noise))
+    assert not method.judge(torch.full((4,), 8**0.5).double()).any()
+    assert method.judge(torch.full((4,), 2 * 8**0.5).double()).all()
 
 
 def steps_of_rounds(run):

@@ -135,6 +135,10 @@ for module, names in (
 ):
     for name in names:
         delattr(module, name)
+for name in set(dir(torch.distributed)) - {"is_available", "is_initialized"}:
+    if not name.startswith("_") and callable(getattr(torch.distributed, name)):
+        delattr(torch.distributed, name)
+torch.distributed.is_available = lambda: False
 platform.system, *sys.argv[:] = (lambda name=sys.argv[1]: name), *sys.argv[2:]
 multiprocessing.set_start_method("spawn")
 path = sys.argv[0]

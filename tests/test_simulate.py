@@ -144,8 +144,7 @@ def test_random_tokens_are_of_the_whole_vocabulary_and_new_in_each_micro_step():
     mesh = quiet_mesh()
     mesh.shards, mesh.shard_index = 1, 0
     cluster = Cluster(config(random_tokens="0:1:9"), mesh)
-    model = SimpleNamespace(config=SimpleNamespace(vocab_size=5))
-    cluster.method = SimpleNamespace(model=model)
+    cluster.vocab_size = 5
     text = torch.zeros(4, 100, dtype=torch.int64)
 
     def batch(step, micro_step):
