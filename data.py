@@ -415,8 +415,8 @@ def open_megatron_file(path: Path) -> np.memmap:
 
 
 def find_dtype(path: Path, vocab_size: int) -> np.dtype:
-    """Of a file without a header. The upper bytes of small ids in wide integers are zeros. Raises
-    ValueError if its words look like other numbers than ids."""
+    """The dtype of the ids in a file without a header. The upper bytes of small ids in wide
+    integers are zeros. Raises ValueError if its words look like other numbers than ids."""
     size = path.stat().st_size
     words = np.fromfile(path, np.uint16, 2 * CHECKED_TOKENS)
     words = words[: len(words) // 4 * 4].reshape(-1, 4)
@@ -525,7 +525,7 @@ def main():
     parser = Parser(description="Turn text into a corpus folder for train.py --data.")
     add = parser.add_argument
     add("--input", nargs="+", required=True, help="text, JSON lines, .parquet; packed: .gz, .zst")
-    add("--field", default="text", help="of JSON lines and .parquet (default: text)")
+    add("--field", default="text", help="text field of JSON lines and .parquet (default: text)")
     add("--tokenizer", default="byte", help="byte (default), gpt2, or a folder with tokenizer.json")
     add("--out", required=True, help="new folder")
     add("--max_tokens", type=float, default=1e18, help="stop at so many tokens (default: none)")

@@ -164,7 +164,7 @@ class Method:
             setattr(self.rows, name, column.squeeze(1))
 
     def measure(self):
-        """For the record: every replica's loss, steps and distance from its anchor, if it has one.
+        """Share every replica's loss, steps and distance from its anchor, if it has one.
         The storage of model.grad is free at a round's end."""
         norms = {}
         if "anchor" in self.shared + self.private:

@@ -29,7 +29,7 @@ from torch import nn
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
-    """At least fp32."""
+    """x in fp32, or in fp64 if it is fp64 already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

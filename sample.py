@@ -69,7 +69,7 @@ def main():
     add("--tokens", type=int, default=200, help="number of tokens to write (default: 200)")
     add("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
     add("--top_k", type=int, default=50, help="draw from the k most likely; 0: all (default: 50)")
-    add("--seed", type=int, default=0, help="of the random draws (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the random draws (default: 0)")
     options = vars(parser.parse_args())
     for name, value in options.items():
         check_limits(f"--{name}", value, {})

@@ -246,7 +246,7 @@ class ShardedModel:
         return found
 
     def sizes_from(self, firsts: list, shards: int, shard: int) -> list:
-        """Of each layer's elements from firsts[l] on: how many are in shard number `shard`."""
+        """How many elements of each layer l from firsts[l] on are in shard number `shard`."""
         sizes = [layout.size_of_shard(shards) for layout in self.layouts]
         return [min(n, max(0, (shard + 1) * n - first)) for n, first in zip(sizes, firsts)]
 

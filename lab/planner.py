@@ -99,12 +99,12 @@ SENT_BITS = {16: 32, 4: 4.125, 1.125: 1.125}  # above -> in this repository
 
 
 def sent_bytes(plan, model, replicas=2) -> float:
-    """Of a replica per round. Each of its N ranks sends 1/N of them."""
+    """What a replica sends in a round. Each of its N ranks sends 1/N of it."""
     return 2 * (replicas - 1) / replicas * model.parameters * plan.bits / 8
 
 
 def steps_per_round(plan, slowness) -> int:
-    """Of a replica that is slower than the others, or not (1)."""
+    """Steps of a replica in a round; each takes it `slowness` times as long as the fast ones."""
     return math.ceil(plan.every / slowness) if plan.by_clock else plan.every
 
 
@@ -174,7 +174,7 @@ def compute(replica, now, arrivals, forward_s, L):
 
 
 def costs(plan, model, gbit_per_s, replicas=2, slowness=1.0) -> dict:
-    """Of a steady round (the third, as all that follow):
+    """What a steady round costs (the third one; all that follow are like it):
 
     round_s      its seconds
     shares       compute time / wall time, 0 to 1, of a fast replica and of the slow one

@@ -472,9 +472,9 @@ def read_command(argv: list) -> tuple:
     parser.add_argument("--plain", action="store_true", help="train each run in one process")
     parser.add_argument("--jobs", default=1, help="runs at once (default: 1)", **number)
     parser.add_argument(
-        "--base", nargs="+", default=[], metavar="FLAG=VALUE", help="of lab.table: compare with it"
+        "--base", nargs="+", default=[], metavar="FLAG=VALUE", help="compare with these runs"
     )
-    parser.add_argument("--x", help="of lab.table: the x axis of the picture")
+    parser.add_argument("--x", help="draw a picture with this x axis, as lab.table does")
     name = ""
     if argv and not argv[0].startswith("-"):
         name, *argv = argv

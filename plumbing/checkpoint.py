@@ -488,7 +488,7 @@ def readable(path):
         raise UserError(f"checkpoint {path} cannot be read ({reason})") from None
 
 
-# Of state.json, beside its flags and the fields of ModelConfig: an example and the limits.
+# An example of what state.json has beside its flags and the fields of ModelConfig, and the limits.
 STATE = {"step": 0, "tokens": 0, "metrics_bytes": 0, "tokens_per_step": 1, "train_s": 0.0}
 STATE |= {"progress": 0.0, "averages_gradients": True, "checkpoint": 0}
 

@@ -347,7 +347,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str, dtype: str) -> float:
-    """Of a known GPU in bf16, else 0."""
+    """FLOP/s of a GPU that is in the table, in bf16; 0 for all others."""
     for pattern, flops in PEAK_FLOPS.items():
         if dtype == "bf16" and re.search(pattern, device_name):
             return flops

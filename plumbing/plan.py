@@ -118,8 +118,8 @@ class Plan:
         return {kind: count for kind, count in kinds.items() if count}
 
     def slot_bytes(self, layer: int) -> float:
-        """Of the slots of shm that a rank reads or writes, its own and its neighbours'. layer: P of
-        the largest one."""
+        """Memory of the shm slots that a rank reads or writes, its own and its neighbours'. layer:
+        P of the largest one."""
         M, N = self.replicas, self.shards
         count = 0.0
         if N > 1:  # gathers, and sums of the own gradient with a piece of each other rank's
@@ -129,15 +129,15 @@ class Plan:
         return SLOTS * count
 
     def flops_per_token(self) -> float:
-        """Of forward and backward, as in PaLM's model FLOPs utilization (arXiv 2204.02311): 6 for
-        each parameter in a matrix product, and 12 n_layer C T for attention. What is recomputed
-        does not count."""
+        """FLOPs of forward and backward, as PaLM counts them (arXiv 2204.02311): 6 for each
+        parameter in a matrix product, and 12 n_layer C T for attention. What is recomputed does
+        not count."""
         config = self.config
         multiplied = self.n_params - self.layouts[0].used  # the embedding is looked up
         return 6 * multiplied + 12 * config.n_layer * config.n_embd * config.block_size
 
     def activations(self) -> int:
-        """Of one micro-step, at their peak."""
+        """Bytes of the activations of one micro-step, at their peak."""
         config = self.config
         T, C, V = config.block_size, config.n_embd, self.model_config.vocab_size
         tokens = self.micro_batch * T

@@ -241,7 +241,7 @@ def signals_raise():
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
-    """Of token ids on disk."""
+    """The dtype in which token ids are stored on disk."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 

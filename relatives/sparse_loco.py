@@ -110,7 +110,8 @@ class SparseLoCo(Method):
         x.copy_(a)
 
     def to_bytes(self, matrices: list):
-        """Of values (R, k): the means of all rows, then 2 bits of each value; or whole values."""
+        """What is sent of values (R, k), as bytes: the means of all rows, then 2 bits of each
+        value; without two_bits whole values."""
         if not self.config.two_bits:
             return flat(matrices).view(torch.uint8)
         all_codes = []
