@@ -7,7 +7,7 @@ Where the replicas' updates differ, their mean is shorter than a typical update.
 makes up for it: in directions that stay the same from round to round, the steps add up. The mean
 alone (lr 1, mu 0) is Post Local SGD.
 
-    warm-up: sync_warmup_steps steps of mini-batch, so that all replicas are equal; then
+    warm-up: sync_warmup_steps steps with averaged gradients, so that all replicas are equal; then
     anchor = x
     repeat:
         tau inner steps: x_i <- AdamW(x_i)                       # no traffic between replicas
@@ -28,7 +28,7 @@ alone (lr 1, mu 0) is Post Local SGD.
     b          momentum        (sum P/N,)   torch.optim.SGD's momentum buffer
 
 The inner AdamW's moments stay with their replica (but see --average_moments). Deviation: the paper
-starts from a model that was pretrained on one worker, not from a mini-batch warm-up.
+starts from a model that was pretrained on one worker, not from a warm-up with averaged gradients.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 12 (M-1) for losses, steps and norms.
 Run: torchrun --nproc_per_node 4 train.py --method diloco --shards 2

@@ -1,4 +1,4 @@
-"""Mini-batch, the baseline: gradients are averaged over all ranks in every step.
+"""Averaged gradients, the baseline: their mean over all ranks in every step.
 
     for each step:
         g   = mean over all M * N ranks of the gradient  # [shard] reduce-scatter, [sync] all-reduce

@@ -167,7 +167,7 @@ class ShardedModel:
         self._place_parameters()
         self.pre_layer_hook = None  # EDiT: called with l before the forward gathers layer l
         # Starts the sum of layer l's gradient over the replicas. A method may replace it.
-        # [sync] all-reduce, P/N fp32, once per layer and step (mini-batch and warm-up only)
+        # [sync] all-reduce, P/N fp32, once per layer and step (minibatch and warm-up only)
         self.sum_layer = lambda l: mesh.all_reduce(self.grads[l], mesh.sync_group)
         self.metrics_lag = 1 if mesh.device.type == "cuda" else 0  # steps, see known_metrics()
         self.metrics = deque(maxlen=1 + self.metrics_lag)

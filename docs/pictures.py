@@ -121,7 +121,7 @@ KINDS = [
 ]
 
 
-# ---- mini-batch and local SGD; rounds by steps and by the clock ----
+# ---- minibatch and local SGD; rounds by steps and by the clock ----
 
 
 def simulate(step_s, steps, link_s, horizon_s):
@@ -168,11 +168,11 @@ def draw_rounds(picture, top, title, spans, counts, horizon_s):
 
 
 def local_sgd():
-    picture = Picture(290, "Mini-batch training and local SGD as timelines")
+    picture = Picture(290, "Averaged gradients and local SGD as timelines")
     picture.legend(24, KINDS)
     step_s = [[1.0], [1.2, 0.9, 1.1, 1.0]]
     cases = {
-        "Mini-batch: average the gradients after each step": 1,
+        "Averaged gradients: a wait after each step": 1,
         "Local SGD: average the models after each round of tau = 4 steps": 4,
     }
     for row, (title, tau) in enumerate(cases.items()):

@@ -4,13 +4,13 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 -m lab.bench --shards 2  # mesh 2x2
     python -m lab.bench --device cuda --model 124m --vocab_size 50304 --batch_size 16 --compile
 
-    ours    a mini-batch step, as in train.py
+    ours    a step with averaged gradients, as in train.py
     fsdp2   torch's fully_shard with the same layers, batch, dtype, fused AdamW and clipping
     bound   as many independent single processes at once as there are ranks, if there are several
 
 The speed of a machine drifts, so the candidates take turns in one run, a few steps at a time. A
 ratio is the median of the ratios of the turns. Of the flags of train.py those count that a step of
-mini-batch needs (mesh, device, model, batch, dtype, optimizer, --compile), and --repeats. The
+minibatch needs (mesh, device, model, batch, dtype, optimizer, --compile), and --repeats. The
 default is --model 10m --batch_size 2 --vocab_size 257.
 """
 
@@ -52,7 +52,7 @@ class Bench(MiniBatch):
 
 
 def our_step(plan: Plan, mesh: Mesh, batch: torch.Tensor):
-    """A step of mini-batch as in train.py."""
+    """A step with averaged gradients, as in train.py."""
     config = plan.config
     model = make_model(plan.model_config, mesh, plan.dtype)
     if config.compile:

@@ -1,13 +1,13 @@
 """Compute utilization of every method, on paper: a simulated timeline of steps, layers and a link.
 
     compute               |forward 0 1 2|backward 2  1  0 |           |forward 0 1 2| ...
-    link, mini-batch                              | 2 | 1 | 0 |         # forward waits for all
+    link, minibatch                              | 2 | 1 | 0 |         # forward waits for all
     link, EDiT                                            | 0 | 1 | 2 | # layer l waits for layer l
 
 Assumptions:
 (1) The M replicas have equal links and equal speed. At most one of them is slow: it takes
     `slowness` times as long for each layer. (--slow_replica sleeps after the step, so a recorded
-    mini-batch hides less of its traffic.)
+    minibatch hides less of its traffic.)
 (2) The L layers are equal: each has 1/L of the parameters. A backward takes twice a forward.
 (3) A replica has one link, without latency. It sends one layer after the other, first come, first
     served, and begins when all replicas have the layer. An all-reduce sends 2 (M-1)/M of a vector.
@@ -17,7 +17,7 @@ Assumptions:
     This repository sends 32, 4.125 and 1.125.
 (5) Streaming methods: 3 layers per fragment, strided, one step of delay. In the tables a round has
     H = 100 steps.
-(6) Mini-batch sends a layer when its backward is done. The other methods here start after the step:
+(6) minibatch sends a layer when its backward is done. The other methods here start after the step:
     the inner optimizer clips the gradient first, and its norm needs all layers.
 (7) A-EDiT's rounds last as long as tau steps of a fast replica. A slow one takes tau / slowness
     steps, rounded up. The clock does not count the time of waiting.

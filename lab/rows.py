@@ -11,7 +11,7 @@ from config import UserError
 
 GRAY = "#808080"
 METHODS = {  # in the order of all tables and pictures: name, color, marker and line
-    "minibatch": ("mini-batch", GRAY, "s-"),
+    "minibatch": ("averaged gradients", GRAY, "s-"),
     "post_local_sgd": ("Post Local SGD", "#a6761d", "<-"),
     "qsr": ("QSR", "#a6761d", "1-"),
     "slowmo": ("SlowMo", "#e69f00", ">-"),
@@ -23,7 +23,7 @@ METHODS = {  # in the order of all tables and pictures: name, color, marker and 
     "streaming_edit": ("Streaming EDiT", "#0072b2", "D--"),
     "a_edit": ("A-EDiT", "#009e73", "P-"),
     "zero_one_adam": ("0/1 Adam", "#7570b3", "*-"),
-    "one_bit_edit": ("one-bit EDiT", "#0072b2", "*-"),
+    "one_bit_edit": ("EDiT in 1 bit", "#0072b2", "*-"),
     "sparse_loco": ("SparseLoCo", "#66a61e", "X-"),
     "top_k": ("top-k", "#66a61e", "p--"),
     "eager": ("eager", "#cc79a7", "h--"),

@@ -139,7 +139,7 @@ def results_of(record, config) -> dict:
     if record["evals"]:
         last = record["evals"][-1]
         found["sync_bytes"] = last["sync_bytes"]
-        warmup = config.get("sync_warmup_steps", 0)  # mini-batch has none
+        warmup = config.get("sync_warmup_steps", 0)  # minibatch has none
         later = [row for row in logged if row["step"] >= warmup]
         if "sync_warmup_steps" in config and later:
             # All steps of the warm-up send alike. The first row is that of one step.

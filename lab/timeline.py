@@ -65,7 +65,7 @@ def replica_row(record, replica, spans) -> dict:
     steps = by_name["step"]
     # Methods without a barrier record replica 0 alone.
     rounds = [each[min(replica, len(each) - 1)] for each in record["rounds"]]
-    if not rounds:  # mini-batch
+    if not rounds:  # minibatch
         rounds = [1] * len(steps)
     if len(rounds) < 3:
         raise UserError(f"{record['folder']}: its timeline has less than three rounds")

@@ -1,4 +1,4 @@
-"""Mini-batch: gradients are averaged in every step. The warm-up of all other methods is the same.
+"""Averaged gradients, in every step. The warm-up of all other methods is the same.
 
 Sharded twin: minibatch.py.
 """

@@ -1,4 +1,4 @@
-"""0/1 Adam (arXiv 2202.06009) and one-bit EDiT (ours): 1 bit an element, with error feedback.
+"""0/1 Adam (arXiv 2202.06009) and EDiT in 1 bit (ours): 1 bit an element, with error feedback.
 
 C(v) is v as the receiver decodes it (quantize.py). What a message leaves out, z - C(z), is added to
 the next one: e_i of replica i, and E of the owners of pieces of the mean.

@@ -185,7 +185,7 @@ class Training:
             return warmup_stable_decay(*numbers, f.decay_share * f.max_steps)
         return cosine(*numbers)
 
-    # ---- the warm-up, and all of mini-batch ----
+    # ---- the warm-up, and all of --method minibatch ----
 
     def averaged_step(self):
         losses, gradients = self.gradients(dict(enumerate(self.taken)))

@@ -7,8 +7,8 @@
 
 Checkpoints are taken at round ends, the last one at the end of the training. What is equal in all
 replicas there is only in the files of replica 0: a method's `shared` vectors, in most methods the
-parameters, and in the warm-up (in mini-batch always) AdamW's moments. Replicas compare checksums of
-it first. If they differ, the run ends.
+parameters, and in the warm-up (with minibatch always) AdamW's moments. Replicas compare checksums
+of it first. If they differ, the run ends.
 
 The folder is written as checkpoint.tmp and gets its name when all ranks have written their files
 and the disk has them (fsync). So list_checkpoints() finds only complete ones, whenever a rank is

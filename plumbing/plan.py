@@ -213,7 +213,7 @@ class Plan:
                 f"{corpus.vocab_size} leaves it as it is"
             )
         warmup = config.sync_warmup_steps
-        if 0 < warmup < math.inf:  # mini-batch's never ends
+        if 0 < warmup < math.inf:  # minibatch's never ends
             then = f"{config.method} begins"
             if warmup >= config.max_steps:
                 then = "the run is over"

@@ -13,7 +13,7 @@ A-EDiT's rounds have one step more.)
 Disturbances of one replica, in its steps FIRST to LAST, counted from 1 as in the record.
 `--random_tokens R:FIRST:LAST`: its inputs and targets are uniform random tokens. `--scale_lr
 R:FIRST:LAST:FACTOR`: its inner learning rate is FACTOR times the schedule's, but in the
-warm-up (in mini-batch always) nothing changes: replicas must stay equal there. The record and the
+warm-up (with minibatch always) nothing changes: replicas must stay equal there. The record and the
 syncs use the schedule's. `--flip R:FIRST:LAST`: in the syncs after these steps the replica's
 progress has the wrong sign: x <- 2 anchor - x. Its norm stays as it is.
 

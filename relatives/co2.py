@@ -3,7 +3,7 @@
 The problem. Even one all-reduce per round makes every replica wait. CO2 sends the pseudo-gradients
 of round t while round t+1 computes, and applies their mean one round late.
 
-    sync_warmup_steps steps of mini-batch; anchor = x; u = 0; then round t = 1, 2, ...:
+    sync_warmup_steps steps with averaged gradients; anchor = x; u = 0; then round t = 1, 2, ...:
         tau inner steps: x_i <- AdamW(x_i)
         d_i = anchor - x_i                            # in the storage of x_i
         if t > 1:

@@ -3,7 +3,7 @@
 The problem. CO2 hides the all-reduce behind the next round and applies all of it one round late. A
 replica knows its own pseudo-gradient at once, and need not wait for it.
 
-    sync_warmup_steps steps of mini-batch; a_i = x; b_i = 0; then round t = 0, 1, ...:
+    sync_warmup_steps steps with averaged gradients; a_i = x; b_i = 0; then round t = 0, 1, ...:
         tau inner steps: x_i <- AdamW(x_i)
         d_i = a_i - x_i
         u   = d_i / M + (dbar - d_i' / M)         # ' and dbar: of round t-1; 0 if t = 0

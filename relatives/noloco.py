@@ -3,7 +3,8 @@
 The problem. A collective waits for all replicas, and the more they are, the longer it waits. In
 NoLoCo a replica waits for one other only. A pull towards the partner keeps all of them together.
 
-    sync_warmup_steps steps of mini-batch; a_i = x; u_i = 0; then round t = 1, 2, ..., replica i:
+    sync_warmup_steps steps with averaged gradients; a_i = x; u_i = 0
+    then round t = 1, 2, ..., replica i:
         tau inner steps: x_i <- AdamW(x_i)
         j = partner(i, t)                     # random pairs from Philox(seed, t)
         z_i = lr x_i + (pull - lr) a_i
@@ -23,7 +24,7 @@ of all a_j, by an all-reduce, for which all replicas wait.
     -delta_i   momentum        (sum P/N,)   replica i (u_i)
     alpha, beta, gamma   outer_momentum, outer_lr, pull
 
-Deviations: (1) The warm-up is mini-batch. (2) In the paper x and a travel, and with d = a - x
+Deviations: (1) The warm-up averages gradients. (2) In the paper x and a travel, and with d = a - x
     u_i <- mu u_i + lr mean(d_i, d_j) + pull (a_i - mean(a_i, a_j)):
 the same sum. Its equation 2 prints - lr mean(d_i, d_j), but only the plus sign of equation 32 and
 of the authors' code makes progress.

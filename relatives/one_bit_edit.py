@@ -1,4 +1,4 @@
-"""One-bit EDiT: EDiT whose pseudo-gradients travel in 1 bit an element. Ours: it has no paper.
+"""EDiT in 1 bit: EDiT whose pseudo-gradients travel in 1 bit an element. Ours: it has no paper.
 
 The problem. EDiT (edit.py) sends 32 bits an element once per round. In 1 bit most of a vector is
 lost in each message. Error feedback keeps what was lost and adds it to the next message, so that in
@@ -34,7 +34,7 @@ best of six outer steps was 0.9 / 0.3 in 1 bit and 0.5 / 0.8 in 2 bits.
 A flagged replica forgets its errors. The weights come before C: a replica with a large norm and a
 small weight would otherwise send its errors later, with a normal weight.
 
-The warm-up averages gradients, in fp32 as in mini-batch or, with --warmup_format int8, in 8 bits.
+The warm-up averages gradients, in fp32 as in minibatch or, with --warmup_format int8, in 8 bits.
 Then the errors of gradients are fed back in the same way, and dropped at the warm-up's end.
 
     symbol     variable            shape        where

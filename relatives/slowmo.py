@@ -3,7 +3,7 @@
 The problem. Plain averaging (Post Local SGD) loses accuracy as tau grows. A momentum over rounds
 regains it and sends nothing more.
 
-    sync_warmup_steps steps of mini-batch; anchor = x; v = 0; then repeat:
+    sync_warmup_steps steps with averaged gradients; anchor = x; v = 0; then repeat:
         tau inner steps: x_i <- AdamW(x_i)
         d       = 1/M sum_i (anchor - x_i)       # [sync] all-reduce per layer, blocking
         v      <- mu * g_t / g_{t-1} * v + d     # g_t: inner learning rate of the last step
@@ -24,8 +24,8 @@ same, without a division by a learning rate near 0.
 With --outer_lr 1 --outer_momentum 0 this is Post Local SGD. With a constant inner rate it is DiLoCo
 with heavy-ball instead of Nesterov momentum.
 
-Deviation from the paper: the warm-up is mini-batch. (The inner AdamW keeps its moments at a sync,
-as in the paper, which sets only SGD's momentum to zero.)
+Deviation from the paper: the warm-up averages gradients. (The inner AdamW keeps its moments at a
+sync, as in the paper, which sets only SGD's momentum to zero.)
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 12 (M-1) for losses, steps and norms.
 Run: torchrun --nproc_per_node 4 train.py --method slowmo --shards 2

@@ -4,7 +4,7 @@ The problem. DiLoCo's pseudo-gradient is as large as the model. Most of its sum 
 SparseLoCo sends these; an error feedback keeps the others for later rounds, and takes the place of
 the outer momentum.
 
-    sync_warmup_steps steps of mini-batch; anchor = x; e_i = 0; then repeat:
+    sync_warmup_steps steps with averaged gradients; anchor = x; e_i = 0; then repeat:
         tau inner steps: x_i <- AdamW(x_i)
         e_i    <- beta e_i + (anchor - x_i)
         s_i     = Q(the k largest |e_i| of each chunk)
@@ -27,7 +27,7 @@ and the default here is 1/8.
 
 Deviations: (1) the mean is over all M replicas, as in the paper; the authors' codes divide an
 element by the number of its senders, and one of them clips messages to their median norm. (2) Two
-classes of values, not quantiles. (3) The warm-up is mini-batch.
+classes of values, not quantiles. (3) The warm-up averages gradients.
 
 Slow-link bytes per rank and round: (M-1) (1.75 density + 4/4096) sum P/N, and 12 (M-1) for
 losses, steps and norms. It grows with M.

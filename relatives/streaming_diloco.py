@@ -4,7 +4,8 @@ The problem. DiLoCo sends little, but all at once, and all replicas wait. Here o
 the model is sent every tau / F steps, while the steps go on. It lands `delay` steps later: then the
 mean is there, and the fragment's outer step is taken.
 
-    sync_warmup_steps steps of mini-batch; anchor = x; b = 0; I = tau / F; after inner step k:
+    sync_warmup_steps steps with averaged gradients; anchor = x; b = 0; I = tau / F
+    then, after inner step k:
         if k % I == 0:                               # send fragment p: layers p, p + F, ...
             p = (k / I - 1) mod F;  sent_at = k
             start d = 1/M sum_i (anchor_p - x_{i,p})     # [sync] quantize.py, once per fragment

@@ -1,11 +1,11 @@
 """Top-k gradients (Deep Gradient Compression): the largest 1.6% of the gradient in each step.
 
-The problem. Mini-batch sends the whole gradient in every step, but most of its elements are small
-and can wait. What is not sent stays with the replica and is added to the next step. If the momentum
-is applied after the exchange, an element that is sent late has missed it. So the momentum is
-applied before the exchange, and set to 0 where an element was sent.
+The problem. Averaging gradients sends the whole gradient in every step, but most of its elements
+are small and can wait. What is not sent stays with the replica and is added to the next step. If
+the momentum is applied after the exchange, an element that is sent late has missed it. So the
+momentum is applied before the exchange, and set to 0 where an element was sent.
 
-    sync_warmup_steps steps of mini-batch; u_i = m (AdamW's); v_i = 0; then in each step:
+    sync_warmup_steps steps with averaged gradients; u_i = m (AdamW's); v_i = 0; then in each step:
         u_i <- m u_i + (1 - m) g_i                # momentum correction
         v_i <- v_i + u_i
         s_i  = the k largest |v_i| of each chunk
@@ -19,12 +19,12 @@ All replicas stay equal. There are no rounds: tau only spaces the record's rows.
     u, v       momentum, rest  (sum P/N,)   replica i
     m          momentum_correction
 
-With --momentum_correction 0 --density 1 this is mini-batch. With --momentum_correction 0 alone it
+With --momentum_correction 0 --density 1 this is minibatch. With --momentum_correction 0 alone it
 is plain error feedback, with AdamW's own momentum: the control that the paper is about.
 
 Deviations from the paper: (1) AdamW in place of momentum SGD. (2) The mean that arrives is clipped;
 in the paper each gradient, before it is added. (3) The density does not fall in five epochs; the
-warm-up is mini-batch.
+warm-up averages gradients.
 
 Slow-link bytes per rank and step: (M-1) 5.5 density sum P/N, and 8 (M-1) per row of the record.
 Run: torchrun --nproc_per_node 4 train.py --method top_k

@@ -4,7 +4,8 @@ The problem. Each replica's Adam divides by a v of its own, so what replicas did
 common unit. In 0/1 Adam the variance V is equal everywhere and changes rarely. Then local steps
 differ by their momentum only, and its sum can travel in 1 bit, with error feedback.
 
-    T steps of mini-batch (the warm-up); V = v_i = v / (1 - beta2^T); a = x; e_i = E = 0; repeat:
+    T steps with averaged gradients (the warm-up)
+    V = v_i = v / (1 - beta2^T); a = x; e_i = E = 0; repeat:
         tau inner steps; g_i is clipped by the replica's own norm:
             m_i <- beta1 m_i + (1 - beta1) g_i
             v_i <- beta2 v_i + (1 - beta2) g_i^2                    # for the refresh
@@ -40,7 +41,7 @@ size. (3) A scale for each block of 256. (4) Weight decay is in z_i.
 
 The first rounds should be short, so the paper lets them grow: --tau_schedule. With rounds of 16
 steps throughout, runs of 2,000 steps ended 7% (mean of four seeds) and 19% (a fifth one) above
-mini-batch; with rounds that grow, 2%: RESULTS (f).
+minibatch; with rounds that grow, 2%: RESULTS (f).
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 sum P/N (with a refresh 1.156), and 12 (M-1).
 Run: torchrun --nproc_per_node 4 train.py --method zero_one_adam --tau_schedule 2:96,4:192,8:384

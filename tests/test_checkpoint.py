@@ -355,7 +355,7 @@ def test_other_replicas_take_over_replica_i_mod_m(tmp_path, corpus_folder):
 
 
 def test_method_can_change_in_the_warmup(tmp_path, corpus_folder):
-    """A mini-batch run branches into EDiT, bit for bit as if it had been EDiT's own warm-up."""
+    """A run of minibatch branches into EDiT, bit for bit as if it had been EDiT's own warm-up."""
     edit = run_training(2, corpus_folder, **ROUNDS, method="edit")
     saving = ROUNDS | dict(max_steps=3, checkpoint_interval=3, out_dir=tmp_path / "mini")
     run_training(2, corpus_folder, **saving, method="minibatch")

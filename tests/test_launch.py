@@ -142,7 +142,7 @@ VIRTUAL = "--tau_time_s 4 --virtual_clock --slow_replica 1:2"  # rounds of 4 and
 def test_signal_stops_all_ranks_at_the_next_round_end(
     method, number, to, lag, at, start, tmp_path, undisturbed
 ):
-    """One signalled rank is enough. In mini-batch every step is a round end. Nothing is lost."""
+    """One signalled rank is enough. With minibatch every step is a round end. Nothing is lost."""
     more = f"--method {method} --save_on_exit --resume auto"
     run = start(more, special=patched(wait_for_signal, 12, lag, *to))
     run.wait_for("step 00012/")
