@@ -738,6 +738,10 @@ def load(setup, model, optimizer, method, clock):
             changed = {name for name in setup.given if flags.get(name) != now.get(name)}
             if flags["corpus_hash"] == setup.corpus.hash:  # the corpus has only moved
                 changed -= {"data"}
+            plan = setup.plan
+            batch = flags["shards"] * flags["micro_steps"] * flags["micro_batch"]
+            if batch != mesh.shards * plan.micro_steps * plan.micro_batch:
+                changed.add("batch_size")  # of a replica: its ranks count, too
             method.resume_with(changed)
         same_method = setup.config.method == flags["method"]
         for saved, found in zip((shared, own), vectors(model, method)):

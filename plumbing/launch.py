@@ -404,10 +404,11 @@ def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:
         # NCCL forbids operations of two groups that wait for each other on the GPU: two ranks must
         # not start them in different orders. With this variable every rank starts them in the order
         # in which the host issued them, the same on all ranks. The price: an operation starts only
-        # when the one before it has started, and so when all but the last have ended. Methods keep
-        # this free of charge: when a shard operation is issued, at most one sync operation has not
-        # been waited for (see edit.py). Not measured yet: on a GPU, compare runs with 0 and 1 in
-        # the environment. If 0 is not faster, this line stays.
+        # when the one before it has started, and so when all but the last have ended. EDiT and its
+        # relatives keep this free of charge in their rounds: when a shard operation is issued, at
+        # most one sync operation has not been waited for (see edit.py). The warm-up and minibatch
+        # do not: with shards, the next gather waits for the all-reduces of gradients. Not measured
+        # yet: on a GPU, compare runs with 0 and 1 in the environment, also of minibatch.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     machine = shm.machine_id()
     if config.backend == "nccl":  # NCCL believes this variable, too
@@ -492,7 +493,7 @@ class StopRequest:
 
     def __init__(self, enabled: bool):
         self.enabled = enabled
-        self.signal = 0  # its number. In the warm-up it is this rank's vote, which reaches all
+        self.signal = 0  # its number. In the warm-up it travels with the metrics to all ranks
         if enabled:
             for number in STOPS:
                 signal.signal(number, self._note)

@@ -271,6 +271,7 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
             "watched": made["watched"],
             "master": method.model.master.clone(),
             "exp_avg": method.model.exp_avg.clone(),
+            "layouts": method.model.layouts,
             "vectors": {},
             "method_state": _state(method),
             "calls": dict(mesh.calls),
@@ -350,6 +351,17 @@ class Run:
             twin = ranks[rank["shard_index"]]
             assert rank["seen"] == twin["seen"]
             assert torch.equal(rank["master"], twin["master"])
+
+    def parameters(self) -> dict:
+        """Of replica 0, in the precision of its masters: name -> value, as in `model`."""
+        layouts = self.ranks[0]["layouts"]
+        sizes = [layout.shard_size for layout in layouts]
+        shards = [rank["master"].split(sizes) for rank in self.ranks[: layouts[0].padded // sizes[0]]]
+        found = {}
+        for l, (layout, *pieces) in enumerate(zip(layouts, *shards)):
+            for name, value in layout.cut(torch.cat(pieces)).items():
+                found[f"layers.{l}.{name}"] = value
+        return found
 
     def rows(self, event) -> list:
         return [row for row in self.ranks[0]["rows"] if row["event"] == event]

@@ -146,6 +146,7 @@ def test_resume_that_changes_the_size_of_norms_starts_their_statistics_anew(
         options |= dict(fragments=2, delay=1)
     run_training(2, corpus_folder, out_dir=tmp_path / "whole", **options)
     changes = {"same": {}, "tau": dict(tau=24), "lr": dict(lr=0.1), "beta2": dict(beta2=0.5)}
+    changes["batch_size"] = dict(shards=2)  # of a replica: two ranks' windows in place of one's
     cases = []
     for name, change in changes.items():
         folder = shutil.copytree(tmp_path / "whole", tmp_path / name)

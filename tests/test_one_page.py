@@ -104,6 +104,14 @@ def test_page_leaves_out_what_is_not_finite_and_keeps_a_layer_that_all_have_lost
     for layer in layers:
         assert torch.equal(one_page.as_vector(layer), anchor)
 
+    for _ in range(10):  # so many are accepted before there are limits
+        sync(0.1, 0.11)
+    _, _, flags = sync(50.0, 60.0)  # both are far above their limits, so these start anew
+    assert flags.flatten().tolist() == [1, 1]
+    assert [replica.accepted[0] for replica in replicas] == [[], []]
+    _, weights, flags = sync(50.0, 60.0)
+    assert flags.flatten().tolist() == [0, 0]
+
 
 def test_page_runs_on_one_thread(small_page, capsys):
     """With torch's default a loaded machine takes ten times as long."""
