@@ -18,8 +18,8 @@ Three kinds of corpora:
     token files     of nanoGPT (no header), llm.c, modded-nanogpt and NeMo (a header), Megatron
                     (.bin beside .idx), build-nanogpt (.npy), or folders of them. Known headers are
                     256 int32 whose third is the number of ids, which are 2 or 4 bytes wide. What
-                    looks like another header is refused. Without a header the ids are 2, 4 or 8
-                    bytes wide: zeros between them tell.
+                    looks like another header, or like another format, is refused. Without a header
+                    the ids are 2, 4 or 8 bytes wide: zeros between them tell.
                     Files with one of the words val, valid, validation, dev, test in their name, or
                     in a folder of that name, if several are given, are the validation part, also a
                     val.bin beside a train.bin; without any it is the last 5%. A file with train or
@@ -76,8 +76,8 @@ import numpy as np
 import torch
 
 from config import Parser, UserError, check_limits, run_command
-from plumbing.text import LAST, VALIDATION_FRACTION, is_validation, smallest_dtype
-from plumbing.text import text_documents, write_corpus
+from plumbing.text import LAST, VALIDATION_FRACTION, find_kind, is_text, is_validation
+from plumbing.text import smallest_dtype, text_documents, write_corpus
 from plumbing.tokenizer import UNKNOWN, ByteTokenizer, make_tokenizer
 
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size
@@ -363,9 +363,15 @@ def open_token_file(path: Path, vocab_size: int) -> np.memmap:
     if path.with_suffix(".idx").exists():
         return open_megatron_file(path)
 
+    with open(path, "rb") as file:
+        head = file.read(2**16)
+    kind = "text" if is_text(head) else find_kind(head)
+    if kind:
+        raise ValueError(f"{path.name} has {kind}, not token ids")
+
     # llm.c's begin with 256 int32: magic, version, number of tokens. So do those of others, with
     # another magic. nanoGPT's have no header.
-    header = np.fromfile(path, np.int32, 256)
+    header = np.frombuffer(head[: min(1024, len(head) // 4 * 4)], np.int32)
     dtype = HEADERS.get(int(header[0]))
     count = int(header[2]) if len(header) == 256 else 0
     rest = path.stat().st_size - 1024
@@ -383,11 +389,14 @@ def open_token_file(path: Path, vocab_size: int) -> np.memmap:
 
 def has_header(words: np.ndarray, size: int) -> bool:
     """Do the first int32 of a file of this size look like a header, not like ids? Then one of them
-    is the number of ids behind it, 2 or 4 bytes each, or nearly all of 256 are zero."""
-    lengths = [*range(8, 68, 4), *(2**k for k in range(7, 13))]  # of headers, in bytes
-    for count in words[1:6].view(np.uint32).tolist():
+    is the number of ids behind it, 2 or 4 bytes each, or letters stand in front of a small number,
+    or nearly all of 256 are zero."""
+    lengths = [*range(4, 68, 4), *(2**k for k in range(7, 13))]  # of headers, in bytes
+    for count in words[:6].view(np.uint32).tolist():
         if any(count > 0 and size - count * width in lengths for width in (2, 4)):
             return True
+    if re.match(rb"([!-~]{4}){1,4}.\0{3}", words[:5].tobytes(), re.DOTALL):
+        return True
     # Of 8-byte ids half are zero.
     return size > 1024 and bool(words[:8].any()) and np.count_nonzero(words[8:]) < 16
 

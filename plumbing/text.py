@@ -43,16 +43,18 @@ UTF8 = "text must be UTF-8: convert it, for example with iconv -f latin1 -t utf-
 JSON_LINES = {"jsonl", "ndjson", "jsonlines"}  # .jl is also Julia's
 NO_TEXT = {"bin", "npy", "json", "tar", "zip", "bz2", "xz", "7z"}  # suffixes
 BEGINNINGS = {  # of files, as regular expressions
-    "gz": rb"\x1f\x8b",
+    "gz": rb"\x1f\x8b\x08[\0-\x1f]",
     "zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
     "parquet": rb"PAR1",
     "bz2": rb"BZh[1-9]",
     "xz": rb"\xfd7zXZ\x00",
     "zip": rb"PK\x03\x04",
     "7z": rb"7z\xbc\xaf",
+    "lz4": rb"\x04\x22\x4d\x18",
     "npy": rb"\x93NUMPY",
+    "safetensors": rb"(?s).{4}\0{4}\{\"",
     "tar": rb"(?s).{257}ustar",
-    "utf-16": rb"\xff\xfe|\xfe\xff",
+    "utf-16": rb"\xff\xfe(?!\0\0)|\xfe\xff",  # with two zeros it is UTF-32, or a wide token id
 }
 
 
@@ -117,6 +119,11 @@ def find_kind(head: bytes) -> str:
         if re.match(beginning, head):
             return kind
     return ""
+
+
+def is_text(head: bytes) -> bool:
+    """Of a file of token ids or of text: no text has bytes below 9 (a tab), of many ids some do."""
+    return len(head) >= 256 and min(head) >= 9
 
 
 def text_document(file):

@@ -568,6 +568,23 @@ def write_late(folder):
     ids.tofile(folder / "train.bin")
 
 
+PROSE_OF_OTHERS = "naïve words, one behind the other.\n" * 30
+LETTERS = [int.from_bytes(b"TOKN", "little"), 1]
+MASKED = np.where(IDS < 3, -100, IDS)  # as labels that do not count
+NO_TOKENS = {  # format -> a file of it, of an even number of bytes
+    "safetensors": (64).to_bytes(8, "little") + b'{"w": {}}' + b" " * 55 + bytes(2000),
+    "parquet": b"PAR1" + bytes(range(256)) * 8,
+    "gz": gzip.compress(RANDOM.tobytes()).ljust(9000, b"\0"),
+    "text": PROSE_OF_OTHERS.encode() + b"\n" * (len(PROSE_OF_OTHERS.encode()) % 2),
+    "lz4": b"\x04\x22\x4d\x18" + bytes(range(256)) * 8,
+    "utf-16": PROSE_OF_OTHERS.encode("utf-16"),
+}
+
+
+def holding(content):
+    return lambda folder: (folder / "x.bin").write_bytes(content)
+
+
 TOKENS_OF_OTHERS = {  # -> how many are for training, or what the line says
     "int64": (lambda f: IDS.astype(np.int64).tofile(f / "x.bin"), 950),
     "int32": (lambda f: IDS.astype(np.int32).tofile(f / "x.bin"), 950),
@@ -589,6 +606,17 @@ TOKENS_OF_OTHERS = {  # -> how many are for training, or what the line says
     "header-short": (lambda f: write_behind(f, [99, 1, 2, 3000], 3000), "header of an unknown kind"),
     "header-512": (lambda f: write_behind(f, [7, 3000, *range(1, 127)], 3000, np.uint32),
                    "header of an unknown kind"),
+    "header-count": (lambda f: write_behind(f, [3000, 0], 3000), "header of an unknown kind"),
+    "header-count-only": (lambda f: write_behind(f, [3000], 3000), "header of an unknown kind"),
+    "header-letters": (lambda f: write_behind(f, LETTERS, 3000), "header of an unknown kind"),
+    "header-more-letters": (lambda f: write_behind(f, [*LETTERS[:1] * 2, 0], 3000),
+                            "header of an unknown kind"),
+    **{f"is-{kind}": (holding(content), f"x.bin has {kind}, not token ids.*data.py --input")
+       for kind, content in NO_TOKENS.items()},
+    "named-bin": (lambda f: [np.save(f / "x.npy", IDS), (f / "x.npy").rename(f / "x.bin")],
+                  "x.bin has npy, not token ids"),
+    "int32-negative": (lambda f: MASKED.astype(np.int32).tofile(f / "x.bin"), "negative ids"),
+    "int64-negative": (lambda f: MASKED.astype(np.int64).tofile(f / "x.bin"), "negative ids"),
     "float32": (lambda f: RANDOM.astype(np.float32).tofile(f / "x.bin"), "fractions .float32"),
     "float64": (lambda f: RANDOM.tofile(f / "x.bin"), "fractions .float64"),
     "uint64-large": (lambda f: (IDS.astype(np.uint64) + 2**63).tofile(f / "x.bin"), "no ids"),
@@ -628,6 +656,13 @@ def test_tokens_of_other_programs_are_read_right_or_refused_in_one_line(tmp_path
     assert read == IDS.tolist()
     for name in (path.name for path in tmp_path.iterdir() if path.suffix != ".idx"):
         assert name in corpus.describe()
+
+
+@pytest.mark.parametrize("first", [[0x8B1F, 9], [0x5A42, 9], [0x4F54, 0x4E4B, 1, 1]])
+def test_first_ids_that_resemble_another_format_are_ids(tmp_path, first):
+    found = np.append(first, IDS)
+    found.astype(np.uint16).tofile(tmp_path / "x.bin")
+    assert ids(data.load([str(tmp_path)])) == found.tolist()
 
 
 def test_training_file_of_a_set_named_dev_is_not_for_validation(tmp_path):
