@@ -184,9 +184,13 @@ class Corpus:
             return
         wrong = (tokens >= self.vocab_size) | (tokens < 0)
         i = int(wrong.ravel().argmax())
+        token = int(tokens.ravel()[i])
+        way_out = "make it again with data.py"
+        if 0 <= token < 2**31:  # the others were negative when they were written
+            way_out += ", or give a larger --vocab_size"
         raise UserError(
-            f"the corpus contains token {tokens.ravel()[i]} ({place(i)}), but its vocabulary has "
-            f"{self.vocab_size} tokens: make it again with data.py, or give a larger --vocab_size"
+            f"the corpus contains token {token} ({place(i)}), but its vocabulary has "
+            f"{self.vocab_size} tokens: {way_out}"
         )
 
 
@@ -433,6 +437,10 @@ def find_dtype(path: Path, vocab_size: int) -> np.dtype:
         return smallest_dtype(vocab_size)
     if size % 8 == 0 and not words[:, 2:].any():
         return np.dtype(np.int64)
+    upper = words[:, 1::2]  # of 4-byte integers
+    negative = upper == 2**16 - 1
+    if negative.any() and (negative | (upper < 16)).all():
+        raise ValueError(f"{path.name} has negative ids: write it again without them")
     if not words[:, 2].any():  # bytes 4 and 5 of 8 are zeros, 6 and 7 are not
         raise ValueError(f"{path.name} has 8-byte numbers that are no ids")
     for kind in np.float32, np.float64:
