@@ -57,7 +57,8 @@ folder with a tokenizer.json. .parquet and .zst need the package pyarrow. (The p
 HuggingFaceFW/fineweb-edu, is a folder of .parquet files.)
 
 A hash of each document puts about one in twenty into the validation part, so a new file moves none
-of the others. Of fewer than 40 documents it is the last 5%.
+of the others. Of fewer than 40 documents, or if the hash chooses none of them, the validation part
+is the last 5%, and a new file moves it.
 """
 
 import dataclasses

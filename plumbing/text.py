@@ -9,8 +9,9 @@ that has no JSON lines, is an error.
 Nothing is held whole: a text is read in pieces, and a batch of pieces is tokenized at a time.
 
 A hash of how a document begins decides whether it is for validation. So a document stays in its
-part when files are added, and two equal documents are in the same part. With few documents, or if
-the parts would be far from 95% and 5%, validation is the last 5% of the tokens.
+part when files are added, and two equal documents are in the same part. One long document can make
+the parts far from 95% and 5%. With few documents, or if the hash leaves a part empty, validation is
+the last 5% of the tokens.
 """
 
 import codecs
@@ -327,12 +328,10 @@ class SplitFile:
         for path in self.paths[1:]:
             path.unlink(missing_ok=True)
 
-        total = sum(self.tokens)
-        share = self.tokens[1] / total
-        if self.split and 0.01 < share < 0.2:  # one long document can be most of a part
+        if self.split and all(self.tokens):
             chosen = f"{self.documents[1]:,} of {sum(self.documents):,} documents, by hash"
             return self.tokens[0], chosen
-        return int(total * (1 - VALIDATION_FRACTION)), LAST
+        return int(sum(self.tokens) * (1 - VALIDATION_FRACTION)), LAST
 
 
 def hash_file(path: Path) -> str:

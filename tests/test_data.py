@@ -361,13 +361,27 @@ def test_of_few_documents_the_last_tokens_are_for_validation(tmp_path):
         assert bytes(min(token, 255) for token in ids(corpus)) == expected
         assert corpus.train_tokens == int(0.95 * len(expected))
         assert corpus.validation == "the last 5%"
-    # nor does a document that is most of the corpus make a part of its own
-    candidates = (f"long {i} " * 9000 for i in range(99))
-    long = next(word for word in candidates if text.is_validation(word.encode()))
-    data.write_corpus([(w, True) for w in [long, *words, "y"]], "byte", tmp_path / "long", np.inf)
-    corpus = data.load(str(tmp_path / "long"))
-    assert corpus.train_tokens == int(0.95 * len(corpus.tokens))
-    assert {path.name for path in (tmp_path / "long").iterdir()} == {"tokens.bin", "meta.json"}
+    # nor does the hash count if it chooses none
+    candidates = (f"document {i:04}" for i in range(999))
+    words = [word for word in candidates if not text.is_validation(word.encode())][:50]
+    data.write_corpus([(word, True) for word in words], "byte", tmp_path / "none", np.inf)
+    corpus = data.load(str(tmp_path / "none"))
+    assert (corpus.train_tokens, corpus.validation) == (int(0.95 * 50 * 14), "the last 5%")
+    assert {path.name for path in (tmp_path / "none").iterdir()} == {"tokens.bin", "meta.json"}
+
+
+@pytest.mark.parametrize("count", [40, 41, 60, 100])
+def test_one_more_document_moves_none_of_the_others_whatever_their_lengths(tmp_path, count):
+    draw = np.random.default_rng(count)
+    for trial in range(10):
+        lengths = draw.lognormal(4, 1.5, count + 1).astype(int)
+        words = [f"{trial} {i} " + "x" * length for i, length in enumerate(lengths)]
+        if not any(text.is_validation(word.encode()) for word in words[:-1]):
+            continue
+        parts, _ = split(tmp_path / f"{trial}", words[:-1])
+        more, _ = split(tmp_path / f"{trial} more", words)
+        for part, larger in zip(parts, more):
+            assert [word for word in larger if word != words[-1]] == part
 
 
 def test_folder_in_the_making_leaves_the_signal_handlers_as_they_were(tmp_path):
@@ -561,10 +575,10 @@ def write_count(folder, count):
     (folder / "x.idx").write_bytes(content)
 
 
-def write_late(folder):
+def write_late(folder, wrong=250, dtype=np.uint16):
     """One bad id, behind what is looked at when the file is opened."""
-    ids = np.tile(IDS, 1300).astype(np.uint16)
-    ids[1_200_003] = 250
+    ids = np.tile(IDS, 1300).astype(dtype)
+    ids[1_200_003] = wrong
     ids.tofile(folder / "train.bin")
 
 
@@ -627,10 +641,11 @@ TOKENS_OF_OTHERS = {  # -> how many are for training, or what the line says
     "npy-float": (lambda f: np.save(f / "x.npy", IDS / 2), "no row of token ids"),
     "npy-2d": (lambda f: np.save(f / "x.npy", IDS.reshape(2, -1)), "no row of token ids"),
     "npy-objects": (lambda f: np.save(f / "x.npy", np.array([None])), "damaged"),
-    "npy-negative": (lambda f: np.save(f / "x.npy", -IDS), "contains token -"),
+    "npy-negative": (lambda f: np.save(f / "x.npy", -IDS), "contains token -.*data.py$"),
     "two-kinds": (lambda f: [IDS.tofile(f / "x.bin"), np.save(f / "x.npy", IDS)], "those that you"),
     "pipe": (lambda f: os.mkfifo(f / "x.bin"), "not a regular file"),
     "only-validation": (lambda f: IDS.tofile(f / "val.bin"), "all files are for validation"),
+    "late-negative": (lambda f: write_late(f, -1, np.int32), "position 1,200,003.*with data.py$"),
     "late": (write_late, "contains token 250 .*train.bin, position 1,200,003"),
     **{name: ((lambda name: lambda f: write_pair(f, IDS, name))(name), 900) for name in (
         "validation.bin", "a_valid_0.bin", "val.bin", "dev.bin", "Test-1.bin", "fineweb_val_01.bin",
