@@ -78,7 +78,7 @@ import torch
 
 from config import Parser, UserError, check_limits, run_command
 from plumbing.text import LAST, VALIDATION_FRACTION, find_kind, is_text, is_validation
-from plumbing.text import smallest_dtype, text_documents, write_corpus
+from plumbing.text import regular_file, smallest_dtype, text_documents, write_corpus
 from plumbing.tokenizer import UNKNOWN, ByteTokenizer, make_tokenizer
 
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size
@@ -252,12 +252,11 @@ def load(data, vocab_size: int = 0, block_size: int = 0) -> Corpus:
 
 
 def load_folder(folder: str) -> Corpus:
-    regular_file(Path(folder, "meta.json"))
-    meta = json.loads(Path(folder, "meta.json").read_text())
+    meta = json.loads(regular_file(Path(folder, "meta.json")).read_text())
     dtype = meta.pop("dtype")
     if dtype not in ("uint16", "uint32"):
         raise ValueError(f"meta.json: dtype {dtype!r}")
-    array = memory_map(Path(folder, "tokens.bin"), dtype)
+    array = memory_map(regular_file(Path(folder, "tokens.bin")), dtype)
     if len(array) != meta.pop("tokens"):
         raise ValueError(f"tokens.bin has {len(array):,} tokens")
     limits = {"train_tokens": len(array), "vocab_size": 2**31 - 1}
@@ -271,7 +270,8 @@ def load_folder(folder: str) -> Corpus:
         if type(meta[name]) is not str:
             raise ValueError(f"meta.json: {name} {meta[name]!r}")
     if meta["tokenizer"] == "tokenizer.json":
-        meta["tokenizer"] = Path(folder, "tokenizer.json").read_text(encoding="utf-8")
+        file = regular_file(Path(folder, "tokenizer.json"))
+        meta["tokenizer"] = file.read_text(encoding="utf-8")
     return Corpus(TokenFiles([array], [str(Path(folder, "tokens.bin"))]), **meta)
 
 
@@ -455,13 +455,6 @@ def find_dtype(path: Path, vocab_size: int) -> np.dtype:
     if size % 4 == 0 and (high == 0 or high < 16 and low >= 2**12):  # ids below 16 x 65536
         return np.dtype(np.uint32)
     return smallest_dtype(vocab_size)
-
-
-def regular_file(path: Path):
-    """Raise OSError or UserError unless it is one: a pipe would wait for ever."""
-    path.stat()
-    if not path.is_file():
-        raise UserError(f"{path}: not a regular file")
 
 
 def memory_map(path, dtype, offset: int = 0) -> np.memmap:

@@ -16,6 +16,7 @@ import torch
 
 from config import UserError, check_fields, read_number
 from model import Llama, ModelConfig, make_layer
+from plumbing.text import regular_file
 from plumbing.tokenizer import UNKNOWN
 
 FIELDS = {  # of ModelConfig -> of transformers.LlamaConfig
@@ -127,6 +128,7 @@ def open_model(path: str) -> Source:
         if Path(path).is_dir():
             source = open_folder(path)
         else:
+            regular_file(Path(path))
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             shape = saved["model_config"]
             for name in shape.keys() - {field.name for field in fields(ModelConfig)}:
@@ -165,6 +167,9 @@ def check_source(source: Source):
 
 
 def open_folder(path: str) -> Source:
+    for pattern in "*.json", "*.safetensors":
+        for file in Path(path).glob(pattern):
+            regular_file(file)
     import transformers  # where it is needed: this takes seconds
 
     transformers.utils.logging.set_verbosity_error()

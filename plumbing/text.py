@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from config import STOPS, UserError
-from plumbing.tokenizer import make_tokenizer, read_tokenizer
+from plumbing.tokenizer import make_tokenizer
 
 VALIDATION_FRACTION = 0.05
 LAST = f"the last {VALIDATION_FRACTION:.0%}"  # where validation is, unless a hash chooses it
@@ -57,6 +57,14 @@ BEGINNINGS = {  # of files, as regular expressions
     "tar": rb"(?s).{257}ustar",
     "utf-16": rb"\xff\xfe(?!\0\0)|\xfe\xff",  # with two zeros it is UTF-32, or a wide token id
 }
+
+
+def regular_file(path: Path) -> Path:
+    """This path. Raises OSError or UserError unless it is a file: a pipe would wait for ever."""
+    path.stat()
+    if not path.is_file():
+        raise UserError(f"{path}: not a regular file")
+    return path
 
 
 def text_documents(paths, field: str = "text"):
@@ -340,6 +348,25 @@ def hash_file(path: Path) -> str:
         while piece := file.read(2**20):
             digest.update(piece)
     return digest.hexdigest()[:16]
+
+
+def read_tokenizer(name: str) -> tuple:
+    """--tokenizer -> (argument of make_tokenizer(), size of the model's vocabulary). name: byte,
+    gpt2, or a folder with a tokenizer.json. The model is that of a config.json beside it. It may
+    have more tokens than the tokenizer (padding) or fewer (added tokens). Raises OSError if there
+    is no such folder."""
+    if name in ("byte", "gpt2"):
+        return name, make_tokenizer(name).n_vocab
+    # Bytes that are not UTF-8 become characters that the tokenizer refuses.
+    text = regular_file(Path(name, "tokenizer.json")).read_text("utf-8", "surrogateescape")
+    config = Path(name, "config.json")
+    if config.exists():
+        regular_file(config)
+        try:
+            return text, int(json.loads(config.read_text())["vocab_size"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{config} has no vocab_size") from None
+    return text, make_tokenizer(text).n_vocab
 
 
 def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float) -> dict:

@@ -438,6 +438,11 @@ def cut(file):
     file.write_bytes(file.read_bytes()[:99])
 
 
+def make_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 class Executed:
     """A pickle that makes a folder when it is loaded, if it is allowed to."""
 
@@ -471,6 +476,7 @@ FLAGS = [  # flags; ranks; what the line must say, "" if the run can continue
 DAMAGE = [  # what happens to the last checkpoint p; what the line must say
     (lambda p: (p / S).unlink(), UNREADABLE),
     (lambda p: cut(p / S), UNREADABLE),
+    (lambda p: make_pipe(p / S), "state.json: not a regular file"),
     (lambda p: (p / S).write_text("[" * 100000), "checkpoint-00000009 cannot be read"),
     (lambda p: (p / S).write_text("{}"), "an earlier edition of this code has saved it"),
     (lambda p: (p / S).write_text('{"checkpoint": 0, "flags": []}'), UNREADABLE),
@@ -480,6 +486,7 @@ DAMAGE = [  # what happens to the last checkpoint p; what the line must say
 PARTS = [  # the same, of a part that only rank 1 reads
     (lambda p: (p / R).unlink(), "2 ranks have saved it, and it has files of 1"),
     (lambda p: cut(p / R), UNREADABLE),
+    (lambda p: make_pipe(p / R), "rank-00001.pt: not a regular file"),
     (lambda p: torch.save({"model": {}}, p / R), "KeyError: 'label'"),
     (lambda p: torch.save([Executed()], p / R), UNREADABLE),
     (lambda p: torch.save([Executed()], p / R, **OLD_PICKLE), UNREADABLE),

@@ -23,7 +23,7 @@ import torch
 import data
 import train
 from config import UserError, explain, parse
-from plumbing import text, tokenizer
+from plumbing import load_model, text, tokenizer
 from ranks import ROOT
 
 
@@ -425,11 +425,11 @@ def test_vocabulary_of_a_corpus_is_its_models_as_long_as_that_has_all_tokens(
 
 
 def test_vocabulary_of_a_folder_is_that_of_config_json_if_there_is_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer, "make_tokenizer", lambda text: SimpleNamespace(n_vocab=301))
+    monkeypatch.setattr(text, "make_tokenizer", lambda name: SimpleNamespace(n_vocab=301))
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert tokenizer.read_tokenizer(str(tmp_path)) == ("{}", 301)
+    assert text.read_tokenizer(str(tmp_path)) == ("{}", 301)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300}))
-    assert tokenizer.read_tokenizer(str(tmp_path)) == ("{}", 300)
+    assert text.read_tokenizer(str(tmp_path)) == ("{}", 300)
 
 
 def write_folder(folder, ids, **changes):
@@ -462,6 +462,41 @@ def test_damaged_folders_few_and_foreign_tokens_are_refused(tmp_path):
     foreign = write_folder(tmp_path / "foreign", tokens, vocab_size=99)
     with pytest.raises(UserError, match="token 99 .*tokens.bin, position 99.*vocabulary has 99"):
         data.load(foreign)
+
+
+PIPES = {  # a pipe -> what opens it
+    "tokens/meta.json": lambda folder: data.load(str(folder / "tokens")),
+    "tokens/tokens.bin": lambda folder: data.load(str(folder / "tokens")),
+    "tokens/tokenizer.json": lambda folder: data.load(str(folder / "tokens")),
+    "hf/tokenizer.json": lambda folder: text.read_tokenizer(str(folder / "hf")),
+    "hf/config.json": lambda folder: text.read_tokenizer(str(folder / "hf")),
+    "model.pt": lambda folder: load_model.open_model(str(folder / "model.pt")),
+    "llama/config.json": lambda folder: load_model.open_model(str(folder / "llama")),
+    "llama/tokenizer.json": lambda folder: load_model.open_model(str(folder / "llama")),
+    "llama/model.safetensors": lambda folder: load_model.open_model(str(folder / "llama")),
+}
+
+
+@pytest.mark.parametrize("name", PIPES)
+def test_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path, monkeypatch, name):
+    write_folder(tmp_path / "tokens", np.arange(100, dtype=np.uint16), tokenizer="tokenizer.json")
+    for folder in "hf", "llama":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tokenizer.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+
+    def too_late(*args):
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(5)
+    try:
+        with pytest.raises(UserError, match=f"{name}: not a regular file"):
+            PIPES[name](tmp_path)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def write_shard(path, tokens, count=None, kind=(20240520, 1), dtype=np.uint16):

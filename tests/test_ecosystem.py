@@ -21,6 +21,7 @@ from config import UserError
 from lab import plot
 from model import Llama, ModelConfig
 from plumbing import launch, load_model, tokenizer
+from plumbing.text import read_tokenizer
 from ranks import ROOT, Launch, run_training
 from sample import continue_text, load
 from test_data import check_refused
@@ -535,4 +536,4 @@ def test_tokenizer_that_panics_is_told_in_one_line():
 def test_damaged_tokenizer_is_refused_in_one_line(content, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(UserError, match="^tokenizer.json is damaged .*$"):
-        tokenizer.read_tokenizer(str(tmp_path))
+        read_tokenizer(str(tmp_path))
