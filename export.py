@@ -9,14 +9,13 @@ of ModelConfig; `tokenizer`: see plumbing/tokenizer.py; `config`: the run's flag
 The package transformers writes the folder. It opens it, and so do --init_from and sample.py.
 """
 
-import os
 from pathlib import Path
 
 import torch
 
-from config import Parser, UserError, check_limits, explain, run_command
+from config import Parser, UserError, check_limits, run_command
 from plumbing.load_model import FIELDS, Source, open_model, their_names
-from plumbing.text import new_folder, to_disk
+from plumbing.text import new_file, new_folder
 from plumbing.tokenizer import UNKNOWN, JsonTokenizer, to_json
 
 
@@ -44,20 +43,8 @@ def save_model(path, model, tokenizer: str, flags: dict):
         return
     saved = {"model": weights, "model_config": vars(model.config)}
     saved |= {"tokenizer": tokenizer, "config": flags}
-    path = Path(path)
-    unfinished = Path(f"{path}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
-        unfinished.unlink(missing_ok=True)  # it may be a link to somebody else's file
-        with open(unfinished, "xb") as file:
-            torch.save(saved, file)
-        to_disk(unfinished)
-        os.replace(unfinished, path)
-        to_disk(path.parent)
-    except (OSError, RuntimeError) as error:  # torch.save raises its own error after an OSError
-        unfinished.unlink(missing_ok=True)  # a full disk needs the room
-        reason = explain(error)[1]
-        raise UserError(f"{path} could not be written: {reason}") from None
+    with new_file(Path(path)) as file:
+        torch.save(saved, file)
 
 
 def write_folder(source: Source, out: str):

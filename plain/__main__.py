@@ -17,7 +17,6 @@ sample.py and export.py read.
 The methods of the sharded twins are imported for their flags only. Sharded twin: train.py.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from model import has_native_bf16
 from plain.record import Record
 from plain.train import Training
 from plumbing import simulate
+from plumbing.text import new_file
 from relatives import RELATIVES
 
 SHARDED = {  # the sharded twins, for their flags
@@ -91,9 +91,8 @@ def save_model(path, training, record):
     weights = {name: p.float().cpu().clone() for name, p in training.model.items()}
     saved = {"model": weights, "model_config": vars(training.config)}
     saved |= {"tokenizer": training.corpus.tokenizer, "config": record.describe()}
-    unfinished = f"{path}.tmp"
-    torch.save(saved, unfinished)
-    os.replace(unfinished, path)
+    with new_file(path) as file:
+        torch.save(saved, file)
 
 
 def main(argv):
