@@ -28,11 +28,11 @@ import diloco
 import edit
 import minibatch
 from config import UserError, make_config, read_flags, run_command
+from export import write_model
 from model import has_native_bf16
 from plain.record import Record
 from plain.train import Training
 from plumbing import simulate
-from plumbing.text import new_file
 from relatives import RELATIVES
 
 SHARDED = {  # the sharded twins, for their flags
@@ -91,8 +91,7 @@ def save_model(path, training, record):
     weights = {name: p.float().cpu().clone() for name, p in training.model.items()}
     saved = {"model": weights, "model_config": vars(training.config)}
     saved |= {"tokenizer": training.corpus.tokenizer, "config": record.describe()}
-    with new_file(path) as file:
-        torch.save(saved, file)
+    write_model(path, saved)
 
 
 def main(argv):

@@ -166,14 +166,20 @@ def check_source(source: Source):
             raise ValueError(f"{name} is not a tensor of finite numbers")
 
 
-def open_folder(path: str) -> Source:
-    for pattern in "*.json", "*.safetensors":
-        for file in Path(path).glob(pattern):
-            regular_file(file)
+def quiet_transformers():
+    """The package, without its notes and its progress bar."""
     import transformers  # where it is needed: this takes seconds
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def open_folder(path: str) -> Source:
+    for pattern in "*.json", "*.safetensors":
+        for file in Path(path).glob(pattern):
+            regular_file(file)
+    transformers = quiet_transformers()
     theirs = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     kind = theirs.model_type, theirs.hidden_act, theirs.rope_parameters["rope_type"]
     if kind != ("llama", "silu", "default"):

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from config import STOPS, UserError, explain
+from config import STOPS, UserError
 from plumbing.tokenizer import make_tokenizer
 
 VALIDATION_FRACTION = 0.05
@@ -220,26 +220,6 @@ def new_folder(out: str):
             partial.rename(out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def new_file(path: Path):
-    """Yields an open file that becomes `path` at the end, or is removed after an error. Raises
-    UserError if it cannot be written."""
-    unfinished = Path(f"{path}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
-        unfinished.unlink(missing_ok=True)  # it may be a link to somebody else's file
-        with open(unfinished, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        to_disk(path.parent)
-    except (OSError, RuntimeError) as error:  # torch.save raises its own error after an OSError
-        unfinished.unlink(missing_ok=True)  # a full disk needs the room
-        reason = explain(error)[1]
-        raise UserError(f"{path} could not be written: {reason}") from None
 
 
 def to_disk(path):

@@ -38,7 +38,7 @@ THEIRS = dict(
 def transformers(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     found = pytest.importorskip("transformers")
-    found.utils.logging.disable_progress_bar()
+    found.utils.logging.enable_progress_bar()  # as when a program starts
     found.utils.logging.set_verbosity_error()
     return found
 
@@ -66,9 +66,11 @@ def their_llama(transformers, folder, **more):
     return model.eval()
 
 
-def test_exported_model_is_the_same_for_transformers(transformers, model_pt, tmp_path):
+def test_exported_model_is_the_same_for_transformers(transformers, model_pt, tmp_path, capsys):
     ours, encoding = load(model_pt)
+    capsys.readouterr()
     folder = exported(model_pt, tmp_path / "out")
+    assert capsys.readouterr().err == ""  # no progress bar
     auto = transformers.AutoModelForCausalLM
     theirs, report = auto.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report  # no missing, unexpected or other key
