@@ -437,7 +437,7 @@ def write(folder: Path, mesh, content: dict, state: dict) -> Path:
         with alike(mesh, failure):
             if unfinished.is_symlink():  # somebody else's folder
                 raise UserError(f"{unfinished} is a link: remove it")
-            unfinished.mkdir(exist_ok=True)
+            unfinished.mkdir(parents=True, exist_ok=True)  # out_dir may be gone
             with open(paths[mesh.rank], "wb") as file:
                 torch.save(content, file)
             to_disk(paths[mesh.rank])

@@ -898,6 +898,13 @@ def test_nothing_is_written_or_deleted_through_a_link(saved_run, tmp_path, corpu
     assert not (run / "model.pt").is_symlink()
 
 
+def test_checkpoint_makes_a_folder_again_that_was_removed_during_the_run(tmp_path):
+    state = {"step": 4, "flags": {"keep": 1}}
+    mesh = Mesh(1, torch.device("cpu"), alone=True)
+    checkpoint.write(tmp_path / "out" / "run", mesh, {}, state)
+    assert saved_steps(tmp_path / "out" / "run") == [4]
+
+
 def test_disk_has_every_file_before_the_checkpoint_gets_its_name(tmp_path, monkeypatch):
     events = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
