@@ -37,6 +37,7 @@ LAST = f"the last {VALIDATION_FRACTION:.0%}"  # where validation is, unless a ha
 FEW_DOCUMENTS = 40  # a hash would choose none of fewer in one case of eight
 PIECE = 2**16  # characters of a text that are tokenized together; a longer line may be cut
 BATCH = 2**21  # characters that are in memory as tokens, at least
+ZEROS = "bytes that are zero: binary, or UTF-16, which iconv -f UTF-16LE -t utf-8 converts"
 UTF8 = "text must be UTF-8: convert it, for example with iconv -f latin1 -t utf-8"
 
 # ---- reading ----
@@ -53,6 +54,7 @@ BEGINNINGS = {  # of files, as regular expressions
     "7z": rb"7z\xbc\xaf",
     "lz4": rb"\x04\x22\x4d\x18",
     "npy": rb"\x93NUMPY",
+    "json-seq": rb"\x1e\s*\{\s*[\"}]",
     "safetensors": rb"(?s).{4}\0{4}\{\"",
     "tar": rb"(?s).{257}ustar",
     "utf-16": rb"\xff\xfe(?!\0\0)|\xfe\xff",  # with two zeros it is UTF-32, or a wide token id
@@ -108,6 +110,8 @@ def read_documents(file, name: str, field: str):
         return parquet_documents(file, field)
     if kind == "utf-16":
         raise ValueError("UTF-16: convert it with iconv -f UTF-16 -t utf-8")
+    if kind == "json-seq":
+        raise ValueError("neither text nor .jsonl, but json-seq: tr -d '\\036' | jq -c . converts it")
     if kind:
         raise ValueError(f"neither text nor .jsonl (one object per line) nor .parquet, but {kind}")
 
@@ -141,7 +145,7 @@ def text_document(file):
     empty = True
     while piece := text.read(PIECE) + text.readline(PIECE):
         if "\0" in piece:
-            raise ValueError("it has bytes that are zero: binary, or UTF-16; text must be UTF-8")
+            raise ValueError(f"it has {ZEROS}")
         yield piece, False
         empty = False
     if not empty:
@@ -158,6 +162,8 @@ def json_documents(file, field: str):
 
 
 def read_field(line: bytes, number: int, field: str) -> str | None:
+    if b"\0" in line:
+        raise ValueError(f"line {number} has {ZEROS}")
     wrong = f'line {number} is not a JSON object with a string "{field}"'
     try:
         row = json.loads(line.decode("utf-8-sig"))

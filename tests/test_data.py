@@ -287,6 +287,9 @@ TEXTS_OF_OTHERS = {  # name -> (content, tokens or what the line says)
     "c.txt": (lzma.compress(b"word"), "but xz"),
     "c.zip": (b"PK\x03\x04word", "but zip"),
     "c.tar": (bytes(257) + b"ustar" + bytes(300), "but tar"),
+    "wide-le.jsonl": (LINES.decode().encode("utf-16-le"), "bytes that are zero.*iconv -f UTF-16LE"),
+    "c.lz4": (b"\x04\x22\x4d\x18word", "but lz4"),
+    "c.json-seq": (b'\x1e{"text": "a"}\n\x1e{"text": "b"}\n', "but json-seq.*tr -d"),
     "c.npy": (b"\x93NUMPYword", "but npy"),
     "zeros": (b"word\0word", "bytes that are zero"),
     "named.gz": (b"word", "Not a gzipped file"),
@@ -708,7 +711,7 @@ def test_tokens_of_other_programs_are_read_right_or_refused_in_one_line(tmp_path
         assert name in corpus.describe()
 
 
-@pytest.mark.parametrize("first", [[0x8B1F, 9], [0x5A42, 9], [0x4F54, 0x4E4B, 1, 1]])
+@pytest.mark.parametrize("first", [[0x8B1F, 9], [0x7B1E, 9], [0x5A42, 9], [0x4F54, 0x4E4B, 1, 1]])
 def test_first_ids_that_resemble_another_format_are_ids(tmp_path, first):
     found = np.append(first, IDS)
     found.astype(np.uint16).tofile(tmp_path / "x.bin")
