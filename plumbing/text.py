@@ -111,7 +111,7 @@ def read_documents(file, name: str, field: str):
     if kind == "utf-16":
         raise ValueError("UTF-16: convert it with iconv -f UTF-16 -t utf-8")
     if kind == "json-seq":
-        raise ValueError("neither text nor .jsonl, but json-seq: tr -d '\\036' | jq -c . converts it")
+        raise ValueError("json-seq: make it .jsonl with tr -d '\\036' | jq -c .")
     if kind:
         raise ValueError(f"neither text nor .jsonl (one object per line) nor .parquet, but {kind}")
 

@@ -289,7 +289,7 @@ TEXTS_OF_OTHERS = {  # name -> (content, tokens or what the line says)
     "c.tar": (bytes(257) + b"ustar" + bytes(300), "but tar"),
     "wide-le.jsonl": (LINES.decode().encode("utf-16-le"), "bytes that are zero.*iconv -f UTF-16LE"),
     "c.lz4": (b"\x04\x22\x4d\x18word", "but lz4"),
-    "c.json-seq": (b'\x1e{"text": "a"}\n\x1e{"text": "b"}\n', "but json-seq.*tr -d"),
+    "c.json-seq": (b'\x1e{"text": "a"}\n\x1e{"text": "b"}\n', "json-seq: .*tr -d .*036. . jq -c"),
     "c.npy": (b"\x93NUMPYword", "but npy"),
     "zeros": (b"word\0word", "bytes that are zero"),
     "named.gz": (b"word", "Not a gzipped file"),
