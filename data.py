@@ -18,8 +18,8 @@ Three kinds of corpora:
     token files     of nanoGPT (no header), llm.c, modded-nanogpt and NeMo (a header), Megatron
                     (.bin beside .idx), build-nanogpt (.npy), or folders of them. Known headers are
                     256 int32 whose third is the number of ids, which are 2 or 4 bytes wide. What
-                    looks like another header is refused. Without a header the ids are 2, 4 or 8
-                    bytes wide: zeros between them tell.
+                    looks like another header, or like another format, is refused. Without a header
+                    the ids are 2, 4 or 8 bytes wide: zeros between them tell.
                     Files with one of the words val, valid, validation, dev, test in their name, or
                     in a folder of that name, if several are given, are the validation part, also a
                     val.bin beside a train.bin; without any it is the last 5%. A file with train or
@@ -57,7 +57,8 @@ folder with a tokenizer.json. .parquet and .zst need the package pyarrow. (The p
 HuggingFaceFW/fineweb-edu, is a folder of .parquet files.)
 
 A hash of each document puts about one in twenty into the validation part, so a new file moves none
-of the others. Of fewer than 40 documents it is the last 5%.
+of the others. Of fewer than 40 documents, or if the hash chooses none of them, the validation part
+is the last 5%, and a new file moves it.
 """
 
 import dataclasses
@@ -76,8 +77,8 @@ import numpy as np
 import torch
 
 from config import Parser, UserError, check_limits, run_command
-from plumbing.text import LAST, VALIDATION_FRACTION, is_validation, smallest_dtype
-from plumbing.text import text_documents, write_corpus
+from plumbing.text import LAST, VALIDATION_FRACTION, find_kind, is_text, is_validation
+from plumbing.text import regular_file, smallest_dtype, text_documents, write_corpus
 from plumbing.tokenizer import UNKNOWN, ByteTokenizer, make_tokenizer
 
 VALIDATION_ROWS = 16  # windows per validation batch, for every training batch size
@@ -184,9 +185,13 @@ class Corpus:
             return
         wrong = (tokens >= self.vocab_size) | (tokens < 0)
         i = int(wrong.ravel().argmax())
+        token = int(tokens.ravel()[i])
+        way_out = "make it again with data.py"
+        if 0 <= token < 2**31:  # the others were negative when they were written
+            way_out += ", or give a larger --vocab_size"
         raise UserError(
-            f"the corpus contains token {tokens.ravel()[i]} ({place(i)}), but its vocabulary has "
-            f"{self.vocab_size} tokens: make it again with data.py, or give a larger --vocab_size"
+            f"the corpus contains token {token} ({place(i)}), but its vocabulary has "
+            f"{self.vocab_size} tokens: {way_out}"
         )
 
 
@@ -247,12 +252,11 @@ def load(data, vocab_size: int = 0, block_size: int = 0) -> Corpus:
 
 
 def load_folder(folder: str) -> Corpus:
-    regular_file(Path(folder, "meta.json"))
-    meta = json.loads(Path(folder, "meta.json").read_text())
+    meta = json.loads(regular_file(Path(folder, "meta.json")).read_text())
     dtype = meta.pop("dtype")
     if dtype not in ("uint16", "uint32"):
         raise ValueError(f"meta.json: dtype {dtype!r}")
-    array = memory_map(Path(folder, "tokens.bin"), dtype)
+    array = memory_map(regular_file(Path(folder, "tokens.bin")), dtype)
     if len(array) != meta.pop("tokens"):
         raise ValueError(f"tokens.bin has {len(array):,} tokens")
     limits = {"train_tokens": len(array), "vocab_size": 2**31 - 1}
@@ -266,7 +270,8 @@ def load_folder(folder: str) -> Corpus:
         if type(meta[name]) is not str:
             raise ValueError(f"meta.json: {name} {meta[name]!r}")
     if meta["tokenizer"] == "tokenizer.json":
-        meta["tokenizer"] = Path(folder, "tokenizer.json").read_text(encoding="utf-8")
+        file = regular_file(Path(folder, "tokenizer.json"))
+        meta["tokenizer"] = file.read_text(encoding="utf-8")
     return Corpus(TokenFiles([array], [str(Path(folder, "tokens.bin"))]), **meta)
 
 
@@ -363,9 +368,15 @@ def open_token_file(path: Path, vocab_size: int) -> np.memmap:
     if path.with_suffix(".idx").exists():
         return open_megatron_file(path)
 
+    with open(path, "rb") as file:
+        head = file.read(2**16)
+    kind = "text" if is_text(head) else find_kind(head)
+    if kind:
+        raise ValueError(f"{path.name} has {kind}, not token ids")
+
     # llm.c's begin with 256 int32: magic, version, number of tokens. So do those of others, with
     # another magic. nanoGPT's have no header.
-    header = np.fromfile(path, np.int32, 256)
+    header = np.frombuffer(head[: min(1024, len(head) // 4 * 4)], np.int32)
     dtype = HEADERS.get(int(header[0]))
     count = int(header[2]) if len(header) == 256 else 0
     rest = path.stat().st_size - 1024
@@ -383,11 +394,14 @@ def open_token_file(path: Path, vocab_size: int) -> np.memmap:
 
 def has_header(words: np.ndarray, size: int) -> bool:
     """Do the first int32 of a file of this size look like a header, not like ids? Then one of them
-    is the number of ids behind it, 2 or 4 bytes each, or nearly all of 256 are zero."""
-    lengths = [*range(8, 68, 4), *(2**k for k in range(7, 13))]  # of headers, in bytes
-    for count in words[1:6].view(np.uint32).tolist():
+    is the number of ids behind it, 2 or 4 bytes each, or letters stand in front of a small number,
+    or nearly all of 256 are zero."""
+    lengths = [*range(4, 68, 4), *(2**k for k in range(7, 13))]  # of headers, in bytes
+    for count in words[:6].view(np.uint32).tolist():
         if any(count > 0 and size - count * width in lengths for width in (2, 4)):
             return True
+    if re.match(rb"([!-~]{4}){1,4}.\0{3}", words[:5].tobytes(), re.DOTALL):
+        return True
     # Of 8-byte ids half are zero.
     return size > 1024 and bool(words[:8].any()) and np.count_nonzero(words[8:]) < 16
 
@@ -424,6 +438,10 @@ def find_dtype(path: Path, vocab_size: int) -> np.dtype:
         return smallest_dtype(vocab_size)
     if size % 8 == 0 and not words[:, 2:].any():
         return np.dtype(np.int64)
+    upper = words[:, 1::2]  # of 4-byte integers
+    negative = upper == 2**16 - 1
+    if negative.any() and (negative | (upper < 16)).all():
+        raise ValueError(f"{path.name} has negative ids: write it again without them")
     if not words[:, 2].any():  # bytes 4 and 5 of 8 are zeros, 6 and 7 are not
         raise ValueError(f"{path.name} has 8-byte numbers that are no ids")
     for kind in np.float32, np.float64:
@@ -437,13 +455,6 @@ def find_dtype(path: Path, vocab_size: int) -> np.dtype:
     if size % 4 == 0 and (high == 0 or high < 16 and low >= 2**12):  # ids below 16 x 65536
         return np.dtype(np.uint32)
     return smallest_dtype(vocab_size)
-
-
-def regular_file(path: Path):
-    """Raise OSError or UserError unless it is one: a pipe would wait for ever."""
-    path.stat()
-    if not path.is_file():
-        raise UserError(f"{path}: not a regular file")
 
 
 def memory_map(path, dtype, offset: int = 0) -> np.memmap:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from config import Parser, UserError, check_limits, explain, run_command
-from plumbing.load_model import FIELDS, Source, open_model, their_names
+from plumbing.load_model import FIELDS, Source, open_model, quiet_transformers, their_names
 from plumbing.text import new_folder, to_disk
 from plumbing.tokenizer import UNKNOWN, JsonTokenizer, to_json
 
@@ -44,14 +44,19 @@ def save_model(path, model, tokenizer: str, flags: dict):
         return
     saved = {"model": weights, "model_config": vars(model.config)}
     saved |= {"tokenizer": tokenizer, "config": flags}
-    path = Path(path)
+    write_model(Path(path), saved)
+
+
+def write_model(path: Path, saved: dict):
+    """Write a model.pt, whole or not at all. Raises UserError if it cannot be written."""
     unfinished = Path(f"{path}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed
         unfinished.unlink(missing_ok=True)  # it may be a link to somebody else's file
         with open(unfinished, "xb") as file:
             torch.save(saved, file)
-        to_disk(unfinished)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(unfinished, path)
         to_disk(path.parent)
     except (OSError, RuntimeError) as error:  # torch.save raises its own error after an OSError
@@ -68,8 +73,7 @@ def write_folder(source: Source, out: str):
         has = "has" if name in source.tensors else "lacks"
         raise UserError(f"{source.path} is of another model than Llama: it {has} {name}")
 
-    import transformers
-
+    transformers = quiet_transformers()
     ours = source.config
     described = {theirs: getattr(ours, name) for name, theirs in FIELDS.items()}
     config = transformers.LlamaConfig(**described, bos_token_id=None, eos_token_id=None)

@@ -17,7 +17,6 @@ sample.py and export.py read.
 The methods of the sharded twins are imported for their flags only. Sharded twin: train.py.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -29,6 +28,7 @@ import diloco
 import edit
 import minibatch
 from config import UserError, make_config, read_flags, run_command
+from export import write_model
 from model import has_native_bf16
 from plain.record import Record
 from plain.train import Training
@@ -91,9 +91,7 @@ def save_model(path, training, record):
     weights = {name: p.float().cpu().clone() for name, p in training.model.items()}
     saved = {"model": weights, "model_config": vars(training.config)}
     saved |= {"tokenizer": training.corpus.tokenizer, "config": record.describe()}
-    unfinished = f"{path}.tmp"
-    torch.save(saved, unfinished)
-    os.replace(unfinished, path)
+    write_model(path, saved)
 
 
 def main(argv):

@@ -51,7 +51,7 @@ from torch.nn.functional import pad
 from config import UserError, check_fields, check_value, explain, make_config
 from model import ModelConfig
 from plumbing.posix import fcntl
-from plumbing.text import to_disk
+from plumbing.text import regular_file, to_disk
 
 UNFINISHED = "checkpoint.tmp"
 
@@ -95,8 +95,8 @@ def unnamed(folder) -> list:
 
 def peek(path) -> dict:
     """What a checkpoint's state.json says, unchecked. {}: it cannot be read."""
-    with suppress(OSError, ValueError, RecursionError):
-        state = json.loads((path / "state.json").read_bytes())
+    with suppress(OSError, ValueError, RecursionError, UserError):
+        state = json.loads(regular_file(path / "state.json").read_bytes())
         if isinstance(state, dict):
             return state
     return {}
@@ -437,7 +437,7 @@ def write(folder: Path, mesh, content: dict, state: dict) -> Path:
         with alike(mesh, failure):
             if unfinished.is_symlink():  # somebody else's folder
                 raise UserError(f"{unfinished} is a link: remove it")
-            unfinished.mkdir(exist_ok=True)
+            unfinished.mkdir(parents=True, exist_ok=True)  # out_dir may be gone
             with open(paths[mesh.rank], "wb") as file:
                 torch.save(content, file)
             to_disk(paths[mesh.rank])
@@ -529,7 +529,7 @@ def read(path, methods: dict) -> tuple:
     """A checkpoint's state.json, checked, and its flags. methods: name -> Method class. Raises
     UserError."""
     with readable(path):
-        state = json.loads((path / "state.json").read_bytes())
+        state = json.loads(regular_file(path / "state.json").read_bytes())
         check_state(state, methods)
         if number(path) not in (None, state["step"]):
             saved = f"another step than its state.json ({state['step']})"
@@ -545,7 +545,7 @@ def open_part(path, state: dict, rank: int) -> dict:
     """What a rank has saved. Raises an error if its file is of another checkpoint or rank."""
     world_size = state["flags"]["world_size"]
     file = files(path, world_size)[rank]
-    content = open_file(file)
+    content = open_file(regular_file(file))
     label = content["label"]
     found = label["checkpoint"], label["rank"], label["world_size"]
     if found != (state["checkpoint"], rank, world_size):

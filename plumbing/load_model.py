@@ -16,6 +16,7 @@ import torch
 
 from config import UserError, check_fields, read_number
 from model import Llama, ModelConfig, make_layer
+from plumbing.text import regular_file
 from plumbing.tokenizer import UNKNOWN
 
 FIELDS = {  # of ModelConfig -> of transformers.LlamaConfig
@@ -127,6 +128,7 @@ def open_model(path: str) -> Source:
         if Path(path).is_dir():
             source = open_folder(path)
         else:
+            regular_file(Path(path))
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             shape = saved["model_config"]
             for name in shape.keys() - {field.name for field in fields(ModelConfig)}:
@@ -164,11 +166,20 @@ def check_source(source: Source):
             raise ValueError(f"{name} is not a tensor of finite numbers")
 
 
-def open_folder(path: str) -> Source:
+def quiet_transformers():
+    """The package, without its notes and its progress bar."""
     import transformers  # where it is needed: this takes seconds
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def open_folder(path: str) -> Source:
+    for pattern in "*.json", "*.safetensors":
+        for file in Path(path).glob(pattern):
+            regular_file(file)
+    transformers = quiet_transformers()
     theirs = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     kind = theirs.model_type, theirs.hidden_act, theirs.rope_parameters["rope_type"]
     if kind != ("llama", "silu", "default"):

@@ -9,8 +9,9 @@ that has no JSON lines, is an error.
 Nothing is held whole: a text is read in pieces, and a batch of pieces is tokenized at a time.
 
 A hash of how a document begins decides whether it is for validation. So a document stays in its
-part when files are added, and two equal documents are in the same part. With few documents, or if
-the parts would be far from 95% and 5%, validation is the last 5% of the tokens.
+part when files are added, and two equal documents are in the same part. One long document can make
+the parts far from 95% and 5%. With few documents, or if the hash leaves a part empty, validation is
+the last 5% of the tokens.
 """
 
 import codecs
@@ -29,13 +30,14 @@ from pathlib import Path
 import numpy as np
 
 from config import STOPS, UserError
-from plumbing.tokenizer import make_tokenizer, read_tokenizer
+from plumbing.tokenizer import make_tokenizer
 
 VALIDATION_FRACTION = 0.05
 LAST = f"the last {VALIDATION_FRACTION:.0%}"  # where validation is, unless a hash chooses it
 FEW_DOCUMENTS = 40  # a hash would choose none of fewer in one case of eight
 PIECE = 2**16  # characters of a text that are tokenized together; a longer line may be cut
 BATCH = 2**21  # characters that are in memory as tokens, at least
+ZEROS = "bytes that are zero: binary, or UTF-16, which iconv -f UTF-16LE -t utf-8 converts"
 UTF8 = "text must be UTF-8: convert it, for example with iconv -f latin1 -t utf-8"
 
 # ---- reading ----
@@ -43,17 +45,28 @@ UTF8 = "text must be UTF-8: convert it, for example with iconv -f latin1 -t utf-
 JSON_LINES = {"jsonl", "ndjson", "jsonlines"}  # .jl is also Julia's
 NO_TEXT = {"bin", "npy", "json", "tar", "zip", "bz2", "xz", "7z"}  # suffixes
 BEGINNINGS = {  # of files, as regular expressions
-    "gz": rb"\x1f\x8b",
+    "gz": rb"\x1f\x8b\x08[\0-\x1f]",
     "zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
     "parquet": rb"PAR1",
     "bz2": rb"BZh[1-9]",
     "xz": rb"\xfd7zXZ\x00",
     "zip": rb"PK\x03\x04",
     "7z": rb"7z\xbc\xaf",
+    "lz4": rb"\x04\x22\x4d\x18",
     "npy": rb"\x93NUMPY",
+    "json-seq": rb"\x1e\s*\{\s*[\"}]",
+    "safetensors": rb"(?s).{4}\0{4}\{\"",
     "tar": rb"(?s).{257}ustar",
-    "utf-16": rb"\xff\xfe|\xfe\xff",
+    "utf-16": rb"\xff\xfe(?!\0\0)|\xfe\xff",  # with two zeros it is UTF-32, or a wide token id
 }
+
+
+def regular_file(path: Path) -> Path:
+    """This path. Raises OSError or UserError unless it is a file: a pipe would wait for ever."""
+    path.stat()
+    if not path.is_file():
+        raise UserError(f"{path}: not a regular file")
+    return path
 
 
 def text_documents(paths, field: str = "text"):
@@ -97,6 +110,8 @@ def read_documents(file, name: str, field: str):
         return parquet_documents(file, field)
     if kind == "utf-16":
         raise ValueError("UTF-16: convert it with iconv -f UTF-16 -t utf-8")
+    if kind == "json-seq":
+        raise ValueError("json-seq: make it .jsonl with tr -d '\\036' | jq -c .")
     if kind:
         raise ValueError(f"neither text nor .jsonl (one object per line) nor .parquet, but {kind}")
 
@@ -119,13 +134,18 @@ def find_kind(head: bytes) -> str:
     return ""
 
 
+def is_text(head: bytes) -> bool:
+    """Of a file of token ids or of text: no text has bytes below 9 (a tab), of many ids some do."""
+    return len(head) >= 256 and min(head) >= 9
+
+
 def text_document(file):
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")  # without a byte order mark
     # Pieces bound the memory. They end with a line, if it is not too long.
     empty = True
     while piece := text.read(PIECE) + text.readline(PIECE):
         if "\0" in piece:
-            raise ValueError("it has bytes that are zero: binary, or UTF-16; text must be UTF-8")
+            raise ValueError(f"it has {ZEROS}")
         yield piece, False
         empty = False
     if not empty:
@@ -142,6 +162,8 @@ def json_documents(file, field: str):
 
 
 def read_field(line: bytes, number: int, field: str) -> str | None:
+    if b"\0" in line:
+        raise ValueError(f"line {number} has {ZEROS}")
     wrong = f'line {number} is not a JSON object with a string "{field}"'
     try:
         row = json.loads(line.decode("utf-8-sig"))
@@ -207,13 +229,13 @@ def new_folder(out: str):
 
 
 def to_disk(path):
-    """Wait until the disk has a file, or the names in a folder, where the file system can do it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError) if path.is_dir() else nullcontext():
+    """Wait until the disk has a file, or the names in a folder, where the system can do it."""
+    with suppress(OSError) if path.is_dir() else nullcontext():  # Windows opens no folder
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
             os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
@@ -320,12 +342,10 @@ class SplitFile:
         for path in self.paths[1:]:
             path.unlink(missing_ok=True)
 
-        total = sum(self.tokens)
-        share = self.tokens[1] / total
-        if self.split and 0.01 < share < 0.2:  # one long document can be most of a part
+        if self.split and all(self.tokens):
             chosen = f"{self.documents[1]:,} of {sum(self.documents):,} documents, by hash"
             return self.tokens[0], chosen
-        return int(total * (1 - VALIDATION_FRACTION)), LAST
+        return int(sum(self.tokens) * (1 - VALIDATION_FRACTION)), LAST
 
 
 def hash_file(path: Path) -> str:
@@ -334,6 +354,25 @@ def hash_file(path: Path) -> str:
         while piece := file.read(2**20):
             digest.update(piece)
     return digest.hexdigest()[:16]
+
+
+def read_tokenizer(name: str) -> tuple:
+    """--tokenizer -> (argument of make_tokenizer(), size of the model's vocabulary). name: byte,
+    gpt2, or a folder with a tokenizer.json. The model is that of a config.json beside it. It may
+    have more tokens than the tokenizer (padding) or fewer (added tokens). Raises OSError if there
+    is no such folder."""
+    if name in ("byte", "gpt2"):
+        return name, make_tokenizer(name).n_vocab
+    # Bytes that are not UTF-8 become characters that the tokenizer refuses.
+    text = regular_file(Path(name, "tokenizer.json")).read_text("utf-8", "surrogateescape")
+    config = Path(name, "config.json")
+    if config.exists():
+        regular_file(config)
+        try:
+            return text, int(json.loads(config.read_text())["vocab_size"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{config} has no vocab_size") from None
+    return text, make_tokenizer(text).n_vocab
 
 
 def write_corpus(documents, tokenizer_name: str, out: str, max_tokens: float) -> dict:

@@ -10,11 +10,9 @@ A model or a corpus names its tokenizer by a text: `byte`, `gpt2`, the content o
 or UNKNOWN, for token files of other programs. to_json() translates the first two into the third.
 """
 
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import tiktoken
@@ -155,24 +153,6 @@ class JsonTokenizer:
     def decode(self, tokens: list) -> str:
         with no_panic():
             return self.tokenizer.decode(tokens, skip_special_tokens=False)
-
-
-def read_tokenizer(name: str) -> tuple:
-    """--tokenizer -> (argument of make_tokenizer(), size of the model's vocabulary). name: byte,
-    gpt2, or a folder with a tokenizer.json. The model is that of a config.json beside it. It may
-    have more tokens than the tokenizer (padding) or fewer (added tokens). Raises OSError if there
-    is no such folder."""
-    if name in ("byte", "gpt2"):
-        return name, make_tokenizer(name).n_vocab
-    # Bytes that are not UTF-8 become characters that the tokenizer refuses.
-    text = Path(name, "tokenizer.json").read_text("utf-8", "surrogateescape")
-    config = Path(name, "config.json")
-    if config.exists():
-        try:
-            return text, int(json.loads(config.read_text())["vocab_size"])
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{config} has no vocab_size") from None
-    return text, make_tokenizer(text).n_vocab
 
 
 def to_json(name: str) -> str:

@@ -439,6 +439,11 @@ def cut(file):
     file.write_bytes(file.read_bytes()[:99])
 
 
+def make_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 class Executed:
     """A pickle that makes a folder when it is loaded, if it is allowed to."""
 
@@ -472,6 +477,7 @@ FLAGS = [  # flags; ranks; what the line must say, "" if the run can continue
 DAMAGE = [  # what happens to the last checkpoint p; what the line must say
     (lambda p: (p / S).unlink(), UNREADABLE),
     (lambda p: cut(p / S), UNREADABLE),
+    (lambda p: make_pipe(p / S), "state.json: not a regular file"),
     (lambda p: (p / S).write_text("[" * 100000), "checkpoint-00000009 cannot be read"),
     (lambda p: (p / S).write_text("{}"), "an earlier edition of this code has saved it"),
     (lambda p: (p / S).write_text('{"checkpoint": 0, "flags": []}'), UNREADABLE),
@@ -481,6 +487,7 @@ DAMAGE = [  # what happens to the last checkpoint p; what the line must say
 PARTS = [  # the same, of a part that only rank 1 reads
     (lambda p: (p / R).unlink(), "2 ranks have saved it, and it has files of 1"),
     (lambda p: cut(p / R), UNREADABLE),
+    (lambda p: make_pipe(p / R), "rank-00001.pt: not a regular file"),
     (lambda p: torch.save({"model": {}}, p / R), "KeyError: 'label'"),
     (lambda p: torch.save([Executed()], p / R), UNREADABLE),
     (lambda p: torch.save([Executed()], p / R, **OLD_PICKLE), UNREADABLE),
@@ -890,6 +897,13 @@ def test_nothing_is_written_or_deleted_through_a_link(saved_run, tmp_path, corpu
     export.save_model(run / "model.pt", model, "byte", {})
     assert (theirs / "file").read_text() == "kept" and len(list(theirs.iterdir())) == 1
     assert not (run / "model.pt").is_symlink()
+
+
+def test_checkpoint_makes_a_folder_again_that_was_removed_during_the_run(tmp_path):
+    state = {"step": 4, "flags": {"keep": 1}}
+    mesh = Mesh(1, torch.device("cpu"), alone=True)
+    checkpoint.write(tmp_path / "out" / "run", mesh, {}, state)
+    assert saved_steps(tmp_path / "out" / "run") == [4]
 
 
 def test_disk_has_every_file_before_the_checkpoint_gets_its_name(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ import torch
 import data
 import train
 from config import UserError, explain, parse
-from plumbing import text, tokenizer
+from plumbing import load_model, text, tokenizer
 from ranks import ROOT
 
 
@@ -287,6 +287,9 @@ TEXTS_OF_OTHERS = {  # name -> (content, tokens or what the line says)
     "c.txt": (lzma.compress(b"word"), "but xz"),
     "c.zip": (b"PK\x03\x04word", "but zip"),
     "c.tar": (bytes(257) + b"ustar" + bytes(300), "but tar"),
+    "wide-le.jsonl": (LINES.decode().encode("utf-16-le"), "bytes that are zero.*iconv -f UTF-16LE"),
+    "c.lz4": (b"\x04\x22\x4d\x18word", "but lz4"),
+    "c.json-seq": (b'\x1e{"text": "a"}\n\x1e{"text": "b"}\n', "json-seq: .*tr -d .*036. . jq -c"),
     "c.npy": (b"\x93NUMPYword", "but npy"),
     "zeros": (b"word\0word", "bytes that are zero"),
     "named.gz": (b"word", "Not a gzipped file"),
@@ -361,13 +364,27 @@ def test_of_few_documents_the_last_tokens_are_for_validation(tmp_path):
         assert bytes(min(token, 255) for token in ids(corpus)) == expected
         assert corpus.train_tokens == int(0.95 * len(expected))
         assert corpus.validation == "the last 5%"
-    # nor does a document that is most of the corpus make a part of its own
-    candidates = (f"long {i} " * 9000 for i in range(99))
-    long = next(word for word in candidates if text.is_validation(word.encode()))
-    data.write_corpus([(w, True) for w in [long, *words, "y"]], "byte", tmp_path / "long", np.inf)
-    corpus = data.load(str(tmp_path / "long"))
-    assert corpus.train_tokens == int(0.95 * len(corpus.tokens))
-    assert {path.name for path in (tmp_path / "long").iterdir()} == {"tokens.bin", "meta.json"}
+    # nor does the hash count if it chooses none
+    candidates = (f"document {i:04}" for i in range(999))
+    words = [word for word in candidates if not text.is_validation(word.encode())][:50]
+    data.write_corpus([(word, True) for word in words], "byte", tmp_path / "none", np.inf)
+    corpus = data.load(str(tmp_path / "none"))
+    assert (corpus.train_tokens, corpus.validation) == (int(0.95 * 50 * 14), "the last 5%")
+    assert {path.name for path in (tmp_path / "none").iterdir()} == {"tokens.bin", "meta.json"}
+
+
+@pytest.mark.parametrize("count", [40, 41, 60, 100])
+def test_one_more_document_moves_none_of_the_others_whatever_their_lengths(tmp_path, count):
+    draw = np.random.default_rng(count)
+    for trial in range(10):
+        lengths = draw.lognormal(4, 1.5, count + 1).astype(int)
+        words = [f"{trial} {i} " + "x" * length for i, length in enumerate(lengths)]
+        if not any(text.is_validation(word.encode()) for word in words[:-1]):
+            continue
+        parts, _ = split(tmp_path / f"{trial}", words[:-1])
+        more, _ = split(tmp_path / f"{trial} more", words)
+        for part, larger in zip(parts, more):
+            assert [word for word in larger if word != words[-1]] == part
 
 
 def test_folder_in_the_making_leaves_the_signal_handlers_as_they_were(tmp_path):
@@ -411,11 +428,11 @@ def test_vocabulary_of_a_corpus_is_its_models_as_long_as_that_has_all_tokens(
 
 
 def test_vocabulary_of_a_folder_is_that_of_config_json_if_there_is_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer, "make_tokenizer", lambda text: SimpleNamespace(n_vocab=301))
+    monkeypatch.setattr(text, "make_tokenizer", lambda name: SimpleNamespace(n_vocab=301))
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert tokenizer.read_tokenizer(str(tmp_path)) == ("{}", 301)
+    assert text.read_tokenizer(str(tmp_path)) == ("{}", 301)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300}))
-    assert tokenizer.read_tokenizer(str(tmp_path)) == ("{}", 300)
+    assert text.read_tokenizer(str(tmp_path)) == ("{}", 300)
 
 
 def write_folder(folder, ids, **changes):
@@ -448,6 +465,41 @@ def test_damaged_folders_few_and_foreign_tokens_are_refused(tmp_path):
     foreign = write_folder(tmp_path / "foreign", tokens, vocab_size=99)
     with pytest.raises(UserError, match="token 99 .*tokens.bin, position 99.*vocabulary has 99"):
         data.load(foreign)
+
+
+PIPES = {  # a pipe -> what opens it
+    "tokens/meta.json": lambda folder: data.load(str(folder / "tokens")),
+    "tokens/tokens.bin": lambda folder: data.load(str(folder / "tokens")),
+    "tokens/tokenizer.json": lambda folder: data.load(str(folder / "tokens")),
+    "hf/tokenizer.json": lambda folder: text.read_tokenizer(str(folder / "hf")),
+    "hf/config.json": lambda folder: text.read_tokenizer(str(folder / "hf")),
+    "model.pt": lambda folder: load_model.open_model(str(folder / "model.pt")),
+    "llama/config.json": lambda folder: load_model.open_model(str(folder / "llama")),
+    "llama/tokenizer.json": lambda folder: load_model.open_model(str(folder / "llama")),
+    "llama/model.safetensors": lambda folder: load_model.open_model(str(folder / "llama")),
+}
+
+
+@pytest.mark.parametrize("name", PIPES)
+def test_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path, monkeypatch, name):
+    write_folder(tmp_path / "tokens", np.arange(100, dtype=np.uint16), tokenizer="tokenizer.json")
+    for folder in "hf", "llama":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tokenizer.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+
+    def too_late(*args):
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(5)
+    try:
+        with pytest.raises(UserError, match=f"{name}: not a regular file"):
+            PIPES[name](tmp_path)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def write_shard(path, tokens, count=None, kind=(20240520, 1), dtype=np.uint16):
@@ -561,11 +613,28 @@ def write_count(folder, count):
     (folder / "x.idx").write_bytes(content)
 
 
-def write_late(folder):
+def write_late(folder, wrong=250, dtype=np.uint16):
     """One bad id, behind what is looked at when the file is opened."""
-    ids = np.tile(IDS, 1300).astype(np.uint16)
-    ids[1_200_003] = 250
+    ids = np.tile(IDS, 1300).astype(dtype)
+    ids[1_200_003] = wrong
     ids.tofile(folder / "train.bin")
+
+
+PROSE_OF_OTHERS = "naïve words, one behind the other.\n" * 30
+LETTERS = [int.from_bytes(b"TOKN", "little"), 1]
+MASKED = np.where(IDS < 3, -100, IDS)  # as labels that do not count
+NO_TOKENS = {  # format -> a file of it, of an even number of bytes
+    "safetensors": (64).to_bytes(8, "little") + b'{"w": {}}' + b" " * 55 + bytes(2000),
+    "parquet": b"PAR1" + bytes(range(256)) * 8,
+    "gz": gzip.compress(RANDOM.tobytes()).ljust(9000, b"\0"),
+    "text": PROSE_OF_OTHERS.encode() + b"\n" * (len(PROSE_OF_OTHERS.encode()) % 2),
+    "lz4": b"\x04\x22\x4d\x18" + bytes(range(256)) * 8,
+    "utf-16": PROSE_OF_OTHERS.encode("utf-16"),
+}
+
+
+def holding(content):
+    return lambda folder: (folder / "x.bin").write_bytes(content)
 
 
 TOKENS_OF_OTHERS = {  # -> how many are for training, or what the line says
@@ -589,6 +658,17 @@ TOKENS_OF_OTHERS = {  # -> how many are for training, or what the line says
     "header-short": (lambda f: write_behind(f, [99, 1, 2, 3000], 3000), "header of an unknown kind"),
     "header-512": (lambda f: write_behind(f, [7, 3000, *range(1, 127)], 3000, np.uint32),
                    "header of an unknown kind"),
+    "header-count": (lambda f: write_behind(f, [3000, 0], 3000), "header of an unknown kind"),
+    "header-count-only": (lambda f: write_behind(f, [3000], 3000), "header of an unknown kind"),
+    "header-letters": (lambda f: write_behind(f, LETTERS, 3000), "header of an unknown kind"),
+    "header-more-letters": (lambda f: write_behind(f, [*LETTERS[:1] * 2, 0], 3000),
+                            "header of an unknown kind"),
+    **{f"is-{kind}": (holding(content), f"x.bin has {kind}, not token ids.*data.py --input")
+       for kind, content in NO_TOKENS.items()},
+    "named-bin": (lambda f: [np.save(f / "x.npy", IDS), (f / "x.npy").rename(f / "x.bin")],
+                  "x.bin has npy, not token ids"),
+    "int32-negative": (lambda f: MASKED.astype(np.int32).tofile(f / "x.bin"), "negative ids"),
+    "int64-negative": (lambda f: MASKED.astype(np.int64).tofile(f / "x.bin"), "negative ids"),
     "float32": (lambda f: RANDOM.astype(np.float32).tofile(f / "x.bin"), "fractions .float32"),
     "float64": (lambda f: RANDOM.tofile(f / "x.bin"), "fractions .float64"),
     "uint64-large": (lambda f: (IDS.astype(np.uint64) + 2**63).tofile(f / "x.bin"), "no ids"),
@@ -599,10 +679,11 @@ TOKENS_OF_OTHERS = {  # -> how many are for training, or what the line says
     "npy-float": (lambda f: np.save(f / "x.npy", IDS / 2), "no row of token ids"),
     "npy-2d": (lambda f: np.save(f / "x.npy", IDS.reshape(2, -1)), "no row of token ids"),
     "npy-objects": (lambda f: np.save(f / "x.npy", np.array([None])), "damaged"),
-    "npy-negative": (lambda f: np.save(f / "x.npy", -IDS), "contains token -"),
+    "npy-negative": (lambda f: np.save(f / "x.npy", -IDS), "contains token -.*data.py$"),
     "two-kinds": (lambda f: [IDS.tofile(f / "x.bin"), np.save(f / "x.npy", IDS)], "those that you"),
     "pipe": (lambda f: os.mkfifo(f / "x.bin"), "not a regular file"),
     "only-validation": (lambda f: IDS.tofile(f / "val.bin"), "all files are for validation"),
+    "late-negative": (lambda f: write_late(f, -1, np.int32), "position 1,200,003.*with data.py$"),
     "late": (write_late, "contains token 250 .*train.bin, position 1,200,003"),
     **{name: ((lambda name: lambda f: write_pair(f, IDS, name))(name), 900) for name in (
         "validation.bin", "a_valid_0.bin", "val.bin", "dev.bin", "Test-1.bin", "fineweb_val_01.bin",
@@ -628,6 +709,13 @@ def test_tokens_of_other_programs_are_read_right_or_refused_in_one_line(tmp_path
     assert read == IDS.tolist()
     for name in (path.name for path in tmp_path.iterdir() if path.suffix != ".idx"):
         assert name in corpus.describe()
+
+
+@pytest.mark.parametrize("first", [[0x8B1F, 9], [0x7B1E, 9], [0x5A42, 9], [0x4F54, 0x4E4B, 1, 1]])
+def test_first_ids_that_resemble_another_format_are_ids(tmp_path, first):
+    found = np.append(first, IDS)
+    found.astype(np.uint16).tofile(tmp_path / "x.bin")
+    assert ids(data.load([str(tmp_path)])) == found.tolist()
 
 
 def test_training_file_of_a_set_named_dev_is_not_for_validation(tmp_path):

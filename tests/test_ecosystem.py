@@ -21,6 +21,7 @@ from config import UserError
 from lab import plot
 from model import Llama, ModelConfig
 from plumbing import launch, load_model, tokenizer
+from plumbing.text import read_tokenizer
 from ranks import ROOT, Launch, run_training
 from sample import continue_text, load
 from test_data import check_refused
@@ -37,7 +38,7 @@ THEIRS = dict(
 def transformers(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     found = pytest.importorskip("transformers")
-    found.utils.logging.disable_progress_bar()
+    found.utils.logging.enable_progress_bar()  # as when a program starts
     found.utils.logging.set_verbosity_error()
     return found
 
@@ -65,9 +66,11 @@ def their_llama(transformers, folder, **more):
     return model.eval()
 
 
-def test_exported_model_is_the_same_for_transformers(transformers, model_pt, tmp_path):
+def test_exported_model_is_the_same_for_transformers(transformers, model_pt, tmp_path, capsys):
     ours, encoding = load(model_pt)
+    capsys.readouterr()
     folder = exported(model_pt, tmp_path / "out")
+    assert capsys.readouterr().err == ""  # no progress bar
     auto = transformers.AutoModelForCausalLM
     theirs, report = auto.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report  # no missing, unexpected or other key
@@ -535,4 +538,4 @@ def test_tokenizer_that_panics_is_told_in_one_line():
 def test_damaged_tokenizer_is_refused_in_one_line(content, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(UserError, match="^tokenizer.json is damaged .*$"):
-        tokenizer.read_tokenizer(str(tmp_path))
+        read_tokenizer(str(tmp_path))

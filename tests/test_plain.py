@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from config import UserError
 from lab.rows import read_run
 from model import ModelConfig
 from plain import train
-from plain.__main__ import REFUSED, SHARDED, main, read_config
+from plain.__main__ import REFUSED, SHARDED, main, read_config, save_model
 from ranks import ROOT, flags, run_training
 from test_docs import shortened_tour
 
@@ -83,6 +84,24 @@ def test_earlier_run_is_kept_unless_it_may_be_overwritten(tmp_path, corpus_folde
     assert (tmp_path / "model.pt").read_bytes() == before
     main([*argv, "--seed=1", "--overwrite"])
     assert (tmp_path / "model.pt").read_bytes() != before
+
+
+def test_model_is_not_written_through_a_link_and_is_on_the_disk(tmp_path, monkeypatch):
+    theirs = tmp_path / "theirs"
+    theirs.write_text("kept")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "model.pt.tmp").symlink_to(theirs)
+    on_disk = []
+    monkeypatch.setattr(os, "fsync", on_disk.append)
+    corpus = SimpleNamespace(tokenizer="byte")
+    training = SimpleNamespace(model={}, config=ModelConfig(), corpus=corpus)
+    save_model(out / "model.pt", training, SimpleNamespace(describe=dict))
+    assert theirs.read_text() == "kept"
+    assert [path.name for path in out.iterdir()] == ["model.pt"]
+    assert not (out / "model.pt").is_symlink()
+    assert torch.load(out / "model.pt")["tokenizer"] == "byte"
+    assert len(on_disk) == 2  # the file and its name
 
 
 def test_clock_of_a_slow_replica_is_virtual(tmp_path, corpus_folder):
