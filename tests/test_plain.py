@@ -56,6 +56,20 @@ def test_plain_run_has_the_files_of_a_sharded_one(tmp_path, corpus_folder, capsy
     assert sample.continue_text(ours, encoding, "a", count=3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    dict(method="edit"), dict(method="one_bit_edit", warmup_format="int8")
+])  # fmt: skip
+def test_plain_run_counts_the_bytes_that_a_sharded_one_sends(options, tmp_path, corpus_folder):
+    """But for rows of scalars, scales of blocks and padding."""
+    options = OPTIONS | dict(dtype="fp32") | options
+    sharded = run_training(2, corpus_folder, out_dir=tmp_path / "sharded", shards=1, **options)
+    argv = [*flags(**options), "--replicas", "2", "--data", str(corpus_folder)]
+    main([*argv, "--out_dir", str(tmp_path / "plain")])
+    plain = [row["sync_bytes"] for row in rows_of(tmp_path / "plain") if row["event"] == "eval"]
+    assert plain == pytest.approx([row["sync_bytes"] for row in sharded.rows("eval")], rel=0.2)
+
+
 @pytest.mark.parametrize("name", REFUSED.split())
 def test_flag_without_sense_in_one_process_is_refused(name):
     fields = SHARDED["edit"].Config.__dataclass_fields__

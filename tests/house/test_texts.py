@@ -93,6 +93,20 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
 
 
+# What runs are made of needs no text.
+UNTOLD = set("log_interval eval_interval eval_batches checkpoint_interval timeout_s profile".split())
+UNTOLD |= set("anomaly_ema delay alpha offload link_latency_ms".split())
+
+
+def test_every_flag_has_a_reader():
+    told = TEXT + RESULTS + RELATIVES
+    for pattern in "EXERCISES.md", "docs/*.md", "lab/experiments/*.sh":
+        told += "".join(path.read_text() for path in ROOT.glob(pattern))
+    for method in METHODS.values():
+        for name in method.Config.__dataclass_fields__.keys() - UNTOLD:
+            assert re.search(rf"--(no-)?{name}\b", told), name
+
+
 # ---- the ladder ----
 
 
