@@ -119,7 +119,9 @@ def test_pause_of_several_rounds_costs_one_round_and_recorded_tokens_never_fall(
     "shards, clocks",
     [
         (1, [SpeedClock(1.0, 2.5)]),
-        (2, [SpeedClock(3.0, 1.0, late=True), SpeedClock(0.1, 4.0)]),
+        pytest.param(
+            2, [SpeedClock(3.0, 1.0, late=True), SpeedClock(0.1, 4.0)], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_uneven_replicas_stop_together_at_the_budget(shards, clocks, corpus_folder):

@@ -39,10 +39,10 @@ NEEDED = {
     "streaming_diloco": dict(fragments=2, delay=1),
     "streaming_edit": dict(fragments=2, delay=1),
 }
-QUICK = ("minibatch", "edit")
+QUICK = ("edit",)
 DIVIDED = dict(dtype="fp32", grad_clip=0.2)  # AdamW's kernel divides the gradient
 CASES = [
-    ("one_bit_edit", DIVIDED | dict(optimizer="muon")),
+    pytest.param("one_bit_edit", DIVIDED | dict(optimizer="muon"), marks=pytest.mark.slow),
     pytest.param("edit", DIVIDED, marks=pytest.mark.slow),
     pytest.param("edit", dict(offload=True), marks=pytest.mark.slow),
     pytest.param("edit", dict(recompute=True), marks=pytest.mark.slow),

@@ -134,7 +134,8 @@ VIRTUAL = "--tau_time_s 4 --virtual_clock --slow_replica 1:2"  # rounds of 4 and
 @pytest.mark.parametrize(
     "method, number, to, lag, at",
     [
-        ("minibatch", signal.SIGINT, [2], 1, 14),  # the vote of step 13 is known one step late
+        # the request of step 13 is known one step late
+        pytest.param("minibatch", signal.SIGINT, [2], 1, 14, marks=pytest.mark.slow),
         pytest.param("noloco", signal.SIGTERM, [0, 1, 2, 3], 0, 15, marks=pytest.mark.slow),
         (f"a_edit {VIRTUAL}", signal.SIGHUP, [1], 0, 15),  # a closed terminal
     ],
@@ -422,6 +423,7 @@ def test_failure_is_reported_in_a_line_and_costs_nothing_that_was_saved(
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_random_kills_cost_no_step_and_change_no_bit(start, tmp_path):
     steps = max(60, 30 * KILLS)
     dice = random.Random(KILLS)

@@ -483,6 +483,7 @@ def test_commands_of_the_page_continue_after_one_machine_was_switched_off(tmp_pa
     assert_same(*(tmp_path / name / "machine-0" / "out" / "two" for name in ("kill", "whole")))
 
 
+@pytest.mark.slow
 def test_table_of_the_page_is_what_its_own_code_computes():
     page = (ranks.ROOT / "docs" / "two_machines.md").read_text()
     (code,) = re.findall("```python\n(.*?)```", page, re.DOTALL)

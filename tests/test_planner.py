@@ -253,6 +253,7 @@ def test_utilization_rises_with_bandwidth_and_with_overlap(name):
             assert below(used[less], used[more]), (less, more)
 
 
+@pytest.mark.slow
 def test_every_method_has_rows():
     found = rows()
     assert {(row["model"], row["method"]) for row in found} == set(product(MODELS, SCHEDULES))

@@ -233,6 +233,7 @@ def two_micro_steps(recompute, backend=None, change=None):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_layers_have_the_same_gradients(recompute):
     usual = two_micro_steps(recompute)

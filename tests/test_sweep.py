@@ -203,6 +203,7 @@ PLAIN = "--plain --replicas 2 --tau 2 --sync_warmup_steps 2 --n_layer 1 --n_embd
 PLAIN += "--block_size 8 --eval_batches 1 --dtype fp32"
 
 
+@pytest.mark.slow
 def test_plain_runs_share_a_process_and_survive_the_death_of_one(start, monkeypatch, capsys, tmp_path):
     """Four runs in one process, without os.fork. The process is killed in the first run, and two
     runs diverge. The last one trains as `python -m plain` does, bit for bit."""
