@@ -24,9 +24,9 @@ with outer_lr`), everything else equal: the same pairs, averaged over the settin
 flags, for each seed. Only the seeds count that all these settings have. Marks: * the mean is at
 least two standard errors from 0; ? one seed only, so nobody knows the error.
 
---only leaves out all other runs. --show adds columns: local_bytes (sent after the warm-up),
-train_s, tokens_per_s (after the warm-up), step_ms (the median of the logged ones, without the first
-two).
+--at STEP compares the runs at their last evaluation up to this step, not at their ends. --only
+leaves out all other runs. --show adds columns: local_bytes (sent after the warm-up), train_s,
+tokens_per_s (after the warm-up), step_ms (the median of the logged ones, without the first two).
 
 --out NAME writes NAME.md, NAME.csv (a line per run: pandas.read_csv reads it) and NAME.svg: the
 losses over tokens; over the first flag with numbers if the runs have one evaluation each; or over
@@ -352,6 +352,18 @@ def set_bases(runs, base, columns, followers) -> list:
             reason = "several bases fit" if found else "no base"
             lacking[f"{label(columns, run.values(columns))}: {reason}"].append(run.seed)
     return [f"{text}, seed {', '.join(map(str, seeds))}" for text, seeds in lacking.items()]
+
+
+def cut(run, step):
+    """Make the run end at its last evaluation up to this step. Raises UserError if it has none."""
+    count = sum(at is not None and at <= step for at in run.curve["step"])
+    if count == 0:
+        raise UserError(f"--at {step}: {run.folder} has no evaluation up to this step")
+    for name, column in run.curve.items():
+        run.curve[name] = column[:count]
+    last = {name: column[-1] for name, column in run.curve.items()}
+    names = {"steps": "step"} | {name: name for name in ("val_loss", "sync_bytes", "train_s")}
+    run.results = {name: last[column] for name, column in names.items() if last[column] is not None}
 
 
 # ---- statistics ----
@@ -682,6 +694,7 @@ def read_command(argv: list):
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="FLAG=VALUE", help="only the runs with these flags"
     )
+    parser.add_argument("--at", type=int, metavar="STEP", help="compare at this step")
     parser.add_argument("--x", help=f"of the picture: {', '.join(CURVES)}, or a flag")
     parser.add_argument("--y", metavar="FLAG", help="picture: a heat map over the flags X and Y")
     parser.add_argument("--first", type=float, default=-math.inf, help="draw only from this x on")
@@ -695,6 +708,8 @@ def main(argv: list):
     runs, notes = read_runs(args.runs)
     only = check_base(args.only, [run.flags for run in runs], "--only")
     runs = [run for run in runs if only.items() <= run.flags.items()]
+    for run in runs if args.at is not None else ():
+        cut(run, args.at)
     check_x(args.x, [run.flags for run in runs], args.y)
     text, runs, columns, names = page(runs, args.base, notes, args.show)
     print(text)

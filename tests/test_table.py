@@ -66,6 +66,21 @@ def compared(folders, *base):
     return cells(first), second, [line[2:] for line in text.splitlines() if line[:2] == "- "]
 
 
+def test_at_a_step_counts_the_last_evaluation_up_to_it(write, capsys, tmp_path):
+    """write_run() evaluates after step 4, with a loss that is higher by 1, and after step 8."""
+    write(2.0, "minibatch")
+    write(3.0, "edit")
+    table.main([*write.folders, "--at", "7", "--base", "method=minibatch"])
+    _, first, second = cells(capsys.readouterr().out.split("\n\n")[0])
+    assert first[1] == "3.0000" and second[1] == "4.0000"
+    assert second[4] == "+33.33% ?"
+    table.main([*write.folders, "--at", "8", "--out", str(tmp_path / "x")])
+    with open(tmp_path / "x.csv", newline="") as file:
+        assert [float(row["val_loss"]) for row in csv.DictReader(file)] == [2.0, 3.0]
+    with pytest.raises(UserError, match="--at 3: .* has no evaluation up to this step"):
+        table.main([*write.folders, "--at", "3"])
+
+
 # ---- means and distances ----
 
 
