@@ -168,8 +168,8 @@ for module, names in (
 ):
     for name in names:
         delattr(module, name)
-for name in set(dir(torch.distributed)) - {"is_available", "is_initialized"}:
-    if not name.startswith("_") and callable(getattr(torch.distributed, name)):
+for name in list(vars(torch.distributed)):  # a torch without collectives
+    if name.startswith(("all_", "broadcast", "gather", "reduce", "scatter", "init_process")):
         delattr(torch.distributed, name)
 torch.distributed.is_available = lambda: False
 platform.system, *sys.argv[:] = (lambda name=sys.argv[1]: name), *sys.argv[2:]
