@@ -4,7 +4,7 @@ The problem. EDiT synchronizes after a number of steps: a replica that is twice 
 waits half of its time. In A-EDiT every replica trains for tau_time_s seconds, takes as many steps
 as it can, and then takes part in EDiT's sync. It waits at most for one step of the slowest.
 
-    sync_warmup_steps steps of averaged gradients; then anchor = x, round_began = now
+    sync_warmup_steps steps with averaged gradients; then anchor = x, round_began = now
     repeat, replica i:
         inner steps; at the end of each:
             vote = (now - round_began >= tau_time_s)         # by shard 0's clock alone;
@@ -104,6 +104,7 @@ class AEDiT(EDiT):
         return self.penalty.judge(G, length=self.local_steps, longest=self.longest_round)
 
     def remember_round(self):
+        """Its steps. A longer round before it is forgotten as slowly as old norms are."""
         remembered = (1 - self.config.anomaly_ema) * self.longest_round
         self.longest_round = max(remembered, self.local_steps)
 

@@ -7,7 +7,7 @@ earlier ones, and (2) applies a *pseudo-gradient penalty*: eliminate anomalies, 
 clip, or, if all replicas are flagged, keep the anchor (roll back).
 
     sync_warmup_steps steps with averaged gradients; anchor = x; then repeat tau inner steps and,
-    for all layers l at the round's end (the paper does this in the forward, with equal result):
+    for all layers l at the round's end (in the paper in the forward, with the same result):
         d_i   = anchor - x_i                                    # in the storage of x_i
         G_i   = ||d_i||                                         # [shard] one all-reduce, all layers
         limit_i = mean_i + delta sigma_i                        # from its running statistics

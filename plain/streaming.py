@@ -105,8 +105,8 @@ class StreamingEDiT(StreamingDiLoCo, EDiT):
         for l, (_, verdict) in landing.items():
             layer = self.layers[l]
             for replica, flagged in zip(self.replicas, verdict.flagged):
-                # x_i <- a if replica i was flagged when the fragment was sent; else where x_i is
-                # not finite
+                # x_i <- a if replica i was flagged when the fragment was sent. Else only those of
+                # its elements become a that are not finite.
                 x = replica.x[layer]
                 replica.x[layer] = torch.where(flagged | ~x.isfinite(), self.a[layer], x)
 

@@ -3,7 +3,7 @@
 The problem. Averaging gradients in every step is slow, and large batches generalize worse. Post
 Local SGD begins with averaged gradients, where progress is fast, and continues with local steps.
 
-    sync_warmup_steps steps of averaged gradients; then repeat:
+    sync_warmup_steps steps with averaged gradients; then repeat:
         tau inner steps: x_i <- AdamW(x_i)
         x_i <- 1/M sum_j x_j               # [sync] all-reduce per layer, once per round, blocking
 
