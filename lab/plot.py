@@ -48,6 +48,7 @@ class Panel:
     where: dict = field(default_factory=dict)  # draw only the rows with these values
     log: bool = False  # is the x axis logarithmic?
     first: float = -math.inf  # draw only the points from this x on
+    ticks: dict = field(default_factory=dict)  # name -> x, in place of numbers
 
 
 def lines_of(rows, panel) -> dict:
@@ -97,6 +98,8 @@ def draw_panel(axes, panel, lines):
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
     if panel.log or axes.get_xlim()[1] >= 1000:
         axes.xaxis.set_major_formatter(EngFormatter())  # 100 M, not 10^8
+    if panel.ticks:
+        axes.set_xticks(list(panel.ticks.values()), list(panel.ticks))
     at = sorted({x for points in lines.values() for x, *_ in points})
     if panel.log and len(at) <= 6 and panel.x not in AXES:  # a few values of a flag
         axes.set_xticks(at, [f"{x:g}" for x in at])

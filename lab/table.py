@@ -30,9 +30,9 @@ tokens_per_s (after the warm-up), step_ms (the median of the logged ones, withou
 
 --out NAME writes NAME.md, NAME.csv (a line per run: pandas.read_csv reads it) and NAME.svg: the
 losses over tokens; over the first flag with numbers if the runs have one evaluation each; or over
---x, one of step, tokens, train_s, sync_bytes or a flag. --x FLAG --y FLAG is a heat map of the
-losses over two flags, for each setting of the others. A name in the picture leaves out switches
-that are on.
+--x, one of step, tokens, train_s, sync_bytes or a flag: numbers, or a switch, yes and no. --x FLAG
+--y FLAG is a heat map of the losses over two flags, for each setting of the others. A name in the
+picture leaves out switches that are on.
 """
 
 import csv
@@ -53,6 +53,7 @@ NO_SETTING = {"event", "step", "seed", "out_dir", "resume", "overwrite", "dry_ru
 NO_SETTING |= {"save_on_exit", "checkpoint_interval", "keep", "profile", "timeline", "timeout_s"}
 NO_SETTING |= {"log_interval", "eval_interval"}
 NO_SETTING |= {"world_size", "mesh", "micro_steps", "micro_batch", "n_params"}
+SWITCH = {"no": 0, "yes": 1}  # a switch on the x axis
 CURVES = ("step", "tokens", "train_s", "sync_bytes")  # what --x may be beside a flag
 RESULTS = ("val_loss", "sync_bytes", "local_bytes", "train_s", "tokens_per_s", "step_ms", "steps")
 SHOWN = {  # what --show may name -> heading, factor
@@ -586,6 +587,8 @@ def check_x(x, known, y=None):
         if not name or (name in CURVES and option == "--x"):
             continue
         found = {flags[name] for flags in known if name in flags}
+        if option == "--x" and not y and found == SWITCH.keys():
+            continue
         if not found or not all(isinstance(value, (int, float)) for value in found):
             choices = "" if option == "--y" else f"one of {', '.join(CURVES)}, or "
             raise UserError(
@@ -623,7 +626,7 @@ def curves(runs, columns, x) -> list:
         names = columns_of[method]
         variant = short_label(names, found[0].values(names))
         if x not in CURVES:
-            points = [[run.flags.get(x)] for run in found]
+            points = [[SWITCH.get(run.flags.get(x), run.flags.get(x))] for run in found]
             losses = [[run.loss] for run in found]
         elif any(None in run.curve[x] for run in found):  # a CSV file may lack it
             continue
@@ -665,6 +668,8 @@ def draw(runs, columns, x, y, first, path) -> str:
             points = [row[x][0] for row in rows if len(row[x]) == 1]
             far_apart = points and 0 < 10 * min(points) < max(points)
             panel = plot.Panel(x, "val_loss", plot.AXES.get(x, x), log=bool(far_apart), first=first)
+            if any(run.flags.get(x) in SWITCH for run in runs):
+                panel.ticks = SWITCH
             plot.draw(rows, [panel], path)
     except ModuleNotFoundError as error:
         return f"picture none: pip install {error.name}"

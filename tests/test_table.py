@@ -540,6 +540,15 @@ def test_picture_is_drawn_or_its_package_named(write, tmp_path, monkeypatch, cap
         assert f">{text}<" in svg
 
 
+def test_a_switch_may_be_the_x_axis(write, tmp_path):
+    pytest.importorskip("matplotlib")
+    write(2.0, data_by_replica=False)
+    write(2.5, data_by_replica=True)
+    table.main([*write.folders, "--x", "data_by_replica", "--out", str(tmp_path / "x")])
+    svg = (tmp_path / "x.svg").read_text()
+    assert ">no<" in svg and ">yes<" in svg and ">data_by_replica<" in svg
+
+
 WRONG = {
     "--base method": "write FLAG=VALUE",
     "--base metod=edit": "no such flag",

@@ -14,4 +14,5 @@ python -m lab.sweep own_data --method diloco edit robust --outer_lr 0.7 --outer_
     --seed 1 2 3 $local
 python -m lab.sweep own_data --method streaming_edit --outer_lr 0.9 --outer_momentum 0.3 \
     --seed 1 2 3 $local
-python -m lab.table out/sweep/own_data/*/ --base method=diloco --out lab/results/own_data
+python -m lab.table out/sweep/own_data/*/ --base method=diloco --x data_by_replica \
+    --out lab/results/own_data
