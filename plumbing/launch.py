@@ -315,7 +315,7 @@ def check_interfaces(store, rank: int, world_size: int):
             line = (
                 f"rank {other} would listen at {gloo}, where other machines cannot reach it: on "
                 "each machine name the interface to the others, export GLOO_SOCKET_IFNAME=eth0 "
-                "(`ip -brief address` lists them; with NCCL also NCCL_SOCKET_IFNAME)"
+                "(`ip -brief address` lists them; NCCL takes it, too, or NCCL_SOCKET_IFNAME)"
             )
             raise UserError("" if rank else line)
 
@@ -410,6 +410,9 @@ def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:
         # do not: with shards, the next gather waits for the all-reduces of gradients. Not measured
         # yet: on a GPU, compare runs with 0 and 1 in the environment, also of minibatch.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        if os.environ.get("GLOO_SOCKET_IFNAME"):  # the way to the other machines ("=": this name)
+            interface = "=" + os.environ["GLOO_SOCKET_IFNAME"]
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     machine = shm.machine_id()
     if config.backend == "nccl":  # NCCL believes this variable, too
         machine = os.environ.get("NCCL_HOSTID", machine)

@@ -376,6 +376,23 @@ def test_nccl_launches_in_the_order_of_issue_by_default(monkeypatch, given):
 
 
 @pytest.mark.parametrize(
+    "names, expected",
+    [
+        ({}, None),
+        ({"GLOO_SOCKET_IFNAME": ""}, None),
+        ({"GLOO_SOCKET_IFNAME": "eth1"}, "=eth1"),  # without "=" also eth10
+        ({"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "ib0"}, "ib0"),
+    ],
+)
+def test_nccl_takes_the_interface_of_gloo(monkeypatch, names, expected):
+    """Else it would choose one by itself, perhaps one that the other machines do not reach."""
+    replace_functions(monkeypatch, torch.cuda, device_count=1, set_device=None)
+    monkeypatch.setattr(os, "environ", dict(names))
+    launch.make_mesh(launch_flags("cuda", "nccl"), Mesh(1, CPU))
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == expected
+
+
+@pytest.mark.parametrize(
     "backend, gpus, local_rank, refused",
     [
         ("auto", 4, 3, False),
