@@ -121,22 +121,6 @@ def draw(rows, panels, path):
     save(picture, [list(lines.values()) for lines in panels_lines], path)
 
 
-def draw_heat(cells, xlabel, ylabel, path):
-    """Write a heat map for each item of `cells`: title -> (x, y, loss) of its cells. The figures
-    and colors: how far a loss is above the lowest one of its map."""
-    picture = new_figure(1 + 3 * len(cells), 3.5)
-    for number, (title, found) in enumerate(cells.items(), 1):
-        x, y, losses = np.transpose(found)
-        above = losses / losses.min() - 1
-        axes = picture.add_subplot(1, len(cells), number)
-        axes.scatter(x, y, 1200, above, marker="s", cmap="YlOrRd", vmin=0, vmax=0.3)
-        for at, value in zip(zip(x, y), above):
-            axes.text(*at, f"{value:.1%}", ha="center", va="center")
-        axes.set(title=f"{title}: lowest {losses.min():.4f}", xlabel=xlabel, ylabel=ylabel)
-        axes.margins(0.2)
-    save(picture, cells, path)
-
-
 # ---- runs ----
 
 

@@ -30,9 +30,8 @@ tokens_per_s (after the warm-up), step_ms (the median of the logged ones, withou
 
 --out NAME writes NAME.md, NAME.csv (a line per run: pandas.read_csv reads it) and NAME.svg: the
 losses over tokens; over the first flag with numbers if the runs have one evaluation each; or over
---x, one of step, tokens, train_s, sync_bytes or a flag: numbers, or a switch, yes and no. --x FLAG
---y FLAG is a heat map of the losses over two flags, for each setting of the others. A name in the
-picture leaves out switches that are on.
+--x, one of step, tokens, train_s, sync_bytes or a flag: numbers, or a switch, yes and no. A name
+in the picture leaves out switches that are on.
 """
 
 import csv
@@ -578,22 +577,17 @@ def write_csv(path, runs, names):
             writer.writerow([run.folder, *run.values(names), run.seed, *found, run.over])
 
 
-def check_x(x, known, y=None):
-    """Raise UserError unless x is a column of the evaluations, or a flag that is a number; or with
-    y, unless both are such flags. known: the flags of the runs."""
-    if y and (x or "tokens") in CURVES:
-        raise UserError(f"--y {y}: it needs another flag as --x FLAG")
-    for option, name in ("--x", x), ("--y", y):
-        if not name or (name in CURVES and option == "--x"):
-            continue
-        found = {flags[name] for flags in known if name in flags}
-        if option == "--x" and not y and found == SWITCH.keys():
-            continue
-        if not found or not all(isinstance(value, (int, float)) for value in found):
-            choices = "" if option == "--y" else f"one of {', '.join(CURVES)}, or "
-            raise UserError(
-                f"{option} {name}: it must be {choices}a flag whose values are numbers"
-            )
+def check_x(x, known):
+    """Raise UserError unless x is a column of the evaluations, or a flag that is a number or a
+    switch. known: the flags of the runs."""
+    if not x or x in CURVES:
+        return
+    found = {flags[x] for flags in known if x in flags}
+    numbers = found and all(isinstance(value, (int, float)) for value in found)
+    if not numbers and found != SWITCH.keys():
+        raise UserError(
+            f"--x {x}: it must be one of {', '.join(CURVES)}, or a flag whose values are numbers"
+        )
 
 
 def single(runs) -> bool:
@@ -653,39 +647,24 @@ def short_label(names, values) -> str:
     return ", ".join(parts)
 
 
-def draw(runs, columns, x, y, first, path) -> str:
+def draw(runs, columns, x, first, path) -> str:
     """Write the picture, from x = first on. Returns the line that says so."""
     runs = [run for run in runs if run.known]
     if not runs:
         return "picture none: no run has a known loss"
     try:
-        if y:
-            plot.draw_heat(cells(runs, columns, x, y), x, y, path)
-        else:
-            rows = curves(runs, columns, x)
-            if not rows:
-                return f"picture none: no run has {x}"
-            points = [row[x][0] for row in rows if len(row[x]) == 1]
-            far_apart = points and 0 < 10 * min(points) < max(points)
-            panel = plot.Panel(x, "val_loss", plot.AXES.get(x, x), log=bool(far_apart), first=first)
-            if any(run.flags.get(x) in SWITCH for run in runs):
-                panel.ticks = SWITCH
-            plot.draw(rows, [panel], path)
+        rows = curves(runs, columns, x)
+        if not rows:
+            return f"picture none: no run has {x}"
+        points = [row[x][0] for row in rows if len(row[x]) == 1]
+        far_apart = points and 0 < 10 * min(points) < max(points)
+        panel = plot.Panel(x, "val_loss", plot.AXES.get(x, x), log=bool(far_apart), first=first)
+        if any(run.flags.get(x) in SWITCH for run in runs):
+            panel.ticks = SWITCH
+        plot.draw(rows, [panel], path)
     except ModuleNotFoundError as error:
         return f"picture none: pip install {error.name}"
     return f"picture {path}"
-
-
-def cells(runs, columns, x, y) -> dict:
-    """Setting of the other flags -> (x, y, mean loss) of its lines."""
-    others = [name for name in columns if name not in (x, y)]
-    found = defaultdict(list)
-    for line in find_lines(runs, columns).values():
-        flags = line[0].flags
-        if x in flags and y in flags:
-            loss = statistics.mean(run.loss for run in line)
-            found[label(others, line[0].values(others))].append((flags[x], flags[y], loss))
-    return found
 
 
 def read_command(argv: list):
@@ -701,7 +680,6 @@ def read_command(argv: list):
     )
     parser.add_argument("--at", type=int, metavar="STEP", help="compare at this step")
     parser.add_argument("--x", help=f"of the picture: {', '.join(CURVES)}, or a flag")
-    parser.add_argument("--y", metavar="FLAG", help="picture: a heat map over the flags X and Y")
     parser.add_argument("--first", type=float, default=-math.inf, help="draw only from this x on")
     parser.add_argument("--show", nargs="+", default=[], choices=list(SHOWN), help="more columns")
     parser.add_argument("--out", help="write OUT.md, OUT.csv and OUT.svg")
@@ -715,7 +693,7 @@ def main(argv: list):
     runs = [run for run in runs if only.items() <= run.flags.items()]
     for run in runs if args.at is not None else ():
         cut(run, args.at)
-    check_x(args.x, [run.flags for run in runs], args.y)
+    check_x(args.x, [run.flags for run in runs])
     text, runs, columns, names = page(runs, args.base, notes, args.show)
     print(text)
     if args.out:
@@ -730,7 +708,7 @@ def write(args, text, runs, columns, names):
     Path(f"{name}.md").write_text(f"{text}\n")
     write_csv(f"{name}.csv", runs, names)
     print(f"\ntable   {name}.md, {name}.csv")
-    print(draw(runs, columns, x, args.y, args.first, f"{name}.svg"))
+    print(draw(runs, columns, x, args.first, f"{name}.svg"))
 
 
 if __name__ == "__main__":

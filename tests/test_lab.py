@@ -63,15 +63,6 @@ def test_a_panel_shows_the_mean_and_the_range():
     assert ends == [[[4.0, 1.0], [4.0, 1.5]], [[16.0, 2.0], [16.0, 4.0]]]
 
 
-def test_heat_map_shows_how_far_each_cell_is_above_the_lowest_of_its_map(tmp_path):
-    pytest.importorskip("matplotlib")
-    cells = {"tau 4": [(0.0, 1.0, 2.0), (0.8, 1.0, 2.5)], "tau 16": [(0.0, 0.5, 3.0)]}
-    plot.draw_heat(cells, "outer_momentum", "outer_lr", tmp_path / "x.svg")
-    svg = (tmp_path / "x.svg").read_text()
-    for text in "0.0%", "25.0%", "tau 4: lowest 2.0000", "tau 16: lowest 3.0000", "outer_lr":
-        assert f">{text}<" in svg
-
-
 def test_variants_of_a_method_differ_in_their_markers():
     forms = {plot.style_of("edit", f"part {number}", number)[0] for number in range(6)}
     assert len(forms) == 6

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from config import UserError, explain
-from lab import plot, table
+from lab import gain, plot, table
 
 MESH = {"replicas": 4, "shards": 1}
 
@@ -400,12 +400,12 @@ def test_runs_without_a_known_loss_have_no_distances_but_the_columns_of_show(tmp
     rows = list(csv.DictReader((tmp_path / "again.csv").open(newline="")))
     assert {row["val_loss"] + row["over_base"] for row in rows} == {""}
     assert [row["step_ms"] for row in rows] == ["400", "30.5", "20.5"]
-    words = ["--base", "tau=4", "--x", "tau", "--y", "tau", "--out", str(tmp_path / "heat")]
+    words = ["--base", "tau=4", "--x", "tau", "--out", str(tmp_path / "over_tau")]
     table.main([str(tmp_path / "again.csv"), "--show", "step_ms", *words])
     again = capsys.readouterr().out
     assert cells(again) == cells(printed)
     assert again.endswith("picture none: no run has a known loss\n")
-    assert (tmp_path / "heat.csv").read_bytes() == (tmp_path / "again.csv").read_bytes()
+    assert (tmp_path / "over_tau.csv").read_bytes() == (tmp_path / "again.csv").read_bytes()
 
 
 def test_a_run_without_a_known_loss_is_not_in_a_mean(tmp_path):
@@ -431,7 +431,7 @@ def test_picture_leaves_out_runs_without_a_known_loss(tmp_path, monkeypatch):
     runs, _ = table.read_runs([write_csv(tmp_path / "a.csv", *lines)])
     drawn = []
     monkeypatch.setattr(plot, "draw", lambda rows, panels, path: drawn.extend(rows))
-    table.draw(runs, ["tau"], "tau", None, 0, "x.svg")
+    table.draw(runs, ["tau"], "tau", 0, "x.svg")
     assert [(row["tau"], row["val_loss"]) for row in drawn] == [([4], [2.0])]
 
 
@@ -549,6 +549,51 @@ def test_a_switch_may_be_the_x_axis(write, tmp_path):
     assert ">no<" in svg and ">yes<" in svg and ">data_by_replica<" in svg
 
 
+# ---- loss over gain ----
+
+
+def outer_steps(write):
+    """Two outer steps whose gain is 1, and one of 4; with tau 4 one of them has two seeds."""
+    for tau, seed, lr, mu, loss in (
+        (4, 1, 1.0, 0.0, 1.5),
+        (4, 2, 1.0, 0.0, 2.5),
+        (4, 1, 0.5, 0.5, 2.2),
+        (4, 1, 0.8, 0.8, 3.0),
+        (16, 1, 1.0, 0.0, 4.4),
+        (16, 1, 0.8, 0.8, 4.0),
+    ):
+        write(loss, tau=tau, seed=seed, outer_lr=lr, outer_momentum=mu)
+    write(9.0, "minibatch")
+
+
+def test_points_of_a_tau_are_how_far_each_outer_step_is_above_its_best_one(write):
+    outer_steps(write)
+    lines = gain.find_points(table.read_runs(write.folders)[0])
+    assert list(lines) == ["tau 4", "tau 16"]
+    expected = {"tau 4": [(1, 0, 0), (1, 0.1, 0.5), (4, 0.5, 0.8)], "tau 16": [(1, 0.1, 0), (4, 0, 0.8)]}
+    for name, points in lines.items():
+        assert [value for point in points for value in point] == pytest.approx(
+            [value for point in expected[name] for value in point]
+        )
+
+
+def test_gain_is_drawn_for_the_chosen_runs(write, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    outer_steps(write)
+    gain.main([*write.folders, "--only", "tau=4", "--out", str(tmp_path / "new" / "gain")])
+    svg = (tmp_path / "new" / "gain.svg").read_text()
+    assert ">all runs<" in svg and ">momentum 0.8 or more<" in svg and ">50%<" in svg
+    assert capsys.readouterr().out == f"picture {tmp_path}/new/gain.svg\n"
+
+
+def test_runs_with_one_outer_step_have_no_picture(write, tmp_path):
+    write(2.0, "minibatch")
+    write(2.2, "edit", outer_lr=0.7, outer_momentum=0.8)
+    with pytest.raises(UserError, match="no setting has runs with two values of --outer_lr"):
+        gain.main([*write.folders, "--out", str(tmp_path / "gain")])
+    assert not (tmp_path / "gain.svg").exists()
+
+
 WRONG = {
     "--base method": "write FLAG=VALUE",
     "--base metod=edit": "no such flag",
@@ -556,8 +601,7 @@ WRONG = {
     "--base tau=5": "there is: 4",
     "--base method=minibatch tau=4": "no run has all of these",
     "--x loss": "one of step, tokens, train_s, sync_bytes",
-    "--y tau": "--y tau: it needs another flag as --x FLAG",
-    "--x tau --y loss": "--y loss: it must be a flag whose values are numbers",
+    "--y tau": "unrecognized arguments",
     "--only tau=5": "--only tau=5: no run has it; there is: 4",
     "--show loss": "invalid choice: 'loss'",
     "--x method": "a flag whose values are numbers",

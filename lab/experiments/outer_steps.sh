@@ -16,5 +16,5 @@ python -m lab.sweep outer_steps --outer_lr 0.26 0.5 --outer_momentum 0 0.5 $edit
 python -m lab.sweep outer_steps --outer_lr 0.7 --outer_momentum 0 $edit
 python -m lab.sweep outer_steps --outer_lr 1 --outer_momentum 0.5 0.8 $edit
 python -m lab.table out/sweep/outer_steps/*/ --out lab/results/outer_steps
-python -m lab.table lab/results/outer_steps.csv --only method=edit optimizer=adamw \
-    --x outer_momentum --y outer_lr --out lab/results/outer_steps_edit
+python -m lab.gain lab/results/outer_steps.csv --only method=edit optimizer=adamw \
+    --out lab/results/gain

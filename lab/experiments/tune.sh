@@ -3,9 +3,10 @@
 #     sh lab/experiments/tune.sh --data my_corpus --model 10m --seed 7
 #     sh lab/experiments/tune.sh --data my_corpus --max_steps 2000 --sync_warmup_steps 32 --plain
 # These are 48 runs.
-# So: take the lowest cell of each tau, and compare methods on other seeds. EDiT's best outer step
-# fits DiLoCo, too. A short tau wants little momentum, see outer_steps.sh.
+# So: take the lowest loss of each tau, and compare methods on other seeds. EDiT's best outer step
+# fits DiLoCo, too. A short tau wants little momentum: the picture shows the loss over the gain of
+# the outer step (lab/gain.py).
 set -e
 python -m lab.sweep tune --method edit --tau 4 16 64 --outer_lr 0.5 0.7 0.9 1 \
     --outer_momentum 0 0.3 0.5 0.8 "$@"
-python -m lab.table out/sweep/tune/*/ --x outer_momentum --y outer_lr --out out/sweep/tune/tune
+python -m lab.gain out/sweep/tune/*/ --out out/sweep/tune/gain
