@@ -11,6 +11,7 @@ or UNKNOWN, for token files of other programs. to_json() translates the first tw
 """
 
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -57,6 +58,28 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
+# GPT-2 cuts a text into words and runs of white space, and tokenizes each piece alone. Its pattern
+# looks ahead: a run that a word follows ends before its last character, so that a space stays with
+# its word. tiktoken needs three times as long for a pattern that looks ahead. This one does not. It
+# is for a text in which mark_runs() has put a MARK where a run is to be cut; the mark is a piece.
+MARK = "\0"
+PIECES = r"\x00|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}\x00]+|\s+"
+SPACES = np.zeros(256, bool)
+SPACES[list(b"\t\n\v\f\r ")] = True
+OTHER_SPACES = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]")
+
+
+def mark_runs(text: str) -> str | None:
+    """The text with a mark before the last character of each run of white space that a word
+    follows. None if it already has such characters, or white space of more than a byte."""
+    if MARK in text or (not text.isascii() and OTHER_SPACES.search(text)):
+        return None
+    letters = np.frombuffer(text.encode(), np.uint8)
+    space = SPACES[letters]
+    cuts = np.flatnonzero(space[:-2] & space[1:-1] & ~space[2:]) + 1
+    return np.insert(letters, cuts, ord(MARK)).tobytes().decode()
+
+
 class GPT2Tokenizer:
     name = "gpt2"
     begin = []
@@ -72,13 +95,27 @@ class GPT2Tokenizer:
         self.eot_token = self.encoding.eot_token
         self.n_vocab = self.encoding.n_vocab
         self.decode = self.encoding.decode
+        ranks = self.encoding._mergeable_ranks
+        special = self.encoding._special_tokens
+        self.mark = ranks[MARK.encode()]
+        self.fast = tiktoken.Encoding(
+            "gpt2", pat_str=PIECES, mergeable_ranks=ranks, special_tokens=special
+        )
 
     def encode(self, text: str) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
+    def encode_fast(self, text: str) -> np.ndarray:
+        """What encode() returns."""
+        marked = mark_runs(text)
+        if marked is None:
+            return self.encode(text)
+        tokens = self.fast.encode_to_numpy(marked, disallowed_special=())
+        return tokens[tokens != self.mark]
+
     def encode_batch(self, texts: list) -> list:
         with ThreadPoolExecutor(count_cores()) as pool:
-            return list(pool.map(self.encode, texts))
+            return list(pool.map(self.encode_fast, texts))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import json
 import lzma
 import mmap
 import os
+import random
 import re
 import signal
 import subprocess
@@ -18,7 +19,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
+from tiktoken_ext import openai_public
 
 import data
 import train
@@ -156,7 +159,7 @@ def test_hash_of_a_written_corpus_is_that_of_its_tokens(tmp_path):
 
 def test_writing_stops_at_max_tokens(tmp_path):
     out = str(tmp_path / "new" / "cut")
-    documents = (("x" * 3, i % 3 == 2) for i in range(3000))  # three pieces each
+    documents = (("x" * 3, i % 3 == 2) for i in range(1200))  # three pieces each
     meta = data.write_corpus(documents, "byte", out, max_tokens=25)
     assert (meta["tokens"], meta["bytes_per_token"]) == (25, 24 / 26)
     assert ids(data.load(out)) == ([120] * 9 + [256]) * 2 + [120] * 5
@@ -845,9 +848,39 @@ def test_gpt2_encodes_on_all_cores_also_where_a_process_has_no_set_of_them(monke
     """As on macOS."""
     byte = tokenizer.ByteTokenizer()
     made = object.__new__(tokenizer.GPT2Tokenizer)
-    made.encode = byte.encode
+    made.encode_fast = byte.encode
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert [found.tolist() for found in made.encode_batch(["a", "b"])] == [[97], [98]]
+
+
+def test_fast_pieces_of_gpt2_are_those_of_its_own_pattern(monkeypatch):
+    """A vocabulary of bytes and some longer ones, and texts with runs of white space of all kinds,
+    marks, and what Python, but not Unicode, calls white space."""
+    words = [b" a", b"ab", b"  ", b"    ", b"\n\n", b"\n ", b" \n", b"\r\n", b"'s", b" 1"]
+    words += [b"\x1c\x1c"]
+    others = ["", "é漢²", "\x1c\v\f", "\0", "\x85\xa0\u2003", "<|endoftext|>"]
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    ranks |= {word: 256 + number for number, word in enumerate(words)}
+    own = tiktoken.Encoding(
+        "gpt2",
+        pat_str=openai_public.r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": 300},
+    )
+    monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", lambda name: own)
+    made = tokenizer.make_tokenizer("gpt2")
+    draw = random.Random(0)
+    fast = 0
+    for number in range(1200):
+        letters = "ab1.' \n\t\r" + draw.choice(others)
+        text = "".join(draw.choices(letters, k=draw.randrange(12)))
+        if number % 10 == 0:
+            text += "<|endoftext|>" + " " * draw.randrange(4) + "'s"
+        fast += tokenizer.mark_runs(text) is not None
+        expected = own.encode_ordinary(text)
+        assert made.encode(text).tolist() == expected, repr(text)
+        assert made.encode_batch([text])[0].tolist() == expected, repr(text)
+    assert fast > 800
 
 
 def test_panic_of_a_tokenizer_is_one_line_and_ctrl_c_stays_what_it_is():

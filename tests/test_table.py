@@ -570,11 +570,10 @@ def test_points_of_a_tau_are_how_far_each_outer_step_is_above_its_best_one(write
     outer_steps(write)
     lines = gain.find_points(table.read_runs(write.folders)[0])
     assert list(lines) == ["tau 4", "tau 16"]
-    expected = {"tau 4": [(1, 0, 0), (1, 0.1, 0.5), (4, 0.5, 0.8)], "tau 16": [(1, 0.1, 0), (4, 0, 0.8)]}
-    for name, points in lines.items():
-        assert [value for point in points for value in point] == pytest.approx(
-            [value for point in expected[name] for value in point]
-        )
+    short = [(1, 0, 0), (1, 0.1, 0.5), (4, 0.5, 0.8)]
+    assert [list(point) for point in lines["tau 4"]] == [pytest.approx(point) for point in short]
+    long = [(1, 0.1, 0), (4, 0, 0.8)]
+    assert [list(point) for point in lines["tau 16"]] == [pytest.approx(point) for point in long]
 
 
 def test_gain_is_drawn_for_the_chosen_runs(write, tmp_path, capsys):
