@@ -96,15 +96,16 @@ class AEDiT(EDiT):
         return float(time_is_up or after_this_step >= self.config.max_steps)
 
     def judge(self, G):
-        """A norm grows more slowly than the steps of its round, so the norm per step is larger in a
-        short round. Therefore the limit per step is multiplied by the steps of the longest round;
-        an old one is forgotten as slowly as old norms are. Then a machine that becomes faster,
-        slower, or slower for a while is no anomaly, nor is the last round, which may be short. The
+        """In a short round the norm per step is larger, because a norm grows more slowly than the
+        number of steps. So the limit per step is multiplied by the steps of the longest round, not
+        of this one. Then a short round is no anomaly: not the last one, and not those of a machine
+        that has become slower. The longest round is forgotten as slowly as old norms are. The
         price: while rounds are shorter than they were, the limit is looser."""
         return self.penalty.judge(G, length=self.local_steps, longest=self.longest_round)
 
     def remember_round(self):
-        """Its steps. A longer round before it is forgotten as slowly as old norms are."""
+        """The longest round: this one, or a longer one before it, which shrinks in each round as
+        old norms do."""
         remembered = (1 - self.config.anomaly_ema) * self.longest_round
         self.longest_round = max(remembered, self.local_steps)
 

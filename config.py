@@ -418,7 +418,7 @@ def read_number(config: dict, key: str, flag: str):
     return value
 
 
-PATHS = {f"--{name}" for name in "data init_from resume out_dir model input out".split()}
+PATHS = {f"--{name}" for name in "data init_from resume out_dir model input tokenizer out".split()}
 
 
 def check_limits(name: str, value, limits: dict):

@@ -21,7 +21,7 @@ Three kinds of corpora:
                     looks like another header, or like another format, is refused. Without a header
                     the ids are 2, 4 or 8 bytes wide: zeros between them tell.
                     Files with one of the words val, valid, validation, dev, test in their name, or
-                    in a folder of that name, if several are given, are the validation part, also a
+                    in a folder of that name, if there are several, are the validation part, also a
                     val.bin beside a train.bin; without any it is the last 5%. A file with train or
                     training in its name is never in it.
 
@@ -317,13 +317,15 @@ def name_files(files: list) -> str:
 def find_token_files(names: list) -> list:
     """[(path, is it for validation?)] of the files in --data, and of the validation files beside
     them."""
-    found = []  # (path, name of the folder that was given)
+    found = []  # (path, name of its folder)
+    parents = {Path(name).resolve().parent for name in names if Path(name).is_file()}
     for path in map(Path, names):
         if not path.name:
             raise UserError(f'--data "{path}" names nothing; {HINT}')
         path.stat()  # an error that says what is wrong with it
         if not path.is_dir():
-            found.append((path, ""))
+            # Files of one folder, such as test/*.bin, are told apart by their own names.
+            found.append((path, path.resolve().parent.name if len(parents) > 1 else ""))
             continue
         inside = sorted(each for each in path.iterdir() if each.suffix in TOKEN_FILES)
         if len({each.suffix for each in inside}) > 1:
@@ -541,7 +543,7 @@ def main():
     add("--out", required=True, help="new folder")
     add("--max_tokens", type=float, default=1e18, help="stop at so many tokens (default: none)")
     args = parser.parse_args()
-    for name in "input", "out":
+    for name in "input", "tokenizer", "out":
         check_limits(f"--{name}", getattr(args, name), {})
     check_limits("--max_tokens", args.max_tokens, {"low": 1})
     documents = text_documents(args.input, args.field)

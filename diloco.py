@@ -54,8 +54,8 @@ class Config(LocalConfig):  # the paper's tau is H = 500
 def nesterov(anchor, momentum, d, lr, mu):
     """A step of torch.optim.SGD(nesterov=True) with the gradient d, in place."""
     # b <- mu b + d;  a <- a - lr (d + mu b)
-    # The function behind torch.optim.SGD: here d and the momentum are vectors of the method, which
-    # checkpoints save, not the state of an optimizer object.
+    # torch.optim.SGD calls this function, too. Its optimizer object would own the momentum. Here
+    # the momentum is a vector of the method, so checkpoints save it.
     options = {"dampening": 0, "weight_decay": 0, "nesterov": mu > 0, "maximize": False}
     sgd([anchor], [d], [momentum], lr=lr, momentum=mu, fused=True, **options)
 

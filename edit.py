@@ -14,7 +14,7 @@ clip, or, if all replicas are flagged, keep the anchor (roll back).
         flag i if G_i > limit_i                                 # (G_i - mean_i) / sigma_i > delta
         else add G_i to the running statistics of replica i
         share G and flags with all replicas                     # [sync] one all-gather, all layers
-        if all replicas are flagged: their statistics of layer l start anew, where G_i is finite
+        if all replicas are flagged: each whose G_i is finite clears its statistics of layer l
         w_i   = exp(-G_i) / sum_j exp(-G_j) over the unflagged  # on the device, no host read
     for l = 0, 1: start dbar = sum_i w_i d_i                    # [sync] all-reduce per layer, async
     complete(l), in the next forward, when it gets to layer l:
@@ -164,9 +164,9 @@ def clip_factor(norm, phi):
 
 
 def nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, moves):
-    """The step of diloco.nesterov(), in place, without a host read. moves: a scalar tensor, 1, or 0
-    if all replicas are flagged. With 0 nothing changes, bit for bit, because dhat is 0, too: all
-    weights are 0."""
+    """The step of diloco.nesterov(), in place, without a host read. moves: a scalar tensor, 0 if
+    all replicas are flagged, else 1. If it is 0, all weights are 0, so dhat is 0, too. Then nothing
+    changes, bit for bit."""
     # b <- mu b + dhat;  a <- a - lr (dhat + mu b)
     # A branch would have to read `moves` on the host, which waits for a GPU. So it is a factor.
     momentum.mul_(mu**moves).add_(dhat)  # mu^0 = 1
@@ -213,8 +213,9 @@ class Penalty:
         """Flags (L,) of replica i for its norms G (L,). Those that are not flagged enter its
         statistics. Only replica i has seen its earlier norms, so it judges itself.
 
-        length, longest: steps of this round and of the longest round, where rounds differ
-        (A-EDiT). The statistics are of G / length. Their limit times `longest` is the limit of G.
+        length, longest: steps of this round and of the longest one (A-EDiT). Both are 1 if all
+        rounds are equally long. The statistics are of norms per step, G / length, and so is the
+        limit made from them. Times `longest` it is the limit of G.
         """
         own = self.method.statistics[:, layers]  # a view
         flagged = is_anomaly(G, longest * anomaly_limits(own, self.config))
@@ -223,7 +224,7 @@ class Penalty:
 
     def weigh(self, norms, flagged, layers=ALL, norms_for_weights=None):
         """The weights (M, L) of all replicas, from their norms and flags. Clears the statistics of
-        lost layers. norms_for_weights: if they are not `norms`."""
+        lost layers. norms_for_weights: norms from which the weights are made, if not `norms`."""
         own = self.method.statistics[:, layers]
         G = norms[self.method.mesh.replica]
         own.copy_(forget_lost_layers(own, G, flagged.all(dim=0)))
@@ -404,14 +405,15 @@ class EDiT(Method):
 # (1) One all-gather carries the norms and flags of all layers, and nothing is read on the host. The
 #     authors' code reads 2 to 4 values per layer on the host, which prevents the overlap.
 # (2) A norm that is not finite is always flagged, also without anomaly elimination.
-# (3) Flagged norms never enter the statistics, so one outlier does not hide the next. The cost: one
-#     replica whose norms rise suddenly and permanently stays flagged (the log shows it; raise
+# (3) Flagged norms never enter the statistics, so one outlier does not hide the next. The cost: if
+#     the norms of one replica rise suddenly and for good, it stays flagged (the log shows it; raise
 #     --anomaly_threshold). Where all replicas are flagged, the statistics of that layer start anew:
 #     see forget_lost_layers(). So a layer is lost at most once in anomaly_warmup_rounds rounds, if
 #     its norms are finite.
 # (4) For the first anomaly_warmup_rounds samples the statistics are the plain mean and standard
 #     deviation: an exponential average that starts at zero is biased.
-# (5) sigma is at least SIGMA_FLOOR * mean, so nearly equal norms do not flag noise.
+# (5) sigma is at least SIGMA_FLOOR * mean, so that noise is not flagged where norms are nearly
+#     equal.
 # (6) A non-finite inner gradient is set to 0 (shard.py).
 # (7) Training stops with an error after three rounds in a row that were rolled back in all layers
 #     (train.py). Because of (3), only norms that are not finite can do that.

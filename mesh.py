@@ -19,10 +19,11 @@ all-reduce 2(n-1)/n of its payload, send-receive all of it.
 Collectives are asynchronous and return a handle. gather_rows, sum_over_ranks and all_gather_object
 wait. `wait()` blocks the stream on NCCL and the host on gloo and shm (plumbing/shm.py). On a GPU,
 issue a collective and wait for it on the stream on which its tensors were allocated. In a group of
-one rank an operation does nothing and is not counted (send_receive needs two). If a rank has died,
-or is silent for timeout_s, the others raise RankLostError (in a shard group after a sixth of it,
-see launch.shorten_timeout). With NCCL its watchdog ends the process after timeout_s, in every
-group.
+one rank an operation does nothing and is not counted (send_receive needs two).
+
+If a rank has died, or is silent for timeout_s, the others raise RankLostError. In a shard group a
+sixth of that time is enough (launch.shorten_timeout). NCCL is different: in every group its
+watchdog ends the process after timeout_s, and prints lines of its own.
 """
 
 import re
@@ -123,9 +124,9 @@ class Group:
 
 class Mesh:
     """The grid as seen by one rank. backend(ranks, crosses_replicas) names the backend of a group;
-    link: a simulate.SimulatedLink between replicas; on_one_machine(ranks): whether they are;
-    alone: ignore the other ranks. Things that travel on the host use torch.distributed's default
-    group, which must be gloo."""
+    on_one_machine(ranks): whether they are; alone: ignore the other ranks. Things that travel on
+    the host use torch.distributed's default group, which must be gloo. link: between replicas, a
+    simulate.SimulatedLink or None."""
 
     def __init__(
         self,
@@ -133,7 +134,6 @@ class Mesh:
         device,
         timeout_s=600,
         backend=None,
-        link=None,
         on_one_machine=lambda ranks: True,
         alone=False,
     ):
@@ -148,7 +148,7 @@ class Mesh:
         self.replica, self.shard_index = divmod(self.rank, shards)
         self.timeout = timedelta(seconds=timeout_s)
         self.backend = backend
-        self.link = link
+        self.link = None
         self.on_one_machine = on_one_machine
         grid = torch.arange(self.world_size).view(self.replicas, self.shards)
         self.shard_group = self._group("shard", grid, self.replica)
@@ -275,7 +275,8 @@ class Mesh:
         receive = dist.P2POp(dist.irecv, received, peer, group.process_group)
         send = dist.P2POp(dist.isend, x, peer, group.process_group)
         with self._collective(group, "send-receive", x.nbytes, 1) as handle:
-            handle.works = dist.batch_isend_irecv([receive, send])  # a send may need a receive
+            # Both in one call: a send may have to wait for the partner's receive.
+            handle.works = dist.batch_isend_irecv([receive, send])
         return handle
 
     def gather_rows(self, row: torch.Tensor, group: Group) -> torch.Tensor:

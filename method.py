@@ -16,7 +16,7 @@ Who calls what, in train.py:
     for each step:
         before_step()      the first time after the warm-up: begin()
         after_backward()
-        vote()             in rounds only: the warm-up's steps carry a signal to stop instead
+        vote()             in rounds; in the warm-up a signal to stop travels in its place
         inner_step()
         after_step()       true at the end of a round; then
         end_round()        averages moments, if asked to; measure() for the record; sync()
@@ -116,8 +116,8 @@ class Method:
         raise NotImplementedError
 
     def after_backward(self):
-        """model.grad holds this replica's mean gradient, not clipped, in the warm-up that of all
-        replicas. A method may replace it."""
+        """model.grad holds the mean gradient of this replica, in the warm-up that of all replicas.
+        It is not clipped yet. A method may change it."""
 
     def inner_step(self, optimizer):
         """The step of the inner optimizer (optimizer.py), with the learning rate in .lr."""
@@ -128,8 +128,8 @@ class Method:
         return self.config.tau
 
     def vote(self) -> float:
-        """1.0 to end the round after this step, 0.0 in the warm-up, which has no rounds. The vote
-        travels with the step's metrics, and one vote in a replica is enough."""
+        """1.0 if the round is to end after this step, else 0.0. The vote travels with the step's
+        metrics. One vote in a replica is enough. The warm-up has no rounds, so there it is 0.0."""
         return 0.0
 
     def drain(self):
@@ -149,8 +149,9 @@ class Method:
     def share(self, **values):
         """Gather one row of numbers per replica. Afterwards self.rows.losses (each replica's mean
         loss in the round), .steps (its inner steps) and .NAME hold an entry per replica, (M,), or
-        (M, n) for a value of n elements. A value must be equal in the shard group. Without a
-        barrier nobody waits for the others: they hold only this replica's, (1,) or (1, n)."""
+        (M, n) for a value of n elements. A value must be equal in the shard group. In a
+        method without a barrier nobody waits for the others. Then the only entry is this replica's:
+        (1,) or (1, n)."""
         loss = self.record.loss_sum / self.local_steps
         own = {"losses": loss, "steps": torch.full_like(loss, self.local_steps), **values}
         row = torch.cat([value.to(self.model.master.dtype).view(-1) for value in own.values()])
@@ -213,7 +214,7 @@ class Method:
         self.rounds += 1
         with self.record.stall():
             for name in self.config.averaged_moments():
-                # It is finite, because clip_gradient() sets a gradient that is not to 0.
+                # A moment is finite: clip_gradient() sets a gradient to 0 if it is not finite.
                 self.average(getattr(self.model, name))
             self.measure()
             self.sync()

@@ -9,7 +9,8 @@ ends. The all-reduce is in shard.py, where it overlaps with the backward.
 
     M replicas of N shards, P elements of a layer; sum: over the layers
 
-Slow-link bytes per rank and step: 2 (M-1)/M * 4 sum P/N, and a few for loss, norm and votes.
+Slow-link bytes per rank and step: 2 (M-1)/M * 4 sum P/N, and a few for loss, norm and a request to
+stop.
 Run: python train.py --method minibatch
 Plain version: plain/minibatch.py.
 """

@@ -39,6 +39,7 @@ def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0,
 
 def continue_text(model, encoding, prompt: str, **options) -> str:
     """The prompt and the model's continuation. An empty prompt starts a new document."""
+    prompt = prompt.encode(errors="replace").decode()  # a terminal may send what is no UTF-8
     tokens = encoding.encode(prompt).tolist()
     # What stood in front of each document in training, if anything. Else the end of another one.
     start = encoding.begin + tokens or [encoding.eot_token]

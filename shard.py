@@ -34,14 +34,14 @@ means that the next such layer overwrites it. For an embedding 0, blocks 1 and 2
                forward                  backward
     computes   0   1   2   3            3   2   1   0
     buffer     A   B   A   B            B   A   B   (an embedding's backward needs no parameters)
-    gathers    1   2   3                    1       (meanwhile; 0 before the forward; 3 and 2 are
-                                                    still there)
+    gathers    1   2   3                    1       (while it computes. 0 is gathered before the
+                                                    forward; 3 and 2 are still there)
 
 A layer's parameters are views of its buffer. Autograd saves these views. The backward gathers the
-layer into the same buffer first, so they hold the right values again. The two layers that the
-forward gathered last are still there. So of L layers a micro-step gathers 2 L - 3: all L in the
-forward, and in the backward all but the last two and an embedding (2 L - 2 if the backward of layer
-0 needs its parameters). Each forward forgets what the buffers hold, so whatever has changed
+layer into the same buffer first, so they hold the right values again. So a micro-step gathers
+2 L - 3 layers. The forward gathers all L. The backward gathers L - 3, because the last two are
+still there, and an embedding's backward needs no parameters. (If that of layer 0 needs them, it
+gathers L - 2.) Each forward forgets what the buffers hold, so whatever has changed
 `master` since then (an inner step, a sync, a checkpoint), no layer is out of date. With N = 1 in
 fp32 the parameters are views of `master`: no buffer, copy or collective.
 
@@ -291,6 +291,8 @@ class ShardedModel:
         last = len(self.layers) - 1
         hook = self.pre_layer_hook
         for l, layer in enumerate(self.layers):
+            if layer.training != train:  # of interest for a dropout of your own
+                layer.train(train)
             if hook:  # it updates layer l's parameters
                 with record_function(f"sync, layer {l}"):
                     hook(l)  # it starts the gather, too

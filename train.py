@@ -110,8 +110,8 @@ class Training:
         return loss
 
     def request(self) -> float:
-        """What this rank wants; it travels with the step's loss and norm. In a round a vote to end
-        it, in the warm-up the number of a signal to stop."""
+        """A number that travels with the step's loss and norm. In a round it is the vote to end it,
+        in the warm-up the number of a signal to stop."""
         if self.method.averages_gradients:
             return self.stop.signal
         return self.method.vote()
@@ -131,6 +131,7 @@ class Training:
         if stopping or over or due(progress, last, config.checkpoint_interval):
             path = self.save(over)
             if stopping and path:
+                self.log.print_lost_layers()
                 raise launch.Stopped(stopping, self.method.steps, path)
 
     def save(self, over: bool) -> Path | None:
@@ -243,6 +244,7 @@ def write_syncs(method, log):
     while row := method.record.take():
         log.sync(row)
         if method.record.lost_rounds == 3:
+            log.print_lost_layers()
             raise UserError(
                 "all replicas were left out of the last 3 syncs, because their updates were not "
                 f"finite: {HINT}"

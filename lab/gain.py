@@ -77,7 +77,7 @@ def draw(lines, path):
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.set(xlabel="gain = outer_lr / (1 - outer_momentum)", ylabel="loss above the lowest")
+    axes.set(xlabel="gain = outer_lr / (1 - outer_momentum)", ylabel="loss above the best step of its color")
     axes.plot([], [], "ko:", fillstyle="none", label=f"momentum {UNCERTAIN} or more")
     axes.grid(alpha=0.3, linewidth=0.5)
     axes.legend(frameon=False)

@@ -270,8 +270,8 @@ class Training:
             # tau = max(tau, (c / lr)^2); lr: the largest one
             # of the round, which is the first, once the warm-up of the rate is over
             lr = max(self.method.rates)
-            if lr == 0:
-                return False
+            if lr <= f.qsr_c / f.max_steps:
+                return False  # longer than the run
             tau = max(tau, int((f.qsr_c / lr) ** 2))
         return count >= tau
 

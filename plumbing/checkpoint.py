@@ -736,8 +736,9 @@ def load(setup, model, optimizer, method, clock):
                 setattr(method, name, value)
             now = vars(setup.config)
             changed = {name for name in setup.given if flags.get(name) != now.get(name)}
-            if flags["corpus_hash"] == setup.corpus.hash:  # the corpus has only moved
-                changed -= {"data"}
+            changed -= {"data"}
+            if flags["corpus_hash"] != setup.corpus.hash:  # it has not only moved
+                changed.add("data")
             plan = setup.plan
             batch = flags["shards"] * flags["micro_steps"] * flags["micro_batch"]
             if batch != mesh.shards * plan.micro_steps * plan.micro_batch:

@@ -120,6 +120,8 @@ class Setup:
         if config.data_by_replica:
             self.corpus = self.corpus.by_replica(replicas, config.block_size)
         if self.source and not config.vocab_size:
+            if self.source.is_padded(self.corpus):
+                self.corpus.vocab_size = self.source.config.vocab_size
             config.vocab_size = self.corpus.vocab_size  # that of the model, see check() below
         vocab_size = padded_vocabulary(config, self.corpus.vocab_size)
         self.plan = Plan(config, methods[config.method], vocab_size, world_size)
@@ -257,6 +259,7 @@ def place_among_ranks() -> tuple:
         found[name] = os.environ.get(name, "0")
     right = found.get("MASTER_ADDR") != ""
     right = right and all(found[name].isdecimal() for name in found.keys() - {"MASTER_ADDR"})
+    right = right and int(found.get("MASTER_PORT", 0)) < 2**16
     if not right or int(found["RANK"]) >= int(found["WORLD_SIZE"]):
         told = ", ".join(f"{name}={value}" for name, value in found.items())
         raise UserError(
@@ -430,10 +433,11 @@ def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:
 
     link = simulate.SimulatedLink(config, config.shards, device) if config.limits_link else None
     with translate_comm_errors():
-        mesh = Mesh(config.shards, device, config.timeout_s, backend, link, on_one_machine)
+        mesh = Mesh(config.shards, device, config.timeout_s, backend, on_one_machine)
     if dist.is_initialized():
         dist.group.WORLD.set_timeout(mesh.timeout)
     mesh.spans = [] if config.timeline else None
+    mesh.link = link
     if link:
         link.note = mesh.note
     return mesh

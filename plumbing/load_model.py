@@ -52,6 +52,11 @@ class Source:
                 place.copy_(self.tensors.pop(f"layers.{l}.{name}"))
             master.copy_(model.mesh.shard_group.own_piece(whole))
 
+    def is_padded(self, corpus) -> bool:
+        """Has the model the corpus's tokens, and some that fill up its vocabulary?"""
+        padded = -(-corpus.vocab_size // 64) * 64  # as config.padded_vocabulary() does it
+        return corpus.tokenizer == self.tokenizer and self.config.vocab_size == padded
+
     def check(self, config: ModelConfig, corpus):
         """Raise UserError if the run's model or vocabulary differs. A corpus of token files gets
         this tokenizer."""

@@ -8,7 +8,8 @@ Rank 0 writes the rows: one JSON object each, whose first key is `event`.
     resume  the same and step: a run continues from a checkpoint here. Rows that were written after
             that checkpoint are removed, so every step is in the file once
     step    step, tokens, loss, lr, grad_norm, step_ms, train_s, tokens_per_s, shard_bytes,
-            sync_bytes (sent so far); on a known GPU in bf16: mfu, the share of its peak
+            sync_bytes (sent so far); on a known GPU in bf16: mfu, the share of its peak (each
+            rank has a GPU of its own)
     sync    round, step, tau, steps, loss, pseudo_grad_norm, weight, dropped, rolled_back,
             clip, stall_ms, wait_others_ms, wait_link_ms, sync_bytes
     eval    step, tokens, train_s, val_loss, bits_per_byte, sync_bytes; NoLoCo: spread, the root
@@ -198,7 +199,9 @@ class Log:
         if continues:
             self.file.truncate(min(self.file.tell(), setup.saved["metrics_bytes"]))
         description = setup.describe(mesh)
-        self.peak_flops = peak_flops(description["device_name"], self.config.dtype)
+        self.peak_flops = 0.0
+        if not self.config.virtual_clock:  # whose seconds are no seconds
+            self.peak_flops = peak_flops(description["device_name"], self.config.dtype)
         if self.file.tell() == 0:
             self.write("config", description)
         if setup.saved:
@@ -315,9 +318,7 @@ class Log:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
         if self.mesh.device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated()
-        if self.rolled_back:
-            found = [f"layer {l} in {n} rounds" for l, n in sorted(self.rolled_back.items())]
-            print(f"note    rolled back, because all replicas were left out: {', '.join(found)}")
+        self.print_lost_layers()
         row = self.now(method)
         row["tokens_per_s"] = row.pop("tokens") / row["train_s"]
         row |= {"val_loss": val_loss, "peak_memory_bytes": peak_bytes, "exit": "done"}
@@ -327,6 +328,12 @@ class Log:
             f"{row['tokens_per_s']:,.0f} tok/s | val loss {val_loss:.4f} | "
             f"peak {size(peak_bytes)} on rank 0"
         )
+
+    def print_lost_layers(self):
+        """At the end, however the run ends."""
+        if self.rolled_back:
+            found = [f"layer {l} in {n} rounds" for l, n in sorted(self.rolled_back.items())]
+            print(f"note    rolled back, because all replicas were left out: {', '.join(found)}")
 
     def write_timeline(self):
         zero = time.time() - time.perf_counter()  # one scale for all machines

@@ -216,7 +216,7 @@ def new_folder(out: str):
     """Yields the path of a folder that becomes `out` at the end, or is removed after an error or
     a signal. Raises UserError if there is an `out` already."""
     out = Path(out)
-    if out.exists():
+    if os.path.lexists(out):
         raise UserError(f"--out {out} exists already: name a new folder or remove that one")
     partial = Path(f"{out}.partial-{os.getpid()}")
     with signals_raise():

@@ -22,7 +22,7 @@ a_i.
     dbar       mean            (sum P/N,)   the asynchronous all-reduce's own buffer
 
 Deviation: the last outer step is ours. Only 1/M of the mean acts at once. With few rounds, as on a
-laptop, the late rest costs loss: eager ends behind EDiT (lab/results/quality.md).
+laptop, the late rest costs loss: eager ends behind EDiT (lab/results/frontier_others.csv).
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N. Let T be the time of the all-reduce. Then
 the training waits for max(0, T - tau * time of a step) per round.

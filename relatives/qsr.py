@@ -37,6 +37,6 @@ class QSR(PostLocalSGD):
 
     def steps_of_round(self) -> float:
         lr = max(self.rates)
-        if lr == 0:
-            return math.inf
+        if lr <= self.config.qsr_c / self.config.max_steps:
+            return math.inf  # longer than the run
         return max(self.config.tau, int((self.config.qsr_c / lr) ** 2))

@@ -32,8 +32,8 @@ it is EDiT.
 Measured (lab/results/frontier.csv: 4 replicas, 2,000 steps, tau 16): its loss does not differ from
 EDiT's over four seeds, at a third of the bytes over the slow links.
 
-Slow-link bytes per rank and round: those of Streaming DiLoCo, and for each fragment
-8 (M-1) L for norms and flags.
+Slow-link bytes per rank and round: those of Streaming DiLoCo, and 8 (M-1) L for norms and flags
+of L layers.
 Run: torchrun --nproc_per_node 4 train.py --method streaming_edit
 Plain version: plain/streaming.py.
 """

@@ -103,6 +103,10 @@ def edit_state(path, change):
     (path / "state.json").write_text(json.dumps(state))
 
 
+def another_corpus(state):
+    state["flags"]["corpus_hash"] = "another"
+
+
 QUICK = ("minibatch", "edit", "a_edit")
 SELECTED = [
     pytest.param(
@@ -140,19 +144,23 @@ def test_run_without_the_log_trains_evaluates_and_saves_the_same(options, corpus
 def test_resume_that_changes_the_size_of_norms_starts_their_statistics_anew(
     method, tmp_path, corpus_folder
 ):
-    """Limits of short rounds would flag every replica of a long one."""
+    """Limits of short rounds would flag every replica of a long one. `data`: another corpus in the
+    same place."""
     options = dict(method=method, tau=4, sync_warmup_steps=2, max_steps=50, min_lr_ratio=1.0)
     if method == "streaming_edit":
         options |= dict(fragments=2, delay=1)
     run_training(2, corpus_folder, out_dir=tmp_path / "whole", **options)
     changes = {"same": {}, "tau": dict(tau=24), "lr": dict(lr=0.1), "beta2": dict(beta2=0.5)}
     changes["batch_size"] = dict(shards=2)  # of a replica: two ranks' windows in place of one's
+    changes["data"] = dict(data=corpus_folder)
     cases = []
     for name, change in changes.items():
         folder = shutil.copytree(tmp_path / "whole", tmp_path / name)
         more = dict(max_steps=50 + 4 * 24) | change
         if name == "same":
             more = dict(anomaly_threshold=4.0)  # norms do not depend on it
+        if name == "data":
+            edit_state(folder / "checkpoint-00000050", another_corpus)
         cases.append((None, folder, options | more | dict(resume="auto")))
     same, *runs = train_all(2, corpus_folder, *cases)
     assert same.ranks[0]["method_state"]["statistics"][0][0] > 10
@@ -322,6 +330,12 @@ def test_run_starts_from_a_model_on_any_mesh_with_any_method(tmp_path, corpus_fo
     with pytest.raises(UserError, match="--overwrite deletes the model of --init_from"):
         refuse(data, "--overwrite", f"--out_dir={Path(init['init_from']).parent}")
     assert refuse(data, "--model=10m").plan.model_config.n_embd == 6
+    padded = tmp_path / "padded"  # as presets from 124m up do it
+    run_training(1, corpus_folder, out_dir=padded, method="minibatch", max_steps=1, vocab_size=320)
+    setup = launch.Setup(
+        [f"--init_from={padded / 'model.pt'}", data], train.METHODS, train.data.load, 1
+    )
+    assert setup.plan.model_config.vocab_size == setup.corpus.vocab_size == 320
 
 
 def keep_what_is_loaded(method, model, mesh):

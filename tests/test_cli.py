@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -129,6 +130,8 @@ data --input IN/tokens.bin --out new    | neither text nor .jsonl
 data --input IN/a.Json --out new        | neither text nor .jsonl (one object per line)
 data --input IN/text.txt --out new --tokenizer gpt3 | gpt3/tokenizer.json: No such file
 data --input IN/text.txt --out IN       | exists already
+data --input IN/text.txt --out IN/loop  | exists already
+data --input IN/text.txt --out new --tokenizer EMPTY | --tokenizer is empty, as of an unset
 data --input IN/text.txt --out NAME     | File name too long
 data --input IN/text.txt --out IN/loop/new | Too many levels of symbolic links
 train --init_from IN/nowhere            | nowhere'): name a model.pt of train.py
@@ -249,6 +252,7 @@ def test_divergence_names_its_step_also_if_the_metrics_are_known_a_step_late(kno
         ({"WORLD_SIZE": "2"}, "RANK=, WORLD_SIZE=2"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=2"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "y"}, "_PORT=y"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "65536"}, "=65536"),
         ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK=x"),
     ],
@@ -738,6 +742,18 @@ def test_model_and_corpus_must_have_the_same_tokens():
         assert corpus.tokenizer == (ours if theirs == load_model.UNKNOWN else theirs)
 
 
+@pytest.mark.parametrize(
+    "ours, theirs, tokens, padded",
+    [("gpt2", "gpt2", 320, True), ("gpt2", "gpt2", 384, False), ("gpt2", "{a", 320, False)],
+)
+def test_model_of_a_large_preset_has_a_padded_vocabulary_and_fits_its_corpus(
+    ours, theirs, tokens, padded
+):
+    source = load_model.Source("", ModelConfig(vocab_size=tokens), ours, {})
+    corpus = SimpleNamespace(tokenizer=theirs, vocab_size=257)
+    assert source.is_padded(corpus) == padded
+
+
 def test_folder_that_nodes_do_not_share(run_here, corpus_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(checkpoint, "to_disk", lambda path: path.unlink())  # on another node
     argv = [*flags(data=corpus_folder, max_steps=1), "--out_dir", str(tmp_path)]
@@ -756,17 +772,19 @@ def test_clock_stops_for_evaluations_and_goes_on_in_a_resumed_run(monkeypatch):
     assert clock.train_s() == 51.0
 
 
-def test_three_lost_rounds_end_the_training_if_they_are_in_a_row():
+def test_three_lost_rounds_end_the_training_if_they_are_in_a_row(capsys):
     mesh = Mesh(1, torch.device("cpu"))
     log = Log.__new__(Log)
     log.file = io.StringIO()
+    log.rolled_back = Counter()
     record = RoundRecord(mesh)
     row = dict.fromkeys("round clip sync_bytes tau wait_others_ms wait_link_ms".split(), 0)
-    row |= dict(steps=[1], dropped=[0], rolled_back=[], stall_ms=[], pseudo_grad_norm=[math.nan])
+    row |= dict(steps=[1], dropped=[0], rolled_back=[1, 0], stall_ms=[], pseudo_grad_norm=[math.nan])
     record.rows += [row | {"weight": [w]} for w in (0, 0, 1, 0, 0, 0)]
     with pytest.raises(UserError, match="left out of the last 3 syncs"):
         train.write_syncs(SimpleNamespace(record=record), log)
     assert log.file.getvalue().count("[null]") == 6  # JSON has no NaN
+    assert "because all replicas were left out: layer 0 in 6 rounds\n" in capsys.readouterr().out
 
 
 def test_stall_counts_for_one_round():

@@ -734,6 +734,9 @@ def test_validation_files_may_be_in_a_folder_of_that_name(tmp_path):
     corpus = data.load([str(tmp_path / "train"), str(tmp_path / "test")], 200)
     assert (ids(corpus), corpus.train_tokens) == (IDS.tolist(), 900)
     assert data.load([str(tmp_path / "test")], 200).train_tokens == 95  # a name of one's own
+    files = [str(path) for path in sorted(tmp_path.glob("t*/*.bin"))]  # as the shell writes them
+    assert data.load(files, 200).train_tokens == 900
+    assert data.load(files[:1], 200).train_tokens == 95
 
 
 def test_path_with_a_colon_is_one_path(tmp_path):

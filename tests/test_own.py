@@ -247,6 +247,15 @@ def test_muon_refuses_inner_layers_of_different_shapes():
     Muon(model, 0.0, (0.9, 0.95), 1.0).step()
 
 
+def test_dropout_of_ones_own_is_off_in_evaluations_and_on_in_training():
+    layers = [nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)), Head(64, 4)]
+    model = ShardedModel(layers, Mesh(1, CPU))
+    batch = torch.ones(2, 8), torch.tensor([0, 1])
+    losses = [model.forward(*batch, train=train).item() for train in (True, False, False, True)]
+    assert losses[1] == losses[2]
+    assert len(set(losses)) == 3
+
+
 # ---- no stale layers ----
 
 

@@ -15,6 +15,7 @@ from model import Llama, ModelConfig
 from ranks import CPU, method_alone, run_config, run_ranks
 from relatives import sparse
 from relatives.noloco import partner
+from relatives.qsr import QSR
 from relatives.quantize import pack, unpack
 from relatives.robust import flag_weights, middle
 
@@ -47,6 +48,14 @@ def bytes_of_fragments(f, M, sizes):
     if f.method == "streaming_edit":
         sent += 16 * (M - 1) * len(sizes)  # norms and flags
     return sent
+
+
+def test_rounds_of_qsr_at_a_tiny_rate_last_to_the_end_of_the_run():
+    method = object.__new__(QSR)
+    method.config = SimpleNamespace(tau=4, qsr_c=0.02, max_steps=100)
+    for lr, steps in (0.01, 4), (0.002, 100), (2.1e-4, 9070), (1e-200, math.inf), (0.0, math.inf):
+        method.rates = [lr]
+        assert method.steps_of_round() == steps
 
 
 def vectors_of_noloco(f, M, t):

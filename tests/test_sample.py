@@ -3,7 +3,9 @@
 import dataclasses
 import os
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +54,15 @@ def test_text_begins_and_ends_at_the_end_of_text_and_has_no_token_of_the_padding
     model.config = CONFIG
     assert sample.continue_text(model, byte, "", count=9, temperature=0) == "aa"
     assert seen == [[[256]], [[256, 97]], [[256, 97, 97]]]
+
+
+def test_prompt_that_is_no_utf_8_is_read_with_marks_in_its_place():
+    """As `--prompt $'\\xe9'` arrives. tiktoken and tokenizers refuse such a text."""
+    strict = SimpleNamespace(begin=[], eot_token=256, n_vocab=257, decode=bytes)
+    strict.encode = lambda text: np.frombuffer(text.encode(), np.uint8)
+    model = lambda context: torch.zeros(*context.shape, 257)
+    model.config = CONFIG
+    assert sample.continue_text(model, strict, "a\udce9", count=0, temperature=0) == b"a?"
 
 
 class Malicious:

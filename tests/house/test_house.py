@@ -71,9 +71,9 @@ def test_imports_point_one_way():
             assert not from_folder(imported, "plain"), name
         if folder not in may_import_plumbing:
             assert not from_folder(imported, "plumbing"), name
-        if folder == "plumbing":  # concepts, but no method and no program, except data
+        if folder == "plumbing":  # concepts, but no method and no program
             assert not imported & methods, name
-            assert not imported & (programs - {"data"}), name
+            assert not imported & programs, name
         if folder == "plumbing" or name in methods:
             assert not from_folder(imported, "relatives"), name
 
