@@ -8,7 +8,8 @@
 # project's folder: `python docs/tour.py`. It takes about a minute and draws the losses into out/tour.png.
 
 # %% The numbers of this tour
-# Everything below depends on these. Change them later and run all cells again.
+# Everything below depends on these. Change them later and run all cells again. (There must be more
+# rounds than SICK_ROUND, and ten before it.)
 M = 4  # replicas
 STEPS = 160  # of each replica
 WARMUP = 16  # first steps, in which all methods average gradients
@@ -45,7 +46,7 @@ def train(name, method, flags=""):
     shape = f"--n_layer {LAYERS} --n_embd {CHANNELS} --block_size {CONTEXT} --eval_batches 4"
     if method != "minibatch":
         flags += f" --tau {TAU} --sync_warmup_steps {WARMUP}"
-    words = f"--method {method} --device cpu {common} {shape} {flags}".split()
+    words = f"--method {method} --replicas {M} --device cpu {common} {shape} {flags}".split()
     training = Training(read_config(words), M, 1, corpus)
     training.run()
     curve = [(row["step"], row["val_loss"]) for row in training.rows["eval"]]
@@ -107,7 +108,7 @@ for number in 1, SICK_ROUND, len(rows["sync"]):
 # loss jumps. For EDiT the norm is far above the limit, so it flags all layers of this replica and
 # goes on with the other three. Look at the norms, the weights and the flagged layers of round 13.
 first = WARMUP + (SICK_ROUND - 1) * TAU + 1
-sick = f"--outer_momentum {OUTER_MOMENTUM} --scale_lr 3:{first}:{first + TAU - 1}:100"
+sick = f"--outer_momentum {OUTER_MOMENTUM} --scale_lr {M - 1}:{first}:{first + TAU - 1}:100"
 for name, method in {"DiLoCo, sick": "diloco", "EDiT, sick": "edit"}.items():
     rows = train(name, method, sick)
     show(rows["sync"][SICK_ROUND - 1])

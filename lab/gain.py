@@ -41,7 +41,7 @@ def gain_of(lr: float, mu: float) -> float:
 def find_points(runs) -> dict:
     """Setting of the other flags -> points (gain, share above the lowest loss, momentum), by gain.
     Raises UserError if there is no setting with two outer steps."""
-    runs = [run for run in runs if run.known and run.flags.keys() >= set(FLAGS)]
+    runs = [run for run in runs if run.known]
     columns, _ = table.find_columns(runs)
     names = [name for name in columns if name not in FLAGS]
     found = defaultdict(dict)
@@ -77,7 +77,8 @@ def draw(lines, path):
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.set(xlabel="gain = outer_lr / (1 - outer_momentum)", ylabel="loss above the best step of its color")
+    axes.set_xlabel("gain = outer_lr / (1 - outer_momentum)")
+    axes.set_ylabel("loss above the best step of its color")
     axes.plot([], [], "ko:", fillstyle="none", label=f"momentum {UNCERTAIN} or more")
     axes.grid(alpha=0.3, linewidth=0.5)
     axes.legend(frameon=False)
@@ -87,18 +88,31 @@ def draw(lines, path):
 def main(argv: list):
     parser = Parser(prog="python -m lab.gain", description="Draw loss over gain.")
     parser.add_argument("runs", nargs="+", metavar="FOLDER", help="as for lab.table")
-    parser.add_argument("--only", nargs="+", default=[], metavar="FLAG=VALUE", help="only these")
+    parser.add_argument(
+        "--only", nargs="+", action="extend", default=[], metavar="FLAG=VALUE", help="only these"
+    )
     parser.add_argument("--out", default="gain", help="picture (default: gain.svg)")
     args = parser.parse_args(argv)
     runs, notes = table.read_runs(args.runs)
     only = table.check_base(args.only, [run.flags for run in runs], "--only")
     runs = [run for run in runs if only.items() <= run.flags.items()]
-    path = Path(args.out).with_suffix(".svg")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draw(find_points(runs), path)
+    for flag in FLAGS:
+        if not any(flag in run.flags for run in runs):
+            raise UserError(f"no run has --{flag}: name the folders of the runs, not a CSV file")
+    runs = [run for run in runs if run.flags.keys() >= set(FLAGS)]  # not those of minibatch
+    points = find_points(runs)
+    columns, _ = table.find_columns(runs)
+    notes += table.notes_on_seeds(table.find_lines(runs, columns), columns)
     for note in notes:
         print(f"- {note}")
-    print(f"picture {path}")
+    path = Path(args.out.removesuffix(".svg") + ".svg")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        draw(points, path)
+    except ModuleNotFoundError as error:
+        print(f"picture none: pip install {error.name}")
+    else:
+        print(f"picture {path}")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,10 @@ def read_run(folder) -> dict:
     path = Path(folder, "metrics.jsonl")
     rows = defaultdict(list)
     try:
-        for line in path.read_text().splitlines():
+        text = path.read_text()
+        if not text.endswith(("\n", "}")):  # the last line is being written, or was cut off
+            text = text[: text.rfind("\n") + 1]
+        for line in text.splitlines():
             row = json.loads(line)
             rows[row["event"]].append(row)
 

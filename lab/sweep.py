@@ -450,10 +450,13 @@ def last_loss(folder) -> float:
 
 
 def reason(folder, exit_code) -> str:
-    """The last error in a run's output."""
+    """The last error in a run's output, of this project or of Python; else what torchrun says of
+    its exit code, or the code."""
     lines = Path(folder, "output.txt").read_text(errors="replace").splitlines()
-    errors = [line for line in lines if "error: " in line]
-    return (errors or [line for line in lines if line.strip()] or [f"exit {exit_code}"])[-1].strip()
+    for sign in "error: ", "Error: ", "exitcode":
+        if found := [line for line in lines if sign in line]:
+            return found[-1].strip()
+    return f"exit {exit_code}"
 
 
 # ---- the command line ----

@@ -109,6 +109,9 @@ def read_runs(folders) -> tuple:
         if str(folder).endswith(".csv"):
             runs += read_csv(folder)
             continue
+        if Path(folder, "command.txt").exists() and not Path(folder, "metrics.jsonl").exists():
+            notes.append(f"{folder}: has not begun, left out")  # a run of lab.sweep
+            continue
         record = read_run(folder)
         end = record["end"]
         if not end:
@@ -323,6 +326,8 @@ def check_base(words, known, option="--base") -> dict:
         if not found:
             choices = ", ".join(map(str, sorted(values, key=in_order))) or "no such flag"
             raise UserError(f"{option} {word}: no run has it; there is: {choices}")
+        if name in base:
+            raise UserError(f"{option} {word}: {name} has a value already; give each flag one")
         base[name] = found[0]
     if base and not any(base.items() <= flags.items() for flags in known):
         raise UserError(f"{option} {' '.join(words)}: no run has all of these")
@@ -673,11 +678,13 @@ def read_command(argv: list):
         "runs", nargs="+", metavar="FOLDER", help="a run's out_dir, or a CSV file of such a table"
     )
     parser.add_argument(
-        "--base", nargs="+", default=[], metavar="FLAG=VALUE", help="the runs to compare with"
-    )
+        "--base", nargs="+", action="extend", default=[], metavar="FLAG=VALUE",
+        help="the runs to compare with",
+    )  # fmt: skip
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="FLAG=VALUE", help="only the runs with these flags"
-    )
+        "--only", nargs="+", action="extend", default=[], metavar="FLAG=VALUE",
+        help="only the runs with these flags",
+    )  # fmt: skip
     parser.add_argument("--at", type=int, metavar="STEP", help="compare at this step")
     parser.add_argument("--x", help=f"of the picture: {', '.join(CURVES)}, or a flag")
     parser.add_argument("--first", type=float, default=-math.inf, help="draw only from this x on")

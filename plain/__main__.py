@@ -17,6 +17,7 @@ sample.py and export.py read.
 The methods of the sharded twins are imported for their flags only. Sharded twin: train.py.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -29,9 +30,9 @@ import edit
 import minibatch
 from config import UserError, make_config, read_flags, run_command
 from export import write_model
-from model import has_native_bf16
+from model import has_native_bf16, make_layer
 from plain.record import Record
-from plain.train import Training
+from plain.train import Training, model_config
 from plumbing import simulate
 from relatives import RELATIVES
 
@@ -71,12 +72,33 @@ def read_config(argv):
     return f
 
 
+def check_memory(f, corpus):
+    """Raise UserError if the vectors of M replicas do not fit into this machine's memory."""
+    if f.device != "cpu" or not hasattr(os, "sysconf"):  # Windows
+        return
+    shape = model_config(f, corpus)
+    with torch.device("meta"):  # without memory
+        embedding, block, head = (make_layer(shape, l) for l in (0, 1, -1))
+    counts = [sum(p.numel() for p in layer.parameters()) for layer in (embedding, block, head)]
+    n_params = counts[0] + shape.n_layer * counts[1] + counts[2]
+    # Parameters, gradient, AdamW's two moments, anchor and momentum, in fp32.
+    needed = 6 * 4 * n_params * f.replicas
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise UserError(
+            f"{f.replicas} replicas of {n_params:,} parameters need more than "
+            f"{needed / 1e9:,.0f} GB of memory, and this machine has {there / 1e9:,.0f} GB: "
+            "lower --replicas or the model's size"
+        )
+
+
 def make_folder(f):
     """Raises UserError if there is a run already."""
     folder = Path(f.out_dir)
     if list(folder.glob("checkpoint-*")):
         raise UserError(f"--out_dir {folder} has a run of train.py: name another --out_dir")
-    if (folder / "metrics.jsonl").exists() and not f.overwrite:
+    earlier = any((folder / name).exists() for name in ("metrics.jsonl", "model.pt"))
+    if earlier and not f.overwrite:
         raise UserError(
             f"--out_dir {folder} has an earlier run: --overwrite deletes it; "
             "or name another --out_dir"
@@ -98,6 +120,7 @@ def main(argv):
     f = read_config(argv)
     M, N = f.replicas, f.shards
     corpus = data.load(f.data or None, f.vocab_size, f.block_size)
+    check_memory(f, corpus)
     training = Training(f, M, N, corpus)
     make_folder(f)
     record = Record(f, training)

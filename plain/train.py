@@ -96,6 +96,12 @@ def map_in_threads(M, device):
     return ThreadPoolExecutor(workers).map
 
 
+def model_config(f, corpus) -> ModelConfig:
+    shape = {name: getattr(f, name) for name in ModelConfig.__dataclass_fields__}
+    shape["vocab_size"] = padded_vocabulary(f, corpus.vocab_size)
+    return ModelConfig(**shape)
+
+
 class Training:
     """A training of M replicas of N ranks each. f: all flags as attributes; listen(event, row):
     called with each row of the record; sick: what spoils replicas in a test.
@@ -113,9 +119,7 @@ class Training:
             self.corpus = corpus.by_replica(M, f.block_size)
         self.sick = sick
         self.listen = listen
-        shape = {name: getattr(f, name) for name in ModelConfig.__dataclass_fields__}
-        shape["vocab_size"] = padded_vocabulary(f, corpus.vocab_size)
-        self.config = ModelConfig(**shape)
+        self.config = model_config(f, corpus)
         self.replicas = [Replica(self.config, f) for _ in range(M)]
         self.method = METHODS[f.method](f, self.replicas, N)
         self.map = map_in_threads(M, f.device)

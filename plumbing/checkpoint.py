@@ -40,6 +40,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import zlib
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -50,6 +51,7 @@ from torch.nn.functional import pad
 
 from config import UserError, check_fields, check_value, explain, make_config
 from model import ModelConfig
+from plumbing import shm
 from plumbing.posix import fcntl
 from plumbing.text import regular_file, to_disk
 
@@ -121,7 +123,9 @@ def choose(config) -> tuple:
     if resume == "auto":
         found = list_checkpoints(out_dir)
     elif resume:
-        found = list_checkpoints(resume)[-1:]
+        found = list_checkpoints(resume)
+        if found and "folders" not in peek(found[-1]):  # else an older one may be the common one
+            found = found[-1:]
         if Path(resume, "state.json").exists():  # it is a checkpoint
             found = [Path(resume)]
         if not found:
@@ -537,7 +541,10 @@ def read(path, methods: dict) -> tuple:
         world_size = state["flags"]["world_size"]
         if not complete_parts(path, state):
             there = len(list(path.glob("rank-*.pt")))
-            raise UserError(f"{world_size} ranks have saved it, and it has files of {there}")
+            line = f"{world_size} ranks have saved it, and it has files of {there}"
+            if "folders" in state:
+                line += ": bring back this machine's, or copy what is left to each machine"
+            raise UserError(line)
         return state, state["flags"]
 
 
@@ -566,6 +573,21 @@ def verify(path, state: dict, ranks):
                     raise UserError(f"{name} of rank {rank} is damaged: its checksum differs")
 
 
+def own_share(path, state: dict, places: list, rank: int) -> list:
+    """The saved ranks whose files this rank verifies. places: where each rank of the run reads."""
+    here = ranks_here(path, state)
+    if "folders" not in state:
+        return [each for each in here if each % len(places) == rank]
+    # Two folders may have copies of one file. So the ranks of each folder verify all that is in it.
+    place = places[rank]
+    return here[places[:rank].count(place) :: places.count(place)]
+
+
+def place_of(path) -> tuple:
+    """Equal on ranks that see one folder on one machine."""
+    return shm.machine_id() or socket.gethostname(), os.stat(path).st_dev, os.stat(path).st_ino
+
+
 def newest_sound(found: list, methods: dict, mesh, config) -> Path | None:
     """The newest of these checkpoints that is not damaged and that all ranks see, None of none. All
     ranks of the mesh call it and verify the files together. Raises UserError, on all ranks, if all
@@ -575,15 +597,16 @@ def newest_sound(found: list, methods: dict, mesh, config) -> Path | None:
     common, lines = find_common(own, mesh)
     for name in common:
         path = own[name]
+        # [start] all-gather of objects, all ranks, once per start, and per damaged checkpoint
+        places = mesh.all_gather_object(place_of(path))
         line = ""
         passing = False
         identity = None
         try:
-            state, flags = read(path, methods)
+            state, _ = read(path, methods)
             identity = state["checkpoint"]
             if not config.dry_run:
-                mine = range(mesh.rank, flags["world_size"], mesh.world_size)
-                verify(path, state, [rank for rank in ranks_here(path, state) if rank in mine])
+                verify(path, state, own_share(path, state, places, mesh.rank))
         except UserError as error:
             line = str(error)
             passing = isinstance(error, NotNow)
@@ -592,7 +615,10 @@ def newest_sound(found: list, methods: dict, mesh, config) -> Path | None:
         for line, passing, _ in found_by:
             if passing:
                 raise UserError("" if mesh.rank else line)
-        damaged = [line for line, *_ in found_by if line]
+        damaged = []
+        for rank, (line, *_) in enumerate(found_by):
+            if line:  # ranks may read different folders
+                damaged.append(line if len(set(places)) == 1 else f"rank {rank}: {line}")
         for rank, (*_, identity) in enumerate(found_by):
             if identity != found_by[0][2]:
                 damaged.append(f"checkpoint {path} of rank {rank} is not that of rank 0")

@@ -297,7 +297,8 @@ def _mesh(config, transport):
             return transport
         return "gloo" if crosses_replicas and overlaps else "shm"
 
-    mesh = Mesh(config.shards, CPU, 3600, backend, link)
+    mesh = Mesh(config.shards, CPU, 3600, backend)
+    mesh.link = link
     if config.timeline:
         mesh.spans = []
     if link:

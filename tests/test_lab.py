@@ -160,7 +160,7 @@ BROKEN = {  # text of metrics.jsonl -> what the line must say
     json_lines([CONFIG, EVALUATION | {"val_loss": None}]): "validation loss .* finite",
     json_lines([STEP, EVALUATION]): NOT_A_RECORD,
     json_lines([{"event": "config"}, STEP, EVALUATION]): NOT_A_RECORD,
-    json_lines([CONFIG, STEP, EVALUATION, 5]): NOT_A_RECORD,
+    json_lines([CONFIG, STEP, EVALUATION, 5]) + "\n": NOT_A_RECORD,
     json_lines([CONFIG, STEP, {"event": "eval"}]): NOT_A_RECORD,
     json_lines([CONFIG, STEP, EVALUATION | {"val_loss": "low"}]): NOT_A_RECORD,
     json_lines([CONFIG, STEP | {"tokens": "many"}, EVALUATION]): NOT_A_RECORD,

@@ -208,6 +208,35 @@ def test_damage_on_one_machine_takes_all_back_to_the_one_before(name, copy, undi
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("copied", [True, False])
+def test_files_that_are_damaged_or_lost_on_one_machine_are_named_with_a_rank_there(copied, copy):
+    """copied: machine 1 has lost its own, and has copies of machine 0's."""
+    newest = copy.run(1) / "checkpoint-00000011"
+    if copied:
+        shutil.rmtree(copy.run(1))
+        shutil.copytree(copy.run(0), copy.run(1))
+        damage(newest / "rank-00001.pt")
+        reason = "of rank 1 is damaged|cannot be read"
+    else:
+        for file in newest.glob("rank-*.pt"):
+            file.unlink()
+        reason = "has files of 0: bring back this machine's, or copy what is left"
+    run = copy.start()
+    finish(run)
+    (line,) = [line for line in run.lines("out") if "the one before is taken" in line]
+    assert re.search(rf"rank [23]: checkpoint .*({reason})", line), line
+
+
+@pytest.mark.slow
+def test_named_run_continues_the_newest_checkpoint_that_all_machines_have(copy, undisturbed):
+    shutil.rmtree(copy.run(1) / "checkpoint-00000011")
+    run = copy.start("--resume run")
+    finish(run)
+    assert any("step 7, " in line for line in run.lines("out") if line.startswith("resume  "))
+    assert_same(copy.run(0), undisturbed)
+
+
+@pytest.mark.slow
 def test_what_is_missing_is_named_and_copying_it_helps(copy, undisturbed):
     """A folder that is gone, machines that have changed places, another mesh."""
     names = sorted(os.listdir(copy.run(0)))

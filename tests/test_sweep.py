@@ -136,6 +136,21 @@ def test_a_failed_run_is_named_stops_nobody_and_is_tried_again(start, capsys):
     assert settings(start(WORDS)) == {("minibatch", None, "1")}
 
 
+@pytest.mark.parametrize(
+    "output, expected",
+    [
+        ("train.py: error: a\nstep 1\n", "train.py: error: a"),
+        ("[rank0]: RuntimeError: b\n=====\nRoot Cause\n=====\n", "[rank0]: RuntimeError: b"),
+        ("round 3\n=====\n  exitcode  : -9 (pid: 7)\n=====\n", "exitcode  : -9 (pid: 7)"),
+        ("round 3\n", "exit -9"),
+        ("", "exit -9"),
+    ],
+)
+def test_reason_of_a_failed_run_is_an_error_or_an_exit_code(output, expected, tmp_path):
+    (tmp_path / "output.txt").write_text(output)
+    assert sweep.reason(tmp_path, -9) == expected
+
+
 def test_jobs_run_at_once_and_share_the_cores(start, monkeypatch):
     monkeypatch.setattr(sweep, "cores", lambda: 16)
     # Each run waits until there are two.

@@ -568,7 +568,7 @@ def outer_steps(write):
 
 def test_points_of_a_tau_are_how_far_each_outer_step_is_above_its_best_one(write):
     outer_steps(write)
-    lines = gain.find_points(table.read_runs(write.folders)[0])
+    lines = gain.find_points(table.read_runs(write.folders[:-1])[0])
     assert list(lines) == ["tau 4", "tau 16"]
     short = [(1, 0, 0), (1, 0.1, 0.5), (4, 0.5, 0.8)]
     assert [list(point) for point in lines["tau 4"]] == [pytest.approx(point) for point in short]
@@ -582,7 +582,7 @@ def test_gain_is_drawn_for_the_chosen_runs(write, tmp_path, capsys):
     gain.main([*write.folders, "--only", "tau=4", "--out", str(tmp_path / "new" / "gain")])
     svg = (tmp_path / "new" / "gain.svg").read_text()
     assert ">all runs<" in svg and ">momentum 0.8 or more<" in svg and ">50%<" in svg
-    assert capsys.readouterr().out == f"picture {tmp_path}/new/gain.svg\n"
+    assert capsys.readouterr().out.endswith(f"\npicture {tmp_path}/new/gain.svg\n")
 
 
 def test_runs_with_one_outer_step_have_no_picture(write, tmp_path):
@@ -591,6 +591,18 @@ def test_runs_with_one_outer_step_have_no_picture(write, tmp_path):
     with pytest.raises(UserError, match="no setting has runs with two values of --outer_lr"):
         gain.main([*write.folders, "--out", str(tmp_path / "gain")])
     assert not (tmp_path / "gain.svg").exists()
+    for line in "a,edit,4,1,2.0,,", "b,edit,16,1,2.0,,":
+        with pytest.raises(UserError, match="no run has --outer_lr: name the folders of the runs"):
+            gain.main([write_csv(tmp_path / "a.csv", line), "--out", str(tmp_path / "gain")])
+
+
+def test_gain_says_which_seeds_a_point_lacks_and_which_package(write, tmp_path, monkeypatch, capsys):
+    outer_steps(write)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    gain.main([*write.folders, "--out", str(tmp_path / "gain")])
+    printed = capsys.readouterr().out
+    assert "tau 4, outer_lr 0.5: its mean is without seed 2" in printed
+    assert printed.endswith("picture none: pip install matplotlib\n")
 
 
 WRONG = {
@@ -598,6 +610,8 @@ WRONG = {
     "--base metod=edit": "no such flag",
     "--base method=diloco": "no run has it; there is: minibatch, edit",
     "--base tau=5": "there is: 4",
+    "--base tau=4 --base method=edit tau=4": "--base tau=4: tau has a value already",
+    "--only method=edit method=minibatch": "method has a value already; give each flag one",
     "--base method=minibatch tau=4": "no run has all of these",
     "--x loss": "one of step, tokens, train_s, sync_bytes",
     "--y tau": "unrecognized arguments",
@@ -617,6 +631,23 @@ def test_wrong_words_are_refused_in_one_line_and_nothing_is_written(words, write
     assert "\n" not in str(caught.value)
     assert capsys.readouterr().out == ""
     assert not list(tmp_path.glob("x.*"))
+
+
+def test_runs_that_have_not_begun_or_were_cut_off_while_writing_are_left_out(write, tmp_path):
+    """As lab.sweep leaves them."""
+    write(2.0)
+    cut_off = write_run(tmp_path / "cut", 3.0)
+    record = tmp_path / "cut" / "metrics.jsonl"
+    record.write_text(record.read_text()[:-9])
+    waiting = tmp_path / "waiting"
+    waiting.mkdir()
+    (waiting / "command.txt").write_text("python train.py\n")
+    runs, notes = table.read_runs([*write.folders, cut_off, str(waiting)])
+    assert [run.loss for run in runs] == [2.0]
+    assert notes == [
+        f"{cut_off}: not finished (step 0 of 8), left out",
+        f"{waiting}: has not begun, left out",
+    ]
 
 
 def test_a_folder_that_is_no_run_is_refused_in_one_line(write, tmp_path):

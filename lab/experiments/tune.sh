@@ -8,5 +8,5 @@
 # the outer step (lab/gain.py).
 set -e
 python -m lab.sweep tune --method edit --tau 4 16 64 --outer_lr 0.5 0.7 0.9 1 \
-    --outer_momentum 0 0.3 0.5 0.8 "$@"
+    --outer_momentum 0 0.3 0.5 0.8 "$@" || [ $? = 1 ] # 1: a run has failed, and the table says so
 python -m lab.gain out/sweep/tune/*/ --out out/sweep/tune/gain
