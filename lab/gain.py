@@ -63,9 +63,8 @@ def find_points(runs) -> dict:
 
 
 def draw(lines, path):
-    from matplotlib.ticker import PercentFormatter
-
     picture = new_figure(6.5, 3.8)
+    from matplotlib.ticker import PercentFormatter
     axes = picture.subplots()
     for number, (setting, points) in enumerate(lines.items()):
         color = COLORS[number % len(COLORS)]

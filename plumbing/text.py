@@ -273,21 +273,30 @@ def is_validation(key: bytes) -> bool:
 
 
 def tokenize(documents, tokenizer):
-    """Yield (piece of text, its tokens, does its document end there?), a batch at a time."""
+    """Yield (piece of text, its tokens, does its document end there?). While a batch is used, the
+    next one is tokenized."""
+    before = [], []
+    for batch in batches(documents):
+        started = batch, tokenizer.encode_batch([text for text, _ in batch])
+        yield from pair(*before)
+        before = started
+    yield from pair(*before)
+
+
+def batches(documents):
     batch = []
     size = 0
     for text, ends in documents:
         batch.append((text, ends))
         size += len(text)
         if size >= BATCH:
-            yield from tokenize_batch(batch, tokenizer)
+            yield batch
             batch = []
             size = 0
-    yield from tokenize_batch(batch, tokenizer)
+    yield batch
 
 
-def tokenize_batch(batch: list, tokenizer):
-    found = tokenizer.encode_batch([text for text, _ in batch])
+def pair(batch: list, found):
     for (text, ends), tokens in zip(batch, found, strict=True):
         yield text, tokens, ends
 

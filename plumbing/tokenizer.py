@@ -1,6 +1,7 @@
 """Text -> token ids and back. A tokenizer has a name, n_vocab, eot_token (end of text), begin (the
 ids that stand in front of each document: none, or the one that Llama's tokenizers put there),
-encode(text) -> an array, without these, encode_batch(texts), on all cores, and decode(ids) -> text.
+encode(text) -> an array, without these, encode_batch(texts) -> arrays, one after the other, made on
+all cores, and decode(ids) -> text.
 
     byte                    256 bytes and end-of-text; works offline
     gpt2                    tiktoken's, which downloads the vocabulary once
@@ -97,6 +98,7 @@ class GPT2Tokenizer:
         self.decode = self.encoding.decode
         ranks = self.encoding._mergeable_ranks
         special = self.encoding._special_tokens
+        self.pool = ThreadPoolExecutor(count_cores())
         self.mark = ranks[MARK.encode()]
         self.fast = tiktoken.Encoding(
             "gpt2", pat_str=PIECES, mergeable_ranks=ranks, special_tokens=special
@@ -113,9 +115,8 @@ class GPT2Tokenizer:
         tokens = self.fast.encode_to_numpy(marked, disallowed_special=())
         return tokens[tokens != self.mark]
 
-    def encode_batch(self, texts: list) -> list:
-        with ThreadPoolExecutor(count_cores()) as pool:
-            return list(pool.map(self.encode_fast, texts))
+    def encode_batch(self, texts: list):
+        return self.pool.map(self.encode_fast, texts)  # it has begun, and does not wait
 
 
 @contextmanager

@@ -847,13 +847,10 @@ def test_without_a_network_the_line_says_what_to_do(monkeypatch, tmp_path):
         tokenizer.make_tokenizer("gpt2")
 
 
-def test_gpt2_encodes_on_all_cores_also_where_a_process_has_no_set_of_them(monkeypatch):
+def test_cores_are_counted_also_where_a_process_has_no_set_of_them(monkeypatch):
     """As on macOS."""
-    byte = tokenizer.ByteTokenizer()
-    made = object.__new__(tokenizer.GPT2Tokenizer)
-    made.encode_fast = byte.encode
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    assert [found.tolist() for found in made.encode_batch(["a", "b"])] == [[97], [98]]
+    assert tokenizer.count_cores() == os.cpu_count()
 
 
 def test_fast_pieces_of_gpt2_are_those_of_its_own_pattern(monkeypatch):
@@ -882,7 +879,7 @@ def test_fast_pieces_of_gpt2_are_those_of_its_own_pattern(monkeypatch):
         fast += tokenizer.mark_runs(text) is not None
         expected = own.encode_ordinary(text)
         assert made.encode(text).tolist() == expected, repr(text)
-        assert made.encode_batch([text])[0].tolist() == expected, repr(text)
+        assert next(made.encode_batch([text])).tolist() == expected, repr(text)
     assert fast > 800
 
 
