@@ -431,8 +431,10 @@ def run_own():
     """Of each method: the loss on new points, and this rank's parameters."""
     found = {}
     for method in OWN:
-        rounds = "--tau_time_s=0.1" if method == "a_edit" else "--tau=8"
-        options = [f"--method={method}", rounds, *SHORT]
+        rounds = ["--tau=8"]
+        if method == "a_edit":  # how many steps a round has depends on the load of the machine
+            rounds = "--tau_time_s=0.1 --outer_lr=1 --outer_momentum=0".split()
+        options = [f"--method={method}", *rounds, *SHORT]
         config, _ = parse(options, train.METHODS)
         trained = own.train(config, Mesh(2, CPU))
         loss = trained.forward(*own.make_batch(seed=0, size=3000), train=False).item()
