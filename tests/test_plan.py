@@ -182,7 +182,7 @@ def test_memory_of_a_fresh_process_is_within_15_percent_of_the_plan(
     corpus_folder, tmp_path, torch_bytes, ranks, shards, cases
 ):
     """Of rank 0, which at the end also has the whole model, without what `import torch` takes."""
-    options = dict(n_layer=8, n_embd=512, n_head=8, block_size=32, batch_size=1, dtype="fp32")
+    options = dict(n_layer=4, n_embd=512, n_head=8, block_size=32, batch_size=1, dtype="fp32")
     options |= dict(sync_warmup_steps=1, tau=2, max_steps=5, eval_batches=1, shards=shards)
     torchrun = [*f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split()]
     ratios = {}
