@@ -4,7 +4,7 @@
     python -m lab.gain lab/results/outer_steps.csv --only method=edit optimizer=adamw --out gain
 
 The outer step with learning rate `lr` and momentum `mu` adds up the moves of the replicas. If all
-moves are alike, it ends with steps that are
+moves are alike, its steps become
 
     gain = lr (1 + mu + mu^2 + ...) = lr / (1 - mu)
 
@@ -12,7 +12,7 @@ times as long as these. (Moves that are less alike add up to less: with a cosine
 successive moves, momentum counts like mu rho.) So outer steps that look different, such as 1 / 0
 and 0.5 / 0.5, may be nearly the same.
 
-A point is the mean loss of a setting over its seeds: how much higher it is than the lowest of its
+A point shows how much the loss of an outer step, a mean over seeds, is above the lowest of its
 color. A color is a setting of all other flags in which the runs differ. Points with a momentum of
 0.8 or more are open and have a line of their own: their gain is the least certain.
 """

@@ -585,7 +585,12 @@ def own_share(path, state: dict, places: list, rank: int) -> list:
 
 def place_of(path) -> tuple:
     """Equal on ranks that see one folder on one machine."""
-    return shm.machine_id() or socket.gethostname(), os.stat(path).st_dev, os.stat(path).st_ino
+    machine = shm.machine_id() or socket.gethostname()
+    try:
+        found = os.stat(path)
+    except OSError:  # read() says why
+        return machine, 0, 0
+    return machine, found.st_dev, found.st_ino
 
 
 def newest_sound(found: list, methods: dict, mesh, config) -> Path | None:
