@@ -318,7 +318,7 @@ def check_interfaces(store, rank: int, world_size: int):
             line = (
                 f"rank {other} would listen at {gloo}, where other machines cannot reach it: on "
                 "each machine name the interface to the others, export GLOO_SOCKET_IFNAME=eth0 "
-                "(`ip -brief address` lists them; NCCL uses it, too, unless NCCL_SOCKET_IFNAME is set)"
+                "(`ip -brief address` lists them; NCCL uses it, unless NCCL_SOCKET_IFNAME is set)"
             )
             raise UserError("" if rank else line)
 
