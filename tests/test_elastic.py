@@ -1,5 +1,5 @@
-"""Slow: a run on two nodes loses one and gains one, as torchrun --nnodes 1:2 allows. Two agents on
-this machine stand for the nodes."""
+"""Slow: a run on two nodes loses one and gains one, as torchrun --nnodes 1:2 allows, and loses the one
+with the rendezvous. Two agents on this machine stand for the nodes."""
 
 import json
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 STEPS = 1000
 TRAIN = flags(method="edit", n_layer=2, n_embd=32, n_head=2, block_size=32, batch_size=8, tau=16)
 TRAIN += "--device cpu --dtype fp32 --tokens_per_step 1024 --sync_warmup_steps 40 --lr 0.003".split()
-TRAIN += f"--max_steps {STEPS} --log_interval 1 --checkpoint_interval 50".split()
+TRAIN += "--log_interval 1 --checkpoint_interval 50".split()
 # Fewer windows, and the loss would be noise.
 TRAIN += "--eval_interval 500 --eval_batches 128".split()
 TRAIN += "--resume auto --save_on_exit".split()
@@ -49,17 +49,17 @@ def listening(port) -> bool:
 
 @pytest.fixture
 def node(tmp_path):
-    """node(folder, **environment): torchrun on one of at most two nodes."""
+    """node(folder, steps, **environment): torchrun on one of at most two nodes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         agents = []
 
-    def start(folder, **environment):
+    def start(folder, steps=STEPS, **environment):
         torchrun = "-m torch.distributed.run --nnodes 1:2 --nproc_per_node 1 --max-restarts 5"
         torchrun += f" --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{port} --rdzv_id elastic"
         torchrun += " --rdzv_conf last_call_timeout=3,keep_alive_interval=1"
         argv = [sys.executable, *torchrun.split(), "train.py", *TRAIN]
-        argv += ["--out_dir", str(folder)]
+        argv += ["--out_dir", str(folder), "--max_steps", str(steps)]
         log = tmp_path / f"log-{len(agents)}"
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
         options = dict(stdout=open(log, "w"), stderr=subprocess.STDOUT, start_new_session=True)
@@ -119,3 +119,21 @@ def test_run_goes_on_when_a_node_is_lost_and_when_one_joins(node, tmp_path):
     resumed = [row["step"] for row in found if row["event"] == "resume"]
     print(f"alone after {alone_s:.0f} s, together after {together_s:.0f} s, from steps {resumed};")
     print("validation losses, undisturbed and disturbed:", *losses)
+
+
+def test_same_command_continues_a_run_that_has_lost_the_node_with_the_rendezvous(node, tmp_path):
+    """As README and slurm.sh say."""
+    run = tmp_path / "run"
+    holder = node(run, 300, **OWN_STORE)
+    other = node(run, 300, **OWN_STORE)
+    wait_until(lambda: last_step(run) >= 100, [holder, other])
+    kill(holder)
+    assert other.wait(120) != 0
+    before = last_step(run)
+    assert before < 300
+
+    again = [node(run, 300, **OWN_STORE) for _ in range(2)]
+    assert [agent.wait(900) for agent in again] == [0, 0], again[0].log.read_text()
+    found = rows(run)
+    assert [row["step"] for row in found if row["event"] == "resume"] == [before]
+    assert [row["step"] for row in found if row["event"] == "step"] == list(range(1, 301))
