@@ -30,8 +30,9 @@ tokens_per_s (after the warm-up), step_ms (the median of the logged ones, withou
 
 --out NAME writes NAME.md, NAME.csv (a line per run: pandas.read_csv reads it) and NAME.svg: the
 losses over tokens; over the first flag with numbers if the runs have one evaluation each; or over
---x, one of step, tokens, train_s, sync_bytes or a flag: numbers, or a switch, yes and no. A name
-in the picture leaves out switches that are on.
+--x, one of step, tokens, train_s, sync_bytes or a flag: numbers, or a switch, yes and no. Where
+--base is given and a run is one point, the picture shows distances, as the table does: they scatter
+less than losses, because seeds are paired. A name in the picture leaves out switches that are on.
 """
 
 import csv
@@ -610,9 +611,10 @@ def default_x(runs, columns) -> str:
     return "sync_bytes"
 
 
-def curves(runs, columns, x) -> list:
+def curves(runs, columns, x, y="val_loss") -> list:
     """Rows of lab.plot. The runs of a line have the same x at the same evaluation: their mean. A
-    line's name says in what it differs from the other lines of its method."""
+    line's name says in what it differs from the other lines of its method. y: val_loss, or `over`,
+    the distances in percent, of runs that have a base and are one point each."""
     columns_of = {}
     for run in runs:
         method = run.flags["method"]
@@ -634,10 +636,12 @@ def curves(runs, columns, x) -> list:
             columns_of_x = [run.curve[x][:count] for run in found]
             points = [[statistics.mean(at) for at in zip(*columns_of_x)]] * len(found)
             losses = [run.curve["val_loss"][:count] for run in found]
+        if y == "over":
+            losses = [[100 * run.over] for run in found]
         for at, loss in zip(points, losses):
             if at and at[0] is not None:  # a method may lack the flag
                 loss = [math.nan if value is None else value for value in loss]
-                rows.append({"method": method, "variant": variant, x: at, "val_loss": loss})
+                rows.append({"method": method, "variant": variant, x: at, y: loss})
     return rows
 
 
@@ -652,18 +656,25 @@ def short_label(names, values) -> str:
     return ", ".join(parts)
 
 
-def draw(runs, columns, x, first, path) -> str:
+def draw(runs, columns, x, first, base_words, path) -> str:
     """Write the picture, from x = first on. Returns the line that says so."""
     runs = [run for run in runs if run.known]
     if not runs:
         return "picture none: no run has a known loss"
+    y = "val_loss"
+    ylabel = plot.Panel.ylabel
+    if base_words and (x not in CURVES or single(runs)):
+        runs = [run for run in runs if run.over is not None]
+        y = "over"
+        ylabel = f"loss over {', '.join(base_words)}, in %".replace("method=", "")
     try:
-        rows = curves(runs, columns, x)
+        rows = curves(runs, columns, x, y)
         if not rows:
             return f"picture none: no run has {x}"
         points = [row[x][0] for row in rows if len(row[x]) == 1]
         far_apart = points and 0 < 10 * min(points) < max(points)
-        panel = plot.Panel(x, "val_loss", plot.AXES.get(x, x), log=bool(far_apart), first=first)
+        xlabel = plot.AXES.get(x, x)
+        panel = plot.Panel(x, y, xlabel, ylabel, log=bool(far_apart), first=first)
         if any(run.flags.get(x) in SWITCH for run in runs):
             panel.ticks = SWITCH
         plot.draw(rows, [panel], path)
@@ -715,7 +726,7 @@ def write(args, text, runs, columns, names):
     Path(f"{name}.md").write_text(f"{text}\n")
     write_csv(f"{name}.csv", runs, names)
     print(f"\ntable   {name}.md, {name}.csv")
-    print(draw(runs, columns, x, args.first, f"{name}.svg"))
+    print(draw(runs, columns, x, args.first, args.base, f"{name}.svg"))
 
 
 if __name__ == "__main__":

@@ -431,8 +431,21 @@ def test_picture_leaves_out_runs_without_a_known_loss(tmp_path, monkeypatch):
     runs, _ = table.read_runs([write_csv(tmp_path / "a.csv", *lines)])
     drawn = []
     monkeypatch.setattr(plot, "draw", lambda rows, panels, path: drawn.extend(rows))
-    table.draw(runs, ["tau"], "tau", 0, "x.svg")
+    table.draw(runs, ["tau"], "tau", 0, [], "x.svg")
     assert [(row["tau"], row["val_loss"]) for row in drawn] == [([4], [2.0])]
+
+
+def test_picture_of_runs_with_a_base_shows_distances(tmp_path, monkeypatch):
+    """Seed 3 has no base."""
+    lines = ["a,edit,4,1,2.0,,", "b,edit,4,2,3.0,,", "c,edit,16,1,2.2,,", "d,edit,16,2,3.6,,"]
+    path = write_csv(tmp_path / "a.csv", *lines, "e,edit,16,3,9.0,,")
+    drawn = []
+    monkeypatch.setattr(plot, "draw", lambda rows, panels, path: drawn.append((rows, panels)))
+    table.main([path, "--base", "tau=4", "--x", "tau", "--out", str(tmp_path / "out")])
+    ((rows, (panel,)),) = drawn
+    assert (panel.x, panel.y, panel.ylabel) == ("tau", "over", "loss over tau=4, in %")
+    found = sorted((*row["tau"], *row["over"]) for row in rows)
+    assert found == [(4, 0), (4, 0), (16, pytest.approx(10)), (16, pytest.approx(20))]
 
 
 def test_bytes_and_speed_are_those_after_the_warmup(write):

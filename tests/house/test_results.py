@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import pytest
 
-from lab import planner, sweep, table
+from lab import planner, plot, svg, sweep, table
 from ranks import ROOT
 from test_readme import RESULTS, TEXT
 
@@ -93,6 +93,20 @@ def test_results_are_those_of_the_experiments():
     shown = set(re.findall(r"lab/results/(\w+\.svg)", TEXT + RESULTS + RELATIVES))
     assert shown <= pictures
     assert {path.suffix for path in ROOT.glob("lab/results/*")} <= {".csv", ".svg", ".md"}
+
+
+@pytest.mark.parametrize("name", ["frontier", "own_data", "replicas_edit"])
+def test_pictures_of_tables_show_the_kept_runs(name, tmp_path, monkeypatch):
+    out = f"lab/results/{name}"
+    drawn = []
+    monkeypatch.setattr(plot, "draw", lambda rows, panels, path: drawn.append((rows, panels)))
+    (path,) = [path for path in EXPERIMENTS if re.search(rf"--out {out}$", path.read_text(), re.M)]
+    (words,) = [words for words in commands(path, tmp_path) if words[-1] == out]
+    options = words[words.index("--base") : -1]
+    table.main([str(ROOT / f"{out}.csv"), *options, str(tmp_path / "out")])
+    ((rows, (panel,)),) = drawn
+    written = svg.checksum([list(plot.lines_of(rows, panel).values())])
+    assert written in (ROOT / f"lab/results/{name}.svg").read_text()
 
 
 def test_losses_in_the_tables_of_results_are_means_of_kept_runs():
