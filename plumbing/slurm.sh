@@ -1,11 +1,12 @@
 #!/bin/bash
 # For Slurm: 1 to 4 nodes of eight GPUs, one replica per node. All nodes must see my_corpus and out/ (a shared file system).
-# Nobody has run this with Slurm or with NCCL yet. If the nodes have several networks, name the one between them:
-# export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
+# Run . .venv/bin/activate before sbatch. Nobody has run this with Slurm or with NCCL yet. If the nodes have several
+# networks, name the one between them: export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
 #SBATCH --nodes 4 --no-kill --exclusive --ntasks-per-node 1 --gpus-per-node 8
 # 120 s before the time limit torchrun gets SIGTERM and passes it on to its ranks: they end their round and save.
-# 30 s later torchrun kills them. From torch 2.13 on, torchrun --shutdown_timeout 100 gives them 100 s. Not SIGUSR1,
-# the usual warning: torchrun does not know it and dies of it.
+# 30 s later torchrun kills them. From torch 2.13 on, torchrun --shutdown_timeout 100 gives them 100 s. If a round
+# takes longer, the steps since the last checkpoint are repeated: then choose a smaller --checkpoint_interval.
+# Not SIGUSR1, the usual warning: torchrun does not know it and dies of it.
 #SBATCH --signal=TERM@120
 # The first node holds the rendezvous. If it dies, torchrun ends on all nodes: submit this script again, and the run
 # continues from its last checkpoint. If another node dies, the others go on.
@@ -13,4 +14,4 @@ HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # A node that joins gives the others 30 s to end their round (--tau 128) and save. If that is too short, the run
 # continues from its last checkpoint.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # torch 2.13 cannot let a node join without it
-srun --kill-on-bad-exit=0 torchrun --nnodes "1:$SLURM_NNODES" --max-restarts 5 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint "$HOST:29500" train.py --model 1b --data my_corpus --shards 8 --tokens_per_step 196608 --checkpoint_interval 1000 --resume auto --save_on_exit
+srun --kill-on-bad-exit=0 torchrun --nnodes "1:$SLURM_NNODES" --max-restarts 5 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint "$HOST:29500" train.py --model 1b --data my_corpus --shards 8 --tokens_per_step 786432 --checkpoint_interval 1000 --resume auto --save_on_exit

@@ -281,6 +281,22 @@ def test_what_is_left_of_a_lost_machine_is_enough_to_go_on(copy):
 
 
 @pytest.mark.slow
+def test_one_machine_begins_and_its_replica_becomes_two(machines):
+    """As the page says for GPUs."""
+    more = "--resume auto --tokens_per_step 64"
+    first = machines.start(more, places=(0, 0))
+    first.wait_for("saved ")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    shutil.copytree(machines.run(0), machines.run(1))
+    run = machines.start(more)
+    finish(run)
+    assert any("1 replicas x 2 shards" in line for line in run.lines("out"))
+    last = max(machines.saved()[0])
+    assert [found[last] for found in machines.saved()] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.slow
 def test_files_of_all_machines_in_one_folder_are_a_checkpoint_for_any_mesh(copy):
     for path in checkpoint.list_checkpoints(copy.run(1)):
         for file in path.glob("rank-*.pt"):
@@ -473,7 +489,7 @@ class Agents:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.commands = []
-        for line in re.findall("^torchrun (.*)", page, re.MULTILINE):
+        for line in re.findall("^torchrun (.* out/two .*)", page, re.MULTILINE):
             line = line.replace("192.168.1.10", "127.0.0.1").replace("29500", str(port))
             line = line.replace("train.py", f"{ranks.ROOT}/train.py")
             self.commands.append([*line.split(), *small])
@@ -534,7 +550,7 @@ def test_table_of_the_page_is_what_its_own_code_computes():
 
 def test_flags_of_the_page_exist():
     page = (ranks.ROOT / "docs" / "two_machines.md").read_text()
-    known = set("nnodes nproc_per_node node_rank master_addr master_port max-restarts out".split())
+    known = set("nnodes standalone nproc_per_node node_rank master_addr master_port max-restarts out".split())
     for method in train.METHODS.values():
         known |= method.Config.__dataclass_fields__.keys()
     assert set(re.findall(r"--([a-z][\w-]*)", page.replace("--input", ""))) <= known
