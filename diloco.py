@@ -24,7 +24,7 @@ alone (lr 1, mu 0) is Post Local SGD.
     symbol     variable        shape        where
     x_i        model.master    (sum P/N,)   each rank holds its own shard
     anchor, a  anchor          (sum P/N,)   equal on all ranks of a sync group
-    d_i, d     model.master    (sum P/N,)   in the storage of x_i, which is about to be overwritten
+    d_i, d     model.master    (sum P/N,)   written over x_i, which the sync replaces anyway
     b          momentum        (sum P/N,)   torch.optim.SGD's momentum buffer
 
 The inner AdamW's moments stay with their replica (but see --average_moments). Deviation: the paper
@@ -54,8 +54,8 @@ class Config(LocalConfig):  # the paper's tau is H = 500
 def nesterov(anchor, momentum, d, lr, mu):
     """A step of torch.optim.SGD(nesterov=True) with the gradient d, in place."""
     # b <- mu b + d;  a <- a - lr (d + mu b)
-    # torch.optim.SGD calls this function, too. Its optimizer object would own the momentum. Here
-    # the momentum is a vector of the method, so checkpoints save it.
+    # torch's sgd() is what torch.optim.SGD itself calls. But its optimizer object would own the
+    # momentum. Here the momentum is a vector of the method, so checkpoints save it.
     options = {"dampening": 0, "weight_decay": 0, "nesterov": mu > 0, "maximize": False}
     sgd([anchor], [d], [momentum], lr=lr, momentum=mu, fused=True, **options)
 

@@ -45,11 +45,11 @@ What the overlap saves, on NCCL and gloo. Let each of L equal layers take c seco
 and f seconds to compute. DiLoCo waits L c. EDiT waits c for layer 0 and, if c > f, another c - f at
 each later layer: max(c, L c - (L-1) f) in all. So it saves at most (L-1) f, less than one forward.
 
-Why only two means are in flight. With NCCL_LAUNCH_ORDER_IMPLICIT=1 (plumbing/launch.py) NCCL starts
-operations in the order of issue, over all groups. If all means were issued at once, the gather of
-layer 0 would queue behind nearly all of them, and nothing would overlap. So one mean travels and
-one waits. The price: a last layer that is much larger than the others starts only two layers before
-it is needed.
+Why only two means are in flight. Operations run in the order in which they are issued: on NCCL over
+all groups (NCCL_LAUNCH_ORDER_IMPLICIT=1, plumbing/launch.py). If all means were issued first, the
+gather of layer 0 would queue behind nearly all of them, and nothing would overlap. So one mean
+travels, and the next one is queued behind it. The price: a last layer that is much larger than the
+others starts only two layers before it is needed.
 
 The deviations from the paper are listed at the end of this file.
 Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
@@ -214,8 +214,8 @@ class Penalty:
         statistics. Only replica i has seen its earlier norms, so it judges itself.
 
         length, longest: steps of this round and of the longest one (A-EDiT). Both are 1 if all
-        rounds are equally long. The statistics are of norms per step, G / length, and so is the
-        limit made from them. Times `longest` it is the limit of G.
+        rounds are equally long. The statistics hold norms divided by the steps of their round,
+        so the limit is for one step, too. Times `longest` it is the limit for G.
         """
         own = self.method.statistics[:, layers]  # a view
         flagged = is_anomaly(G, longest * anomaly_limits(own, self.config))
@@ -322,7 +322,7 @@ class EDiT(Method):
         self.start_next()
         self.start_next()
         # This line is EDiT: the forward in shard.py calls complete(l) before it gathers and
-        # computes layer l. While a layer computes, the all-reduces of the next two travel.
+        # computes layer l. While a layer computes, the next two means are on their way.
         self.model.pre_layer_hook = self.complete
 
     def measure(self):

@@ -1,5 +1,10 @@
 """DiLoCo (arXiv 2311.08105): tau inner steps, then an outer step with the mean pseudo-gradient.
 
+    x_i    the parameters of replica i, a whole vector; there are M replicas
+    a      the anchor: the parameters after the last sync, equal in all replicas
+    d_i    the pseudo-gradient a - x_i
+
+What is called here is in plain/method.py, and the loop of inner steps is in plain/train.py.
 Sharded twin: diloco.py.
 """
 

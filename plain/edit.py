@@ -47,8 +47,8 @@ class EDiT(Method):
         return self.row()
 
     def lengths(self, i):
-        """Inner steps of replica i in this round and in its longest round so far. Here all rounds
-        count alike."""
+        """Inner steps of replica i in this round and in its longest round so far. In EDiT all
+        rounds are equally long, so ignore both: they are 1. A-EDiT has others."""
         return 1, 1
 
     def judge(self, l, d):
@@ -94,7 +94,8 @@ class EDiT(Method):
             self.nesterov(self.layers[l], dbar * verdict.clip)
 
     def row(self):
-        """The record of the layers that have had their outer step since the last row."""
+        """The record of the layers that have had their outer step since the last row: here of all
+        layers. Streaming EDiT takes the outer steps of a part of them at a time."""
         done = [verdict for verdict in self.verdicts if verdict.clip is not None]
         self.verdicts = [verdict for verdict in self.verdicts if verdict.clip is None]
         if not done:
