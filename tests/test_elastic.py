@@ -16,12 +16,12 @@ from plumbing.checkpoint import list_checkpoints
 from ranks import ROOT, flags
 
 pytestmark = pytest.mark.slow
-STEPS = 1000
+STEPS = 800
 TRAIN = flags(method="edit", n_layer=2, n_embd=32, n_head=2, block_size=32, batch_size=8, tau=16)
 TRAIN += "--device cpu --dtype fp32 --tokens_per_step 1024 --sync_warmup_steps 40 --lr 0.003".split()
 TRAIN += "--log_interval 1 --checkpoint_interval 50".split()
 # Fewer windows, and the loss would be noise.
-TRAIN += "--eval_interval 500 --eval_batches 128".split()
+TRAIN += "--eval_interval 800 --eval_batches 128".split()
 TRAIN += "--resume auto --save_on_exit".split()
 
 
@@ -97,13 +97,13 @@ def test_run_goes_on_when_a_node_is_lost_and_when_one_joins(node, tmp_path):
     stays = node(run, **OWN_STORE)
     lost = node(run, **OWN_STORE)
     agents = [stays, lost]
-    wait_until(lambda: last_step(run) >= 150, agents)
+    wait_until(lambda: last_step(run) >= 100, agents)
     began = time.monotonic()
     kill(lost)
     worlds = lambda: [row["world_size"] for row in rows(run) if "world_size" in row]
     wait_until(lambda: worlds() == [2, 1], agents)
     alone_s = time.monotonic() - began
-    wait_until(lambda: last_step(run) >= 250, agents)
+    wait_until(lambda: last_step(run) >= 200, agents)
     agents.append(node(run, **OWN_STORE))
     began = time.monotonic()
     wait_until(lambda: worlds() == [2, 1, 2], agents)
@@ -124,16 +124,16 @@ def test_run_goes_on_when_a_node_is_lost_and_when_one_joins(node, tmp_path):
 def test_same_command_continues_a_run_that_has_lost_the_node_with_the_rendezvous(node, tmp_path):
     """As README and slurm.sh say."""
     run = tmp_path / "run"
-    holder = node(run, 300, **OWN_STORE)
-    other = node(run, 300, **OWN_STORE)
-    wait_until(lambda: last_step(run) >= 100, [holder, other])
+    holder = node(run, 150, **OWN_STORE)
+    other = node(run, 150, **OWN_STORE)
+    wait_until(lambda: last_step(run) >= 50, [holder, other])
     kill(holder)
     assert other.wait(120) != 0
     before = last_step(run)
-    assert before < 300
+    assert before < 150
 
-    again = [node(run, 300, **OWN_STORE) for _ in range(2)]
+    again = [node(run, 150, **OWN_STORE) for _ in range(2)]
     assert [agent.wait(900) for agent in again] == [0, 0], again[0].log.read_text()
     found = rows(run)
     assert [row["step"] for row in found if row["event"] == "resume"] == [before]
-    assert [row["step"] for row in found if row["event"] == "step"] == list(range(1, 301))
+    assert [row["step"] for row in found if row["event"] == "step"] == list(range(1, 151))
