@@ -665,8 +665,12 @@ def draw(runs, columns, x, first, base_words, path) -> str:
     ylabel = plot.Panel.ylabel
     if base_words and (x not in CURVES or single(runs)):
         runs = [run for run in runs if run.over is not None]
+        if not runs:
+            return "picture none: no run has a base with a known loss"
         y = "over"
-        ylabel = f"loss over {', '.join(base_words)}, in %".replace("method=", "")
+        words = [word.removeprefix("method=") for word in base_words]
+        words = [METHODS.get(word, [word])[0] for word in words]
+        ylabel = f"loss over {', '.join(words)}, in %"
     try:
         rows = curves(runs, columns, x, y)
         if not rows:

@@ -65,8 +65,7 @@ def node(tmp_path):
         options = dict(stdout=open(log, "w"), stderr=subprocess.STDOUT, start_new_session=True)
         agents.append(subprocess.Popen(argv, cwd=ROOT, env=environment, **options))
         agents[-1].log = log
-        while not listening(port):  # the first agent has the store
-            time.sleep(0.1)
+        wait_until(lambda: listening(port), agents, 120)  # the first agent has the store
         return agents[-1]
 
     start.agents = agents
