@@ -21,7 +21,8 @@ python -m lab.sweep frontier_muon --method edit --outer_lr 0.7 --outer_momentum 
 python -m lab.sweep frontier_muon --outer_lr 0.9 --outer_momentum 0.3 --sync_warmup_steps 2 $one
 python -m lab.sweep frontier_muon --outer_lr 0.5 --outer_momentum 0.8 --sync_warmup_steps 16 \
     --quantize two_bits $one
-python -m lab.table out/sweep/frontier_muon/*/ --base method=minibatch --out lab/results/frontier_muon
+python -m lab.table out/sweep/frontier_muon/*/ --base method=minibatch --x sync_bytes \
+    --out lab/results/frontier_muon
 
 python -m lab.sweep frontier_others --method post_local_sgd slowmo co2 noloco top_k $adamw --seed 5
 python -m lab.sweep frontier_others --method streaming_diloco --outer_lr 0.5 --outer_momentum 0.8 \

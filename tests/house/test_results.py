@@ -96,7 +96,7 @@ def test_results_are_those_of_the_experiments():
     assert {path.suffix for path in ROOT.glob("lab/results/*")} <= {".csv", ".svg", ".md"}
 
 
-@pytest.mark.parametrize("name", ["frontier", "own_data", "replicas_edit"])
+@pytest.mark.parametrize("name", ["frontier", "frontier_muon", "own_data", "replicas_edit"])
 def test_pictures_of_tables_show_the_kept_runs(name, tmp_path, monkeypatch):
     out = f"lab/results/{name}"
     drawn = []
