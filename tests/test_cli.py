@@ -294,7 +294,8 @@ def on_windows(argv, rank, *more):
     """What the programs do where Python lacks these modules and functions. train.py is the last."""
     folder = argv[0]
     for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", "")).startswith(str(ROOT)):
+        file = str(getattr(module, "__file__", ""))
+        if file.startswith(str(ROOT)) and not file.startswith(sys.prefix):  # .venv may be in ROOT
             del sys.modules[name]
     sys.modules |= {"fcntl": None, "resource": None}
     for name in "SIGHUP", "SIGALRM", "setitimer", "getitimer", "ITIMER_REAL":
