@@ -25,8 +25,11 @@ does not shorten a round. (3) Learning rate and end follow the tokens of all rep
 paper's weights (--step_weighting none) a replica that takes more steps has a larger norm, and so a
 smaller weight. norm_per_step, the default, replaces G_i by G_i mean_j(steps_j) / steps_i in the
 weights. (5) The statistics are of norms per step, G_i / steps_i, and the limit of G_i is for
-replica i's longest round; an old one is slowly forgotten: see judge(). (6) On CUDA the vote is read
-one step late, and the host waits for the device twice per sync.
+replica i's longest round; an old one is slowly forgotten: remember_round(). (6) On CUDA the vote is read
+one step late, and the host waits for the device twice per sync. (7) Theirs can mix the weights with
+the steps, w_i (1 - r) + r steps_i / sum_j steps_j, with r = 0.5 (use_step_weight, off by default):
+a replica that takes more steps would weigh more. (8) Theirs skips a sync if the replicas have taken
+fewer than 100 steps together (min_total_global_steps): short rounds would grow longer.
 
 Run: torchrun --nproc_per_node 2 train.py --method a_edit --tau_time_s 2 --slow_replica 1:2.0
 Source: EDiT, arXiv 2412.07210 (A-EDiT), and its authors' code, atorch local_sgd.
@@ -95,24 +98,22 @@ class AEDiT(EDiT):
         after_this_step = self.progress_at_sync + (self.local_steps + 1) * self.rate
         return float(time_is_up or after_this_step >= self.config.max_steps)
 
-    def judge(self, G):
-        """In a short round the norm per step is larger, because a norm grows more slowly than the
-        number of steps. So the limit per step is multiplied by the steps of the longest round, not
-        of this one. Then a short round is no anomaly: not the last one, and not those of a machine
-        that has become slower. The longest round is forgotten as slowly as old norms are. The
-        price: while rounds are shorter than they were, the limit is looser."""
-        return self.penalty.judge(G, length=self.local_steps, longest=self.longest_round)
-
-    def remember_round(self):
-        """The longest round: this one, or a longer one before it, which shrinks in each round as
-        old norms do."""
-        remembered = (1 - self.config.anomaly_ema) * self.longest_round
-        self.longest_round = max(remembered, self.local_steps)
-
     def norms_for_weights(self, norms):
         if self.config.step_weighting == "none":
             return norms
         return norms_per_step(norms, self.rows.steps)
+
+    def remember_round(self):
+        """The statistics hold norms per step. In a short round the norm per step is larger, because
+        a norm grows more slowly than the number of steps. So the limit per step is multiplied by
+        the steps of the longest round, not of this one. Then a short round is no anomaly: not the
+        last one, and not those of a machine that has become slower. The longest round is forgotten
+        as slowly as old norms are. The price: while rounds are shorter than they were, the limit is
+        looser."""
+        remembered = (1 - self.config.anomaly_ema) * self.longest_round
+        self.longest_round = max(remembered, self.local_steps)
+        self.penalty.length = self.local_steps
+        self.penalty.longest = self.longest_round
 
     def sync(self):
         self.remember_round()

@@ -1,10 +1,10 @@
 """EDiT: local SGD on sharded parameters, synchronized layer by layer inside the forward pass.
 
-The problem. DiLoCo's outer step blocks until the whole model has crossed the slow links, and it
+The problem. DiLoCo's outer step waits until the whole model has crossed the slow links, and it
 trusts every replica alike, even one whose loss has just exploded. EDiT (1) completes layer l just
 before the forward needs it, so that the traffic of later layers overlaps with the computation of
-earlier ones, and (2) applies a *pseudo-gradient penalty*: eliminate anomalies, weight by norm,
-clip, or, if all replicas are flagged, keep the anchor (roll back).
+earlier ones, and (2) applies a *pseudo-gradient penalty*: leave out replicas with abnormal norms,
+weight the others by their norms, clip the mean, or, if all replicas are abnormal, keep the anchor.
 
     sync_warmup_steps steps with averaged gradients; anchor = x; then repeat tau inner steps and,
     for all layers l at the round's end (in the paper in the forward, with the same result):
@@ -13,7 +13,7 @@ clip, or, if all replicas are flagged, keep the anchor (roll back).
         limit_i = mean_i + delta sigma_i                        # from its running statistics
         flag i if G_i > limit_i                                 # (G_i - mean_i) / sigma_i > delta
         else add G_i to the running statistics of replica i
-        share G and flags with all replicas                     # [sync] one all-gather, all layers
+        gather G and flags of all replicas                      # [sync] one all-gather, all layers
         if all replicas are flagged: each whose G_i is finite clears its statistics of layer l
         w_i   = exp(-G_i) / sum_j exp(-G_j) over the unflagged  # on the device, no host read
     for l = 0, 1: start dbar = sum_i w_i d_i                    # [sync] all-reduce per layer, async
@@ -38,6 +38,9 @@ clip, or, if all replicas are flagged, keep the anchor (roll back).
     delta, phi                 anomaly_threshold, pseudo_grad_clip
               lr, mu           outer_lr, outer_momentum
 
+AdamW's moments stay on their replica: they are neither sent nor reset. docs/sync.svg shows one
+layer through one sync, in five frames.
+
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 8 (M-1) (L + 1) for norms and
 flags, losses and steps.
 
@@ -45,16 +48,10 @@ What the overlap saves, on NCCL and gloo. Let each of L equal layers take c seco
 and f seconds to compute. DiLoCo waits L c. EDiT waits c for layer 0 and, if c > f, another c - f at
 each later layer: max(c, L c - (L-1) f) in all. So it saves at most (L-1) f, less than one forward.
 
-Why only two means are in flight. Operations run in the order in which they are issued: on NCCL over
-all groups (NCCL_LAUNCH_ORDER_IMPLICIT=1, plumbing/launch.py). If all means were issued first, the
-gather of layer 0 would queue behind nearly all of them, and nothing would overlap. So one mean
-travels, and the next one is queued behind it. The price: a last layer that is much larger than the
-others starts only two layers before it is needed.
-
 The deviations from the paper are listed at the end of this file.
 Run: torchrun --nproc_per_node 4 train.py --method edit --shards 2
 Source: EDiT, arXiv 2412.07210, and its authors' code, atorch local_sgd.
-Plain version: plain/edit.py.
+Plain version: plain/edit.py. For a model under torch's FSDP2: examples/edit_fsdp2.py.
 """
 
 import functools
@@ -188,11 +185,21 @@ class Penalty:
     """The pseudo-gradient penalty of replica i. EDiT uses it for all layers at once, Streaming EDiT
     (relatives/streaming_edit.py) for the layers of a fragment: `layers` is a slice of them.
 
-    method.statistics        (3, L)   count, mean and variance of replica i's unflagged norms; they
-                                      are in its checkpoints
+    method.statistics        (3, L)   what replica i knows of its earlier norms: count, mean and
+                                      variance of the unflagged ones. They are in its checkpoints
     norms, flagged, weights  (M, L)   of all replicas, in each layer's last sync
     clips                    (L,)     factors, in each layer's last outer step
+    length, longest                   steps of this round and of the longest one. Both are 1 if all
+                                      rounds are equally long; A-EDiT sets them
+
+    Another detector, or other weights, is a subclass in a file of one's own that replaces one of
+    the five functions from new_statistics() on. EDiT takes it as `make_penalty` (EXERCISES.md,
+    12). The form of the statistics is the detector's own affair: any tensor whose last dimension
+    is the layer.
     """
+
+    length = 1.0
+    longest = 1.0
 
     def __init__(self, method):
         self.method = method
@@ -206,31 +213,51 @@ class Penalty:
         self.clips = x.new_ones(L)
 
     def begin(self):
-        L = len(self.method.model.layers)
-        self.method.statistics = self.method.model.master.new_zeros(3, L)
+        self.method.statistics = self.new_statistics(len(self.method.model.layers))
 
-    def judge(self, G, layers=ALL, length=1.0, longest=1.0):
+    # ---- what a subclass may replace ----
+
+    def new_statistics(self, L: int):
+        return self.method.model.master.new_zeros(3, L)
+
+    def limits(self, statistics):
+        """The largest norms (L,) that are no anomalies."""
+        return anomaly_limits(statistics, self.config)
+
+    def update(self, statistics, G, accepted):
+        """The statistics after adding the norms G (L,) where accepted (L,) is true."""
+        return update_statistics(statistics, G, accepted, self.config)
+
+    def forget(self, statistics, G, lost):
+        """The statistics after a round that has lost the layers (L,): all replicas were flagged."""
+        return forget_lost_layers(statistics, G, lost)
+
+    def make_weights(self, norms, flagged):
+        """Weights (M, L) from the norms and flags (M, L)."""
+        return replica_weights(norms, flagged, self.config.weighted_averaging)
+
+    # ---- what a sync calls ----
+
+    def flag(self, G, layers=ALL):
         """Flags (L,) of replica i for its norms G (L,). Those that are not flagged enter its
         statistics. Only replica i has seen its earlier norms, so it judges itself.
 
-        length, longest: steps of this round and of the longest one (A-EDiT). Both are 1 if all
-        rounds are equally long. The statistics hold norms divided by the steps of their round,
-        so the limit is for one step, too. Times `longest` it is the limit for G.
-        """
-        own = self.method.statistics[:, layers]  # a view
-        flagged = is_anomaly(G, longest * anomaly_limits(own, self.config))
-        own.copy_(update_statistics(own, G / length, ~flagged, self.config))
+        The statistics hold norms divided by the steps of their round, so the limit is for one step,
+        too. Times `longest` it is the limit for G."""
+        own = self.method.statistics[..., layers]  # a view
+        flagged = is_anomaly(G, self.longest * self.limits(own))
+        own.copy_(self.update(own, G / self.length, ~flagged))
         return flagged
 
     def weigh(self, norms, flagged, layers=ALL, norms_for_weights=None):
         """The weights (M, L) of all replicas, from their norms and flags. Clears the statistics of
         lost layers. norms_for_weights: norms from which the weights are made, if not `norms`."""
-        own = self.method.statistics[:, layers]
+        own = self.method.statistics[..., layers]
         G = norms[self.method.mesh.replica]
-        own.copy_(forget_lost_layers(own, G, flagged.all(dim=0)))
+        own.copy_(self.forget(own, G, lost=flagged.all(dim=0)))
         if norms_for_weights is None:
             norms_for_weights = norms
-        weights = replica_weights(norms_for_weights, flagged, self.config.weighted_averaging)
+        weights = self.make_weights(norms_for_weights, flagged)
         self.norms[:, layers] = norms
         self.flagged[:, layers] = flagged
         self.weights[:, layers] = weights
@@ -238,11 +265,13 @@ class Penalty:
 
     def outer_step(self, l, dbar, anchor, momentum):
         """Clip the mean of layer l and take the outer step, unless all replicas are flagged."""
+        # dhat = dbar * min(1, phi / (||dbar|| + 1e-6))
         clip = dbar.new_ones(())
         if self.config.pseudo_grad_clipping:
             clip = clip_factor(self.method.model.norm(dbar), self.config.pseudo_grad_clip)
         self.clips[l] = clip
         dhat = dbar.mul_(clip)
+        # b <- mu b + dhat;  anchor <- anchor - lr (dhat + mu b), unless all replicas are flagged
         moves = (~self.flagged[:, l]).any().to(dbar.dtype)
         lr, mu = self.config.outer_lr, self.config.outer_momentum
         nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, moves)
@@ -280,10 +309,11 @@ class EDiT(Method):
     shared = ("anchor", "momentum")
     scalars = ("statistics",)
     repairs_replicas = True  # a flagged replica restarts from the anchor
+    make_penalty = Penalty
 
     def __init__(self, model, mesh, config, record, clock):
         super().__init__(model, mesh, config, record, clock)
-        self.penalty = Penalty(self)
+        self.penalty = self.make_penalty(self)
         self.anchors = model.views(self.anchor)
         self.momenta = model.views(self.momentum)
 
@@ -303,47 +333,56 @@ class EDiT(Method):
 
     def sync(self):
         """The end of the round: norms, weights, and the start of the first two all-reduces. The
-        next forward ends what begins here."""
+        next forward ends what begins here: it calls complete(l) for each layer."""
+        # d_i = anchor - x_i, in the storage of x_i: from here on masters[l] holds d_i.
         squares = []
         for a, x in zip(self.anchors, self.model.masters):
-            # d_i = a - x_i, in the storage of x_i
             d = torch.sub(a.to(x.device, non_blocking=True), x, out=x)
             squares.append(d.norm() ** 2)
+
+        # G_i = ||d_i||. A rank has a shard of d_i, so the squares are summed over its replica.
         squares = torch.stack(squares)  # (L,)
         # [shard] all-reduce, L scalars, once per round
         self.mesh.all_reduce(squares, self.mesh.shard_group).wait()
         G = squares.sqrt()
-        self.share(norms=G, flagged=self.judge(G))
-        norms = self.rows.norms  # (M, L)
-        flagged = self.rows.flagged > 0  # back from numbers to bools
-        self.penalty.weigh(norms, flagged, norms_for_weights=self.norms_for_weights(norms))
+
+        # Each replica knows only its own earlier norms, so it flags itself and tells the others.
+        flagged = self.penalty.flag(G)
+        rows = self.gather(norms=G, flagged=flagged)
+        flagged = rows.flagged > 0  # (M, L), back from numbers to bools
+        norms_for_weights = self.norms_for_weights(rows.norms)
+        self.penalty.weigh(rows.norms, flagged, norms_for_weights=norms_for_weights)
+
+        # Two means are in flight at any time. Operations run in the order in which they are issued,
+        # on NCCL over all groups (NCCL_LAUNCH_ORDER_IMPLICIT=1, plumbing/launch.py). If all means
+        # were issued here, the gather of layer 0 would queue behind nearly all of them, and nothing
+        # would overlap. So one mean travels, and the next one is queued behind it. The price: a
+        # last layer that is much larger than the others starts only two layers before its turn.
         self.to_start = deque(self.operations())
         self.in_flight = deque()  # handles, at most two
         self.start_next()
         self.start_next()
+
         # This line is EDiT: the forward in shard.py calls complete(l) before it gathers and
         # computes layer l. While a layer computes, the next two means are on their way.
         self.model.pre_layer_hook = self.complete
 
     def measure(self):
-        """Nothing: sync() shares the norms."""
+        """Nothing: sync() gathers the norms."""
+
+    def norms_for_weights(self, norms):
+        """The norms (M, L) for the weights. A-EDiT corrects them for unequal rounds."""
+        return norms
 
     def operations(self) -> list:
         """Functions in the order in which they run. Each starts one collective and returns its
-        handle."""
+        handle. (relatives/one_bit_edit.py has two for each layer.)"""
         return [functools.partial(self.start_mean, l) for l in range(len(self.model.layers))]
 
     def start_next(self):
         if self.to_start:
             start = self.to_start.popleft()
             self.in_flight.append(start())
-
-    def judge(self, G):
-        return self.penalty.judge(G)
-
-    def norms_for_weights(self, norms):
-        """The norms (M, L) for the weights. A-EDiT corrects them for unequal rounds."""
-        return norms
 
     def start_mean(self, l):
         """Start dbar = sum_i w_i d_i of layer l, in the storage of d_i."""
@@ -359,7 +398,7 @@ class EDiT(Method):
     def complete(self, l: int):
         """The next forward calls it before it computes layer l: x_l becomes the new anchor."""
         self.finish_layer(l)
-        # First the gather of this layer, then the next mean: see "Why only two" above.
+        # First the gather of this layer, which the forward waits for, then the next mean.
         self.model.start_gather(l)
         if self.to_start:
             with self.record.stall():
@@ -372,9 +411,10 @@ class EDiT(Method):
             self.wait_for_mean(l)
             with self.on_device(self.anchors[l], self.momenta[l]) as (a, b):
                 self.penalty.outer_step(l, x, a, b)
+                # x_i <- anchor
                 x.copy_(a)
         if l == len(self.model.layers) - 1:
-            self.model.pre_layer_hook = None
+            self.model.pre_layer_hook = None  # the next forward has no sync to end
             self.end_sync()
 
     @contextmanager
@@ -417,18 +457,19 @@ class EDiT(Method):
 # (6) A non-finite inner gradient is set to 0 (shard.py).
 # (7) Training stops with an error after three rounds in a row that were rolled back in all layers
 #     (train.py). Because of (3), only norms that are not finite can do that.
+# The authors' code has these options, which are not here:
+# (8) A dynamic threshold: delta max(1, standard deviation of the last z-scores). After restless
+#     rounds it would flag fewer replicas.
+# (9) A softmax temperature: exp(-G_i / temperature). A higher one would make weights more equal.
+# (10) The detector is trusted after 120 norms; its example, as we, takes 10. With 120 the first
+#     outliers would not be flagged.
+# (11) GTA in place of the weighted mean: an element counts only where its sign is that of most
+#     replicas. It would drop elements on which replicas disagree.
 #
 # As in the paper, the limits do not follow the learning rate. Norms fall with it, and the
 # statistics remember larger ones, so a sick replica is seen late or never. Dividing the norms by
 # the round's learning rates finds more of them, but does not lower the loss (lab/LOG.md).
-# As in the paper, the weights take the norms as they are. So the penalty is stronger where norms
-# are larger: in long rounds, at large learning rates, in large layers.
-#
-# Why a replica cannot leave or join while the others train on. When a replica dies, the others get
-# an error and can form a new group without it: that takes gloo two seconds. The hard part is the
-# sync that was under way. Layer 3 may have arrived at one replica and not at another, and the
-# anchors and momenta of layers 0 to 2 have already moved. So the survivors are no longer equal, and
-# no anchor is left to roll back to. A commit would help: change no anchor before all layers have
-# arrived everywhere. But then the forward waits for the last layer, as in DiLoCo, and the overlap
-# is gone. Overlap by layer and live membership exclude each other. So here a lost replica ends the
-# run, and a restart goes on from the last checkpoint, with as many replicas as there are.
+# As in the paper, the weights take the norms as they are: the softmax sees their differences, not
+# their ratios. So the penalty is stronger where norms are larger: in long rounds, at large learning
+# rates, in large layers. Late in a small run norms are near 0.1. Then a replica that moves ten
+# times as far (1.0) may be below its limit, and its weight only falls from 0.25 to 0.18.

@@ -89,7 +89,7 @@ class Method:
         self.rates = []  # inner learning rates of this round's steps
         self.rounds = 0
         self.averages_gradients = True  # until the warm-up ends
-        self.rows = None  # see share()
+        self.rows = None  # see gather()
         for name in self.shared + self.private:
             setattr(self, name, self.new_vector(name))
 
@@ -146,12 +146,12 @@ class Method:
 
     # ---- what a method uses ----
 
-    def share(self, **values):
-        """Gather one row of numbers per replica. Afterwards self.rows.losses (each replica's mean
-        loss in the round), .steps (its inner steps) and .NAME hold an entry per replica, (M,), or
-        (M, n) for a value of n elements. A value must be equal in the shard group. In a
-        method without a barrier nobody waits for the others. Then the only entry is this replica's:
-        (1,) or (1, n)."""
+    def gather(self, **values):
+        """Gather one row of numbers per replica. Returns them, also as self.rows: .losses (each
+        replica's mean loss in the round), .steps (its inner steps) and .NAME have an entry per
+        replica, (M,), or (M, n) for a value of n elements. A value must be equal in the shard
+        group. In a method without a barrier nobody waits for the others. Then the only entry is
+        this replica's: (1,) or (1, n)."""
         loss = self.record.loss_sum / self.local_steps
         own = {"losses": loss, "steps": torch.full_like(loss, self.local_steps), **values}
         row = torch.cat([value.to(self.model.master.dtype).view(-1) for value in own.values()])
@@ -163,15 +163,16 @@ class Method:
         self.rows = SimpleNamespace()
         for name, column in zip(own, columns):
             setattr(self.rows, name, column.squeeze(1))
+        return self.rows
 
     def measure(self):
-        """Share every replica's loss, steps and distance from its anchor, if it has one.
+        """Gather every replica's loss, steps and distance from its anchor, if it has one.
         The storage of model.grad is free at a round's end."""
         norms = {}
         if "anchor" in self.shared + self.private:
             d = torch.sub(self.anchor, self.model.master, out=self.model.grad)
             norms["norms"] = self.model.norm(d)
-        self.share(**norms)
+        self.gather(**norms)
 
     def average(self, vector: torch.Tensor):
         """vector, laid out like model.master, becomes its mean over the replicas; blocks. One

@@ -159,13 +159,17 @@ class ShardedModel:
         self.layouts = [Layout(layer, mesh.shards) for layer in self.layers]
         count = sum(layout.shard_size for layout in self.layouts)
         master_dtype = torch.promote_types(dtype, torch.float32)
+        # "Master" is the usual name of the fp32 parameters that the optimizer steps, beside copies
+        # in a lower precision that the layers compute with.
         self.master = torch.zeros(count, dtype=master_dtype, device=mesh.device)  # (sum P/N,)
         self.grad = torch.zeros_like(self.master)
         self.masters = self.views(self.master)
         self.grads = self.views(self.grad)
         self._initialize(initialize)
         self._place_parameters()
-        self.pre_layer_hook = None  # EDiT: called with l before the forward gathers layer l
+        # EDiT sets it to its complete(l) at the end of a round. The next forward calls it before it
+        # gathers layer l, and it puts the layer's new parameters into masters[l].
+        self.pre_layer_hook = None
         # Starts the sum of layer l's gradient over the replicas. A method may replace it.
         # [sync] all-reduce, P/N fp32, once per layer and step (minibatch and warm-up only)
         self.sum_layer = lambda l: mesh.all_reduce(self.grads[l], mesh.sync_group)
@@ -283,26 +287,30 @@ class ShardedModel:
     def forward(self, inputs, targets, train: bool = True):
         """Mean loss of a batch; of model.py's layers in nats per token, and inputs and targets are
         (B, T) int64. train: keep the tape for backward()."""
-        # `master` may have changed: what the buffers hold is out of date.
+        # `master` may have changed since the last pass (inner step, sync, checkpoint), so what the
+        # buffers hold is out of date.
         self.gathered_layer = [None, None]  # of each buffer
         self.handles = [Handle(), Handle()]
         self.tape = []  # (input, output) of each layer, until backward()
         x = inputs
         last = len(self.layers) - 1
-        hook = self.pre_layer_hook
+        syncing = self.pre_layer_hook is not None  # EDiT, in the first forward of a round
         for l, layer in enumerate(self.layers):
             if layer.training != train:  # of interest for a dropout of your own
                 layer.train(train)
-            if hook:  # it updates layer l's parameters
+            if syncing:
                 with record_function(f"sync, layer {l}"):
-                    hook(l)  # it starts the gather, too
-            self.start_gather(l)
+                    self.pre_layer_hook(l)  # new parameters for layer l; it starts the gather, too
+            self.start_gather(l)  # unless it was started while layer l - 1 computed
             self.handles[l % 2].wait()
-            if not hook:  # else layer l + 1 has no new parameters yet
+            # Layer l + 1 is gathered while layer l computes. In a sync that would be too early: its
+            # new parameters arrive in its own pre_layer_hook.
+            if not syncing:
                 self.start_gather(l + 1)
             recompute = self.recompute and 0 < l < last
             named = record_function(f"forward, layer {l}")
             with torch.set_grad_enabled(train and not recompute), named:
+                # The tape is cut between layers, so that backward() can walk it layer by layer.
                 x_in = x.detach().requires_grad_(train and l > 0)
                 x = layer(x_in, targets) if l == last else layer(x_in)
             if train:
@@ -316,7 +324,7 @@ class ShardedModel:
         reducing = None
         summing = []
         for l in reversed(range(len(self.layers))):
-            if l >= self.first_gathered:
+            if l >= self.first_gathered:  # the last two layers are still in the buffers
                 self.start_gather(l)
                 self.handles[l % 2].wait()
             if l > self.first_gathered:

@@ -82,7 +82,9 @@ class Training:
             model.clip_gradient(config.grad_clip)
             method.inner_step(self.optimizer)
             if method.after_step(lr, metrics):
-                method.end_round()  # a sync starts here; EDiT's ends in the next forward
+                # The sync. EDiT's only starts here: the next model.forward() ends it, layer by
+                # layer (pre_layer_hook in shard.py calls complete() of edit.py).
+                method.end_round()
             self.mesh.note("step", began, time.perf_counter())  # for --timeline
             write_syncs(method, self.log)
             self.log.step(method, lr, metrics)
@@ -104,6 +106,7 @@ class Training:
         for micro_step in range(micro_steps):
             inputs, targets = self.batches.train(method.steps, micro_step)
             loss += model.forward(inputs, targets) / micro_steps
+            # Replicas average once, after the last micro-step, so that less is sent.
             last = micro_step == micro_steps - 1
             model.backward(scale, first=micro_step == 0, sum_replicas=average and last)
         method.after_backward()

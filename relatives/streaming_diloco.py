@@ -133,7 +133,7 @@ class StreamingDiLoCo(Method):
         self.mean = None
 
     def measure(self):
-        self.share()  # no distance: the anchor moves within the round, too
+        self.gather()  # no distance: the anchor moves within the round, too
 
     def sync(self):
         if self.mean:  # only if the training ends in the middle of a round

@@ -57,10 +57,11 @@ class StreamingEDiT(StreamingDiLoCo):
     Config = Config
     scalars = (*StreamingDiLoCo.scalars, "statistics")
     repairs_replicas = True  # fragment by fragment, from the anchor
+    make_penalty = Penalty
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.penalty = Penalty(self)
+        self.penalty = self.make_penalty(self)
         self.landings = []  # numbers of the layers that have landed in this round
 
     def begin(self):
@@ -79,7 +80,7 @@ class StreamingEDiT(StreamingDiLoCo):
         # [shard] all-reduce, one scalar per layer, once per fragment
         self.mesh.all_reduce(squares, self.mesh.shard_group).wait()
         G = squares.sqrt()
-        row = torch.cat([G, self.penalty.judge(G, layers=self.fragment())])
+        row = torch.cat([G, self.penalty.flag(G, layers=self.fragment())])
         return MeanInFlight(d, self.config.quantize, self.mesh, row=row, weigh=self.weigh)
 
     def weigh(self, rows):

@@ -64,8 +64,8 @@ def test_machine_that_changes_its_speed_is_no_anomaly(rounds):
         method.local_steps = steps
         method.remember_round()
         noise = 0.03 * torch.randn(4, generator=generator).double()  # one norm per layer
-        assert not method.judge(steps**0.5 * (1 + noise)).any()
-    assert method.judge(torch.full((4,), 100.0).double()).all()
+        assert not method.penalty.flag(steps**0.5 * (1 + noise)).any()
+    assert method.penalty.flag(torch.full((4,), 100.0).double()).all()
 
 
 @pytest.mark.parametrize("longest", [8, 40, 200])
@@ -77,9 +77,9 @@ def test_a_long_round_is_forgotten(longest):
         method.local_steps = steps
         method.remember_round()
         noise = 0.03 * torch.randn(4, generator=generator).double()
-        method.judge(steps**0.5 * (1 + noise))
-    assert not method.judge(torch.full((4,), 8**0.5).double()).any()
-    assert method.judge(torch.full((4,), 2 * 8**0.5).double()).all()
+        method.penalty.flag(steps**0.5 * (1 + noise))
+    assert not method.penalty.flag(torch.full((4,), 8**0.5).double()).any()
+    assert method.penalty.flag(torch.full((4,), 2 * 8**0.5).double()).all()
 
 
 def steps_of_rounds(run):
