@@ -25,7 +25,7 @@ does not shorten a round. (3) Learning rate and end follow the tokens of all rep
 paper's weights (--step_weighting none) a replica that takes more steps has a larger norm, and so a
 smaller weight. norm_per_step, the default, replaces G_i by G_i mean_j(steps_j) / steps_i in the
 weights. (5) The statistics are of norms per step, G_i / steps_i, and the limit of G_i is for
-replica i's longest round; an old one is slowly forgotten: remember_round(). (6) On CUDA the vote is read
+replica i's longest round, which is slowly forgotten: remember_round(). (6) On CUDA the vote is read
 one step late, and the host waits for the device twice per sync. (7) Theirs can mix the weights with
 the steps, w_i (1 - r) + r steps_i / sum_j steps_j, with r = 0.5 (use_step_weight, off by default):
 a replica that takes more steps would weigh more. (8) Theirs skips a sync if the replicas have taken
