@@ -194,7 +194,7 @@ class Penalty:
 
     Another detector, or other weights, is a subclass in a file of one's own that replaces one of
     the five functions from new_statistics() on. EDiT takes it as `make_penalty` (EXERCISES.md,
-    12). The form of the statistics is the detector's own affair: any tensor whose last dimension
+    17). The form of the statistics is the detector's own affair: any tensor whose last dimension
     is the layer.
     """
 
