@@ -240,6 +240,17 @@ def test_only_a_sync_repairs_a_replica_so_the_warmup_ends_if_it_diverges(corpus_
         run_training(2, corpus_folder, spoil, **ROUNDS)
 
 
+def test_run_that_one_replica_has_destroyed_says_that_it_is_no_better_than_guessing(corpus_folder):
+    """DiLoCo averages what it gets. EDiT leaves it out."""
+    options = ROUNDS | dict(max_steps=23, lr=0.05, anomaly_warmup_rounds=2)
+    options |= dict(scale_lr="1:12:14:1000")
+    cases = [(None, None, options | dict(method=method)) for method in ("diloco", "edit")]
+    diloco, edit = train_all(2, corpus_folder, *cases)
+    note = "note    no better than guessing, which has a loss of 5.5491"
+    assert note in diloco.printed
+    assert note not in edit.printed
+
+
 # ---- what a sync reads, allocates and sends ----
 
 

@@ -16,7 +16,7 @@ import plain.edit
 from diloco import nesterov
 from edit import anomaly_limits, nesterov_unless_flagged
 from plain import Training
-from ranks import run_config, train_all
+from ranks import run_config, run_training, train_all
 from sick import Sick
 from train import learning_rate
 
@@ -474,6 +474,16 @@ def test_sick_replicas_and_they_alone_are_left_out(case, mesh, corpus_folder, re
         assert rank["exp_avg"].isfinite().all()
     # in the next step
     assert run.losses.count(None) == (case == "sick: mid round")
+
+
+def test_tokens_after_a_resume_are_those_before_it_and_those_of_the_new_batch(
+    tmp_path, corpus_folder
+):
+    options = dict(method="minibatch", out_dir=tmp_path)
+    run_training(1, corpus_folder, max_steps=3, batch_size=2, **options)
+    run = run_training(1, corpus_folder, max_steps=5, batch_size=6, resume="auto", **options)
+    tokens = [row["tokens"] for row in run.rows("step")]
+    assert tokens == [16, 32, 48, 48 + 48, 48 + 96]
 
 
 def test_only_selected_cases_are_trained():

@@ -12,7 +12,7 @@ import train
 from export import whole_model
 from mesh import Mesh
 from model import Llama, ModelConfig
-from ranks import run_ranks
+from ranks import run_ranks, run_training
 from train import make_model
 
 # The embedding has 970 elements: on 4 shards its flat vector is padded.
@@ -213,6 +213,26 @@ def test_recomputing_changes_no_bit_and_no_collective(results):
         assert torch.equal(usual.gradient[name], again.gradient[name])
     for field in "metrics", "norm", "calls", "sent", "sizes":
         assert getattr(usual, field) == getattr(again, field), field
+
+
+class Dropout:
+    """Layer 1 drops half of its outputs while it trains, as a layer of a reader's own may."""
+
+    def __call__(self, method, model, mesh):
+        def drop(layer, inputs, y):
+            return torch.nn.functional.dropout(y, 0.5, layer.training)
+
+        model.layers[1].register_forward_hook(drop)
+        return lambda: len(model.tape)
+
+
+def test_evaluation_drops_nothing_and_keeps_no_tape(corpus_folder):
+    """At a rate of 0 the parameters stay, and so does the loss of each evaluation."""
+    options = dict(method="minibatch", lr=0.0, max_steps=4, eval_interval=1)
+    run = run_training(1, corpus_folder, Dropout(), **options)
+    losses = [row["val_loss"] for row in run.rows("eval")]
+    assert losses == [losses[0]] * 4
+    assert run.ranks[0]["watched"] == 0
 
 
 # ---- compiled layers and buffers, on one rank ----
