@@ -95,7 +95,7 @@ def end_round(method, steps, norm):
 
 
 def test_round_longer_than_all_before_is_no_anomaly():
-    """Its own steps count for its own limit: it is 5 times as long, and moves sqrt(5) times as far."""
+    """Its limit is for its own steps: it is 5 times as long, and moves sqrt(5) times as far."""
     method = method_alone(method="a_edit")
     for _ in range(20):
         assert not end_round(method, steps=8, norm=8**0.5)

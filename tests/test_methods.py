@@ -5,7 +5,6 @@ import collections
 import functools
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -484,23 +483,6 @@ def test_tokens_after_a_resume_are_those_before_it_and_those_of_the_new_batch(
     run = run_training(1, corpus_folder, max_steps=5, batch_size=6, resume="auto", **options)
     tokens = [row["tokens"] for row in run.rows("step")]
     assert tokens == [16, 32, 48, 48 + 48, 48 + 96]
-
-
-def test_only_selected_cases_are_trained():
-    def item(**params):
-        return SimpleNamespace(callspec=SimpleNamespace(params=params))
-
-    items = [
-        item(case="edit", mesh=GRID, transport="auto"),
-        item(case="sick: nan", mesh=GRID),
-        item(case="diloco", mesh=FOUR, transport="auto"),
-        item(case="robust, median", mesh=GRID, transport="auto"),
-        item(case="noloco", mesh=FOUR, world=3),
-        SimpleNamespace(),  # a test without parameters
-    ]
-    assert selected_cases(items, GRID, "auto", slow=False) == ["edit", "sick: nan"]
-    assert selected_cases(items, GRID, "auto", slow=True) == ["robust, median"]
-    assert selected_cases(items, FOUR, "auto", slow=True) == ["diloco", "noloco"]
 
 
 def test_wsd_rises_stays_falls_and_does_not_depend_on_the_end_before_the_decay():

@@ -262,8 +262,8 @@ def test_every_matrix_starts_with_the_promised_deviation_and_every_gain_at_1():
     assert not deviations
 
 
-# From arXiv 2005.14165, table 2.1: blocks, channels, channels per head, learning rate. (Its 1.3b has
-# 24 heads of 128 channels for 2,048 channels; here 16 make up 2,048.) Context: ours.
+# From arXiv 2005.14165, table 2.1: blocks, channels, channels per head, learning rate. (Its model
+# of 1.3b has 24 heads of 128 channels. Here 16 of them make up the 2,048 channels.)
 TABLE = {
     "124m": (12, 768, 64, 6.0e-4),
     "1b": (24, 2048, 128, 2.0e-4),

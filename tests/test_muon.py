@@ -105,17 +105,6 @@ def test_step_in_bf16_is_that_in_fp32_within_its_rounding():
             assert (found[1][l, name] - exact).norm() < 0.05 * exact.norm(), (l, name)
 
 
-def test_weights_decay_with_the_learning_rate_of_adamw():
-    model = make_model(SHAPE, Mesh(1, CPU))
-    muon = optimizer.Muon(model, DECAY, BETAS, MUON_LR / LR)
-    muon.lr = LR
-    before = parameters(model, model.master.clone())
-    muon.step()  # the gradient is 0
-    for (l, name), ours in parameters(model, model.master).items():
-        if takes_muon(model, l, ours):
-            torch.testing.assert_close(ours, before[l, name] * (1 - LR * DECAY))
-
-
 def test_20_steps_of_adamw_equal_torchs_of_what_decays_and_of_what_does_not():
     """Matrices decay, gains of norms do not. All are large, so that the decay shows."""
     torch.manual_seed(0)
