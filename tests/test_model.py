@@ -282,3 +282,10 @@ def test_large_presets_have_the_sizes_and_rates_of_gpt3s_table():
     # nanoGPT's config/train_shakespeare_char.py
     baby = dict(n_layer=6, n_head=6, n_embd=384, block_size=256, lr=1e-3, lr_warmup_steps=100)
     assert baby.items() <= PRESETS["10m"].items()
+
+
+def test_what_presets_leave_out_is_llamas():
+    """Llama 2's base of the rotary positions and eps of norms; 8/3 of the channels in the MLP."""
+    config = ModelConfig(n_embd=4096)
+    assert (config.rope_base, config.norm_eps) == (10000.0, 1e-5)
+    assert config.n_hidden == 10944  # 8/3 x 4096 = 10922.7, up to a multiple of 64
