@@ -261,8 +261,8 @@ class Config:
                 f"{self.lr_warmup_steps} steps: lower it or --lr_warmup_steps"
             )
         if self.optimizer == "muon" and (self.lr == 0 or self.muon_lr / self.lr > 1e100):
-            hint = "give --muon_lr 0 or --optimizer adamw"
-            raise UserError(f"--lr {self.lr}: muon's rate follows it; {hint}")
+            hint = "raise --lr, or give --optimizer adamw"
+            raise UserError(f"--lr {self.lr}: muon's rate follows its schedule; {hint}")
 
 
 # ---- from the command line to a config ----

@@ -39,8 +39,13 @@ N = 8, bf16 and 16,384 tokens (with the 2,048 tokens of --model 7b its first col
     7b        634 TFLOP               77 TFLOP, 2,822 MB    616 TFLOP, 11,289 MB
 
 Deviations: (1) qkv and gate_up are one matrix each. (2) Each of the five iterations has its own
-coefficients, as in MuLoCo. (3) No Nesterov momentum. While gradients are averaged, each replica
-computes the same steps. On hardware of different kinds, rounding differs, and replicas drift apart.
+coefficients, as in MuLoCo. (3) No Nesterov momentum. (4) The scale is sqrt(out / in), by which the
+step has about the same effect on the outputs of every matrix. Jordan's code and torch.optim.Muon
+have sqrt(max(1, out / in)) (adjust_lr_fn "original"). The two differ where out < in, which is
+`down` alone: with F = 8/3 C its step is 1.6 times smaller here than with torch's at the same rate.
+
+While gradients are averaged, each replica computes the same steps. On hardware of different kinds,
+rounding differs, and replicas drift apart.
 
 Run: torchrun --nproc_per_node 4 train.py --method edit --optimizer muon
 Source: Muon, Jordan et al. 2024, kellerjordan.github.io/posts/muon; MuLoCo, arXiv 2505.23725.

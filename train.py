@@ -169,6 +169,9 @@ class Training:
             description = self.setup.describe(self.mesh)
             save_model(path, self.model, self.setup.corpus.tokenizer, description)
         self.log.end(self.method, val_loss)
+        guessing = math.log(self.model.config.vocab_size)  # the loss of equal probabilities
+        if val_loss > 0.99 * guessing:
+            print(f"note    no better than guessing, which has a loss of {guessing:.4f}: {HINT}")
         if self.mesh.rank == 0 and self.setup.plan.n_params <= LARGEST_SAMPLED:
             print_sample(path)
         elif self.mesh.rank == 0:

@@ -6,7 +6,8 @@ from collections import deque
 import pytest
 import torch
 
-from ranks import method_alone, run_training, train_all
+from mesh import Mesh
+from ranks import CPU, method_alone, run_training, train_all
 
 WARMUP = 3  # steps
 LONG = dict(
@@ -80,6 +81,52 @@ def test_a_long_round_is_forgotten(longest):
         method.penalty.flag(steps**0.5 * (1 + noise))
     assert not method.penalty.flag(torch.full((4,), 8**0.5).double()).any()
     assert method.penalty.flag(torch.full((4,), 2 * 8**0.5).double()).all()
+
+
+def end_round(method, steps, norm):
+    """A round of so many steps, in which each layer moves by `norm`. Was one of them flagged?"""
+    for x in method.model.masters:
+        x[0] += norm
+    method.local_steps = steps
+    method.record.loss_sum = torch.zeros(())
+    method.end_round()
+    method.drain()
+    return method.penalty.flagged.any().item()
+
+
+def test_round_longer_than_all_before_is_no_anomaly():
+    """Its limit is for its own steps: it is 5 times as long, and moves sqrt(5) times as far."""
+    method = method_alone(method="a_edit")
+    for _ in range(20):
+        assert not end_round(method, steps=8, norm=8**0.5)
+    assert not end_round(method, steps=40, norm=40**0.5)
+    assert not end_round(method, steps=8, norm=8**0.5)
+    assert end_round(method, steps=8, norm=100.0)
+
+
+def test_longest_round_is_forgotten_where_the_statistics_start_anew():
+    """A resumed run has rounds of 8 steps in place of 200. A limit for 200 would see nothing."""
+    method = method_alone(method="a_edit")
+    for _ in range(12):
+        end_round(method, steps=200, norm=200**0.5)
+    method.resume_with({"tau_time_s"})
+    for _ in range(12):
+        assert not end_round(method, steps=8, norm=8**0.5)
+    assert end_round(method, steps=8, norm=2 * 8**0.5)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize("shard", [0, 1])
+def test_shard_0_of_every_replica_votes_and_nobody_else(replica, shard):
+    mesh = Mesh(1, CPU)
+    method = method_alone(mesh, method="a_edit", tau_time_s=2.0)
+    mesh.rank = 2 * replica + shard
+    mesh.replica = replica
+    mesh.shard_index = shard
+    began = method.round_began
+    for seconds, vote in ((1.9, 0.0), (2.0, 1.0), (2.5, 1.0)):
+        method.clock.train_s = lambda: began + seconds
+        assert method.vote() == (vote if shard == 0 else 0.0)
 
 
 def steps_of_rounds(run):

@@ -59,7 +59,7 @@ train --replicas 2                      | --replicas 2 --shards 1: that takes 2 
 train --replicas 2 --shards 3           | --replicas 2 --shards 3: that takes 6 ranks, but there are 1; start 6
 train --replicas 100000 --shards 100000 --dry_run | 10,000,000,000 ranks
 train --link_mbps 1e-300                | --link_mbps 1e-300: must be 0 or at least
-train --lr 1e-320 --optimizer muon      | muon's rate follows it
+train --lr 1e-320 --optimizer muon      | muon's rate follows its schedule
 train --data xNEWLINEy                     | x\\ny: No such file
 train --data EMPTY                      | --data is empty, as of an unset variable
 train --data IN/tokens.bin EMPTY        | --data is empty
@@ -82,7 +82,7 @@ train --method zero_one_adam --sync_warmup_steps 0 | needs --sync_warmup_steps a
 train --method zero_one_adam --average_moments | no --average_moments
 train --method zero_one_adam --optimizer muon | --optimizer muon: zero_one_adam needs AdamW's variance
 train --optimizer muon --average_moments | give --average_moments m
-train --optimizer muon --lr 0           | give --muon_lr 0 or --optimizer adamw
+train --optimizer muon --lr 0 --muon_lr 0 | raise --lr, or give --optimizer adamw
 train --schedule wsd --decay_share 0.95 | of 1 steps the decay would begin at step 0, in the rate's warm-up of 3
 train --schedule wsd --decay_share 1.5  | --decay_share 1.5: must be
 train --optimizer sgd                   | --optimizer: invalid choice

@@ -240,6 +240,17 @@ def test_only_a_sync_repairs_a_replica_so_the_warmup_ends_if_it_diverges(corpus_
         run_training(2, corpus_folder, spoil, **ROUNDS)
 
 
+def test_run_that_one_replica_has_destroyed_says_that_it_is_no_better_than_guessing(corpus_folder):
+    """DiLoCo averages what it gets. EDiT leaves it out."""
+    options = ROUNDS | dict(max_steps=23, lr=0.05, anomaly_warmup_rounds=2)
+    options |= dict(scale_lr="1:12:14:1000")
+    cases = [(None, None, options | dict(method=method)) for method in ("diloco", "edit")]
+    diloco, edit = train_all(2, corpus_folder, *cases)
+    note = "note    no better than guessing, which has a loss of 5.5491"
+    assert note in diloco.printed
+    assert note not in edit.printed
+
+
 # ---- what a sync reads, allocates and sends ----
 
 
@@ -278,23 +289,6 @@ def on_meta(replicas=1, shards=1, **options):
         setattr(mesh, name, functools.partial(issue, name.replace("_", "-")))
     method = method_alone(mesh, **options)
     return method, events
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x[0].item(),
-        lambda x: bool(x[0]),
-        lambda x: x.tolist(),
-        lambda x: x.numpy(),
-        lambda x: x.to("cpu"),
-        lambda x: torch.zeros(2).copy_(x),
-    ],
-)
-def test_host_read_on_the_meta_device_raises_an_error(read):
-    """So the tests below see every host read."""
-    with pytest.raises((RuntimeError, NotImplementedError, TypeError), match="meta"):
-        read(torch.zeros(2, device="meta"))
 
 
 @pytest.mark.parametrize("elimination", [True, False])
@@ -399,19 +393,6 @@ def test_layer_is_waited_for_when_it_is_needed_and_the_layer_after_next_starts_b
         expected.append(f"compute {l}")
     starts = "sync all-reduce", "wait: sync all-reduce", "shard all-gather", "compute"
     assert [event for event in events if event.startswith(starts)] == expected
-
-
-def test_one_bit_edit_starts_the_hops_of_neighbouring_layers_in_turn():
-    events = sync_and_forward(4, method="one_bit_edit")
-    hops = [event for event in events if event.startswith("sync all-to-all")]
-    first = events.index(hops[0])
-    hops = [event for event in events[first:] if event.startswith("sync")]
-    first_hop = [f"sync all-to-all {l}" for l in range(L)]
-    second_hop = [f"sync all-gather {l + 1}" for l in range(L)]  # 0: the norms
-    expected = first_hop[:1]
-    for l in range(L - 1):
-        expected += [first_hop[l + 1], second_hop[l]]
-    assert hops == [*expected, second_hop[-1]]
 
 
 def test_start_of_a_mean_and_the_wait_for_one_are_a_stall():

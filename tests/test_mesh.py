@@ -207,11 +207,6 @@ def test_waits_for_a_simulated_link_and_for_others_are_told_apart(monkeypatch):
     assert mesh.waited_s["others"] == 1.0
 
 
-def test_error_of_torch_becomes_a_lost_rank():
-    with pytest.raises(RankLostError), translate_comm_errors():
-        raise RuntimeError("x")
-
-
 @pytest.mark.parametrize("more", ["", ". This may mean that a process has died"])
 def test_lost_rank_is_reported_in_one_line_without_torchs_stack_and_files(more):
     text = f"[/pytorch/gloo/pair.cc:598] Connection closed{more}\nException raised from pair.cc"
@@ -310,13 +305,6 @@ def test_torch_knows_the_options_of_nccl_that_we_set():
     options = mesh._nccl_options([0, 1], crosses_replicas=True)
     assert options.config.max_ctas == 4 and not options.is_high_priority_stream
     assert mesh._nccl_options([0, 1], crosses_replicas=False).is_high_priority_stream
-
-
-def test_gloo_groups_need_nothing_of_nccl(monkeypatch):
-    """A CPU build of torch has no such name."""
-    monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
-    for *_, options in groups_made(monkeypatch, "gloo")[0]:
-        assert options is None
 
 
 def launch_flags(device, backend):

@@ -1,4 +1,6 @@
-"""The decoder: each piece against its formula, its precision and its seeds."""
+"""The decoder: each piece against its formula, the whole against transformers', its precision and
+its start. All methods, sharded and plain, train this one model: comparing them cannot find an error
+in it."""
 
 import dataclasses
 import math
@@ -7,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import model
+from config import PRESETS
 from model import Llama, ModelConfig, attend
 
 T = 5
@@ -93,6 +97,74 @@ def test_attention_by_hand_equals_torchs():
     torch.testing.assert_close(attend(q, k, v), theirs)
 
 
+def test_gradient_of_the_embedding_adds_up_over_the_tokens_of_each_kind():
+    """Token 0 is one like any other."""
+    embedding = Llama(CONFIG, seed=1).layers[0].double()
+    tokens = torch.tensor([[0, 3, 0], [3, 0, 7]])
+    grad_y = torch.randn(2, 3, H * D).double()
+    embedding(tokens).backward(grad_y)
+    expected = torch.zeros(50, H * D).double()
+    for token, row in zip(tokens.flatten(), grad_y.view(-1, H * D)):
+        expected[token] += row
+    torch.testing.assert_close(embedding.weight.grad, expected)
+
+
+def in_their_names(tensors, config):
+    """Our parameters by name, as transformers' Llama has them: it splits qkv and gate_up."""
+    last = config.n_layer + 1
+    found = {
+        "model.embed_tokens.weight": tensors["layers.0.weight"],
+        "model.norm.weight": tensors[f"layers.{last}.norm.weight"],
+        "lm_head.weight": tensors[f"layers.{last}.output.weight"],
+    }
+    for l in range(config.n_layer):
+        ours = f"layers.{l + 1}."
+        theirs = f"model.layers.{l}."
+        qkv = tensors[ours + "qkv.weight"].chunk(3)
+        gate_up = tensors[ours + "gate_up.weight"].chunk(2)
+        for name, tensor in zip(("q_proj", "k_proj", "v_proj"), qkv):
+            found[f"{theirs}self_attn.{name}.weight"] = tensor
+        for name, tensor in zip(("gate_proj", "up_proj"), gate_up):
+            found[f"{theirs}mlp.{name}.weight"] = tensor
+        found[theirs + "self_attn.o_proj.weight"] = tensors[ours + "out.weight"]
+        found[theirs + "mlp.down_proj.weight"] = tensors[ours + "down.weight"]
+        found[theirs + "input_layernorm.weight"] = tensors[ours + "attention_norm.weight"]
+        found[theirs + "post_attention_layernorm.weight"] = tensors[ours + "mlp_norm.weight"]
+    return found
+
+
+@pytest.mark.ecosystem
+def test_logits_loss_and_all_gradients_are_those_of_transformers_llama(llama):
+    transformers = pytest.importorskip("transformers")
+    config = llama.config
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=config.vocab_size, hidden_size=config.n_embd, num_attention_heads=config.n_head,
+        num_hidden_layers=config.n_layer, intermediate_size=config.n_hidden,
+        max_position_embeddings=config.block_size, rms_norm_eps=config.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_base},
+    )).double()  # fmt: skip
+    theirs.load_state_dict(in_their_names(llama.state_dict(), config))
+
+    tokens = torch.randint(config.vocab_size, (3, config.block_size + 1))
+    tokens[0, :4] = 0
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+    logits = theirs(inputs).logits
+    torch.testing.assert_close(llama(inputs), logits, rtol=1e-6, atol=1e-8)  # the angles are fp32
+
+    their_loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss = llama(inputs, targets)
+    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-6)
+    loss.backward()
+    their_loss.backward()
+    gradients = {name: parameter.grad for name, parameter in llama.named_parameters()}
+    gradients = in_their_names(gradients, config)
+    for name, parameter in theirs.named_parameters():
+        error = (gradients.pop(name) - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-5, name
+    assert not gradients
+
+
 # ---- precision ----
 
 
@@ -126,7 +198,33 @@ def test_bf16_gradients_of_embedding_and_output_are_summed_in_fp32():
     assert head(x, tokens).dtype == torch.float32  # a mean over 8,192 tokens
 
 
-# ---- seeds ----
+def test_block_in_bf16_rounds_its_queries_and_keys_once_at_all_1024_positions(monkeypatch):
+    """The rotation is in fp32. In bf16 it would round angle, products and sum, too."""
+    config = ModelConfig(n_layer=1, n_head=1, n_embd=16, block_size=1024, vocab_size=2)
+    block = Llama(config, seed=1).layers[1]
+    for parameter in block.parameters():  # as in shard.py, which leaves the buffers as they are
+        parameter.data = parameter.data.bfloat16()
+    seen = []
+    monkeypatch.setattr(model, "attend", lambda q, k, v: seen.extend((q, k)) or attend(q, k, v))
+    x = torch.randn(1, 1024, 16).bfloat16()
+    with torch.no_grad():
+        y = block(x)
+        straight = block.qkv(block.attention_norm(x)).double().chunk(3, dim=-1)
+    angles = model.rotary_angles(1024, 16, 10000.0).double()
+    for found, z in zip(seen, straight):
+        exact = model.rotate(z[:, None], angles.cos(), angles.sin())
+        assert ((found - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
+    error = (y.double() - block.double()(x.double())).norm() / y.double().norm()
+    assert error < 0.005
+
+
+def test_dry_run_for_a_gpu_on_a_machine_without_one_computes_in_bf16(monkeypatch):
+    """Every GPU that has been made for training since 2020 does."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert model.has_native_bf16("cuda")
+
+
+# ---- the start ----
 
 
 def test_initialisation_is_a_function_of_seed_and_layer():
@@ -145,7 +243,49 @@ def test_initialisation_is_a_function_of_seed_and_layer():
     assert len(seen) == 2 * len(seeds)
 
 
-def test_matrices_that_write_into_the_residual_stream_start_smaller_than_others():
-    state = Llama(CONFIG, 1).state_dict()
-    assert state["layers.1.gate_up.weight"].std().item() == pytest.approx(0.02, rel=0.1)
-    assert state["layers.1.down.weight"].std().item() == pytest.approx(0.01, rel=0.1)  # / sqrt(2 L)
+def test_every_matrix_starts_with_the_promised_deviation_and_every_gain_at_1():
+    """GPT-2's: 0.02, and for the two matrices of a block that write into the residual stream
+    0.02 / sqrt(2 n_layer)."""
+    config = ModelConfig(n_layer=8, n_head=2, n_embd=64, vocab_size=300)
+    smaller = 0.02 / math.sqrt(2 * 8)
+    deviations = {"layers.0.weight": 0.02, "layers.9.output.weight": 0.02}
+    for l in range(1, 9):
+        deviations |= {f"layers.{l}.qkv.weight": 0.02, f"layers.{l}.gate_up.weight": 0.02}
+        deviations |= {f"layers.{l}.out.weight": smaller, f"layers.{l}.down.weight": smaller}
+    for name, value in Llama(config, seed=1).state_dict().items():
+        if value.dim() == 1:
+            assert (value == 1).all(), name
+            continue
+        # of 4,096 elements at least: the deviation of a deviation is 1.1%
+        assert value.std().item() == pytest.approx(deviations.pop(name), rel=0.05), name
+        assert abs(value.mean().item()) < 0.1 * value.std().item(), name
+    assert not deviations
+
+
+# From arXiv 2005.14165, table 2.1: blocks, channels, channels per head, learning rate. (Its model
+# of 1.3b has 24 heads of 128 channels. Here 16 of them make up the 2,048 channels.)
+TABLE = {
+    "124m": (12, 768, 64, 6.0e-4),
+    "1b": (24, 2048, 128, 2.0e-4),
+    "7b": (32, 4096, 128, 1.2e-4),
+}
+
+
+def test_large_presets_have_the_sizes_and_rates_of_gpt3s_table():
+    for name, (layers, channels, head, lr) in TABLE.items():
+        preset = PRESETS[name]
+        assert preset["n_layer"] == layers, name
+        assert preset["n_embd"] == channels, name
+        assert preset["n_embd"] / preset["n_head"] == head, name
+        assert preset["lr"] == lr, name
+        assert (preset["tau"], preset["sync_warmup_steps"]) == (128, 1024), name  # EDiT's paper
+    # nanoGPT's config/train_shakespeare_char.py
+    baby = dict(n_layer=6, n_head=6, n_embd=384, block_size=256, lr=1e-3, lr_warmup_steps=100)
+    assert baby.items() <= PRESETS["10m"].items()
+
+
+def test_what_presets_leave_out_is_llamas():
+    """Llama 2's base of the rotary positions and eps of norms; 8/3 of the channels in the MLP."""
+    config = ModelConfig(n_embd=4096)
+    assert (config.rope_base, config.norm_eps) == (10000.0, 1e-5)
+    assert config.n_hidden == 10944  # 8/3 x 4096 = 10922.7, up to a multiple of 64
