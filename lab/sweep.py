@@ -185,8 +185,8 @@ def notes_on_warmups(runs) -> list:
     return list(notes)
 
 
-def open_corpus(names, vocab_size, block_size):
-    return data.load(list(names) or None, vocab_size, block_size)
+def open_corpus(folder, vocab_size, block_size):
+    return data.load(folder or None, vocab_size, block_size)
 
 
 def describe(flags: dict) -> str:
@@ -201,7 +201,7 @@ def make_run(root, label, flags, given, ranks, plain, load) -> Run:
     config = make_config(given, METHODS, {})
     if config.replicas:
         ranks = config.replicas * config.shards
-    corpus = load(tuple(config.data), config.vocab_size, config.block_size)
+    corpus = load(config.data, config.vocab_size, config.block_size)
     config.replicas = ranks // config.shards
     settings = {name: value for name, value in vars(config).items() if name not in NO_SETTING}
     text = json.dumps([settings, corpus.hash, ranks, plain], sort_keys=True)
