@@ -21,8 +21,8 @@ fewer than 40 documents, or if the hash chooses none, val.bin is the last 5%.
 
 The folder is that of nanoGPT and one file more:
 
-    train.bin, val.bin    token ids, one behind the other, nothing else
-    meta.json             what they are:
+    train.bin, val.bin    token ids, one after the other, and nothing else
+    meta.json             what the ids mean:
 
     key in meta.json    value                                               needed for
     dtype               "uint16" or "uint32"                                always
@@ -31,15 +31,18 @@ The folder is that of nanoGPT and one file more:
     eot_token           the id that ends a document                         --data_by_replica
     bytes_per_token     of text                                             bits per byte in the log
 
-No other format is read or guessed. One line each makes such a folder of the usual ones. In a shell:
+No other format is read, and none is guessed: each of the usual ones becomes one of these by a line
+of its own. In a shell:
 
-    # nanoGPT's folder
+    # nanoGPT's folder (that of shakespeare_char needs only the dtype, and the vocab_size 65)
     echo '{"dtype": "uint16", "vocab_size": 50257,
            "tokenizer": "gpt2", "eot_token": 50256}' > meta.json
     # shards of llm.c and modded-nanogpt: 1,024 bytes in front of the ids; then nanoGPT's meta.json
     tail -q -c +1025 *_train_*.bin > train.bin; tail -q -c +1025 *_val_*.bin > val.bin
     # x.bin beside x.idx of Megatron and NeMo: uint16, or uint32 if there are above 65,500 tokens
     cp x_train.bin train.bin; cp x_val.bin val.bin
+    # text with other suffixes, as one document
+    cat *.md *.py > x.txt
     # packed text
     gunzip x.jsonl.gz; zstd -d y.jsonl.zst
     # a JSON array
@@ -47,7 +50,7 @@ No other format is read or guessed. One line each makes such a folder of the usu
 
 In Python (import csv, json, numpy as np; csv.field_size_limit(2**31 - 1)):
 
-    # .npy, or ids of another width, for example np.fromfile("x.bin", "int64"); n for validation
+    # .npy, the last n ids for validation; for ids of 8 bytes x = np.fromfile("x.bin", "int64") ...
     x = np.load("x.npy").astype("uint16"); x[:-n].tofile("train.bin"); x[-n:].tofile("val.bin")
     # a table
     open("x.jsonl", "w").writelines(json.dumps(r) + "\n" for r in csv.DictReader(open("x.csv")))

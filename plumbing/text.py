@@ -95,9 +95,10 @@ def read_parquet(file, field: str):
     from pyarrow.parquet import ParquetFile
 
     rows = ParquetFile(file, buffer_size=2**20, pre_buffer=False)  # not a whole row group
-    names = rows.schema_arrow.names
-    if field not in names:
-        raise ValueError(f'no column is "{field}": choose with --field one of {names[:9]}')
+    columns = rows.schema_arrow.names
+    if field not in columns:
+        names = ", ".join(columns[:9])
+        raise ValueError(f'no column is "{field}": choose with --field one of {names}')
     for batch in rows.iter_batches(64, columns=[field]):
         for text in filter(None, batch[field].to_pylist()):
             if not isinstance(text, str):

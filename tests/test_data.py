@@ -187,8 +187,9 @@ def test_half_an_emoji_becomes_a_replacement_character(tmp_path, monkeypatch):
 
 def test_another_field_than_text_can_be_named(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"text": "ab", "content": "x"}')
-    make(monkeypatch, "--input", tmp_path / "a.jsonl", "--field", "content", "--out", tmp_path / "o")
-    assert ids(data.load(tmp_path / "o")) == [ord("x"), 256]
+    monkeypatch.chdir(tmp_path)
+    make(monkeypatch, "--input", "a.jsonl", "--field", "content", "--out", "out")
+    assert ids(data.load("out")) == [ord("x"), 256]
 
 
 def test_long_text_is_read_in_pieces_that_end_with_a_line_and_without_its_byte_order_mark(tmp_path):
@@ -224,8 +225,10 @@ def test_documents_for_validation_are_chosen_by_hash_and_stay_when_others_come(t
 
 def test_of_few_documents_the_last_tokens_are_for_validation(tmp_path):
     candidates = [f"document {i:04}" for i in range(999)]
-    without = [word for word in candidates if not text.is_validation(word.encode())]
-    for words in candidates[:1], candidates[:39], without[:50]:  # the hash chooses none of 50
+    chosen = [word for word in candidates if text.is_validation(word.encode())]
+    others = [word for word in candidates if word not in chosen]
+    few = chosen[:20] + others[:19]
+    for words in chosen[:1], others[:3], few, others[:50]:  # of the last the hash chooses none
         folder = tmp_path / str(len(words))
         data.write_corpus([(word, True) for word in words], "byte", folder)
         corpus = data.load(folder)
@@ -302,10 +305,10 @@ def header(magic):
 
 
 FOLDERS = {  # what happens to a good folder -> what the line says
-    "no meta": (lambda f: (f / "meta.json").unlink(), r"no meta.json: if .*echo '{.*}' > .*/meta.json"),
-    "no val": (lambda f: (f / "val.bin").unlink(), "no val.bin: data.py makes .*first lines say how"),
-    "shards": (lambda f: [path.unlink() for path in f.iterdir()], "no train.bin, val.bin, meta.json"),
-    "old": (lambda f: (f / "train.bin").rename(f / "tokens.bin"), "of an earlier edition: make it "),
+    "no meta": (lambda f: (f / "meta.json").unlink(), "no meta.json: if .*echo '{.*}' > .*/meta"),
+    "no val": (lambda f: (f / "val.bin").unlink(), "no val.bin: data.py makes .*lines say how"),
+    "shards": (lambda f: [path.unlink() for path in f.iterdir()], "no train.bin, val.bin, meta"),
+    "old": (lambda f: (f / "train.bin").rename(f / "tokens.bin"), "of an earlier edition: make"),
     "llm.c": (lambda f: prepend(f, header(20240520)), "train.bin has a header of .*tail -c .1025"),
     "llm.c, llama 3": (lambda f: prepend(f, header(20240801)), "train.bin has a header of"),
     "pointer": (lambda f: (f / "val.bin").write_bytes(text.LFS_POINTER + b"/spec/v1\nsize 7\n"),
@@ -366,11 +369,11 @@ def test_vocabulary_may_be_padded_and_cut_to_the_tokens_that_are_used(tmp_path):
 
 
 def test_hash_of_a_corpus_changes_with_its_ends_and_its_length(tmp_path):
+    zeros = np.zeros(2**20 + 9, np.uint16)
+    pairs = [(RAMP, RAMP), (RAMP[1:], RAMP), (RAMP, RAMP[:-1]), (zeros, RAMP), (zeros[:-1], RAMP)]
     hashes = set()
-    for k, (train, val) in enumerate(
-        [(RAMP, RAMP), (RAMP[1:], RAMP), (RAMP[::-1], RAMP), (RAMP, RAMP[:-1]), (RAMP[:-1], RAMP)]
-    ):
-        folder = write_folder(tmp_path / str(k), np.ascontiguousarray(train), val)
+    for k, (train, val) in enumerate(pairs):
+        folder = write_folder(tmp_path / str(k), train, val)
         hashes |= {data.load(folder).hash, data.load(folder).hash}
     assert len(hashes) == 5
 
@@ -381,7 +384,7 @@ LINES = {}  # the first words of a comment in data.py -> the line below it, or t
 for block in re.split(r"\n    # ", data.__doc__)[1:]:
     comment, *lines = block.split("\n\n")[0].splitlines()
     LINES[" ".join(re.findall(r"[\w.]+", comment)[:2])] = "\n".join(lines)
-NANOGPT, LLM_C, MEGATRON, PACKED, ARRAY, NUMPY, TABLE = LINES.values()
+NANOGPT, LLM_C, MEGATRON, TEXT, PACKED, ARRAY, NUMPY, TABLE = LINES.values()
 
 
 def shell(line, folder):
@@ -433,7 +436,7 @@ def test_npy_file_becomes_a_corpus_by_the_line_for_it(tmp_path, monkeypatch):
 DOCUMENTS = ["naïve\r\n\tπ 🙂", 'a "quoted", word', "x" * 200_000]
 
 
-def test_table_an_array_and_packed_lines_become_json_lines_by_their_lines(tmp_path, monkeypatch):
+def test_tables_arrays_packed_and_other_text_are_read_after_their_lines(tmp_path, monkeypatch):
     rows = [{"id": str(i), "text": document} for i, document in enumerate(DOCUMENTS)]
     expected = [(document, True) for document in DOCUMENTS]
     with open(tmp_path / "x.csv", "w", newline="") as file:
@@ -449,6 +452,11 @@ def test_table_an_array_and_packed_lines_become_json_lines_by_their_lines(tmp_pa
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(lines))
     shell(PACKED.split(";")[0], tmp_path)
     assert (tmp_path / "x.jsonl").read_bytes() == lines
+
+    for name in "a.md", "b.py":
+        (tmp_path / name).write_text(name)
+    shell(TEXT, tmp_path)
+    assert list(data.text_documents([tmp_path / "x.txt"])) == [("a.mdb.py", True)]
 
     if shutil.which("jq"):
         (tmp_path / "x.json").write_text(json.dumps(rows, indent=1))
@@ -523,18 +531,6 @@ def test_ended_program_leaves_nothing_that_is_taken_for_a_corpus(tmp_path, numbe
             data.load(left[0])
     else:
         assert (code, left) == (128 + number, [])
-
-
-def test_folder_in_the_making_leaves_the_signal_handlers_as_they_were(tmp_path):
-    before = [signal.getsignal(number) for number in text.STOPS]
-    with text.new_folder(tmp_path / "a"):
-        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-    with pytest.raises(SystemExit), text.new_folder(tmp_path / "b"):
-        signal.raise_signal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), text.new_folder(tmp_path / "c"):
-        signal.raise_signal(signal.SIGINT)  # ends a test suite or a notebook's cell as ever
-    assert [signal.getsignal(number) for number in text.STOPS] == before
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 PEAK = """

@@ -183,7 +183,8 @@ def test_their_tokenizer_makes_a_corpus_and_a_model_that_is_exported_with_it(
     argv = [f"--init_from={tmp_path / 'hf'}", f"--data={tmp_path / 'corpus'}", "--method=minibatch"]
     with pytest.raises(UserError, match="another vocabulary .* give --vocab_size 300"):
         launch.Setup([*argv, "--overwrite"], train.METHODS, train.data.load, 1)
-    argv += f"--vocab_size=300 --max_steps=2 --device=cpu --eval_batches=1 --out_dir={tmp_path / 'run'}".split()
+    argv += f"--vocab_size=300 --max_steps=2 --device=cpu --out_dir={tmp_path / 'run'}".split()
+    argv += ["--eval_batches=1"]
     launched = Launch(1, tmp_path / "log", *argv)
     assert (launched.wait(), launched.lines("err")) == ([0], [])
     folder = exported(tmp_path / "run" / "model.pt", tmp_path / "out")
