@@ -186,14 +186,9 @@ class Config:
     norm_eps: float = option(1e-5, "of RMSNorm", above=0)
     init_from: str = option("", "start from this model.pt or Hugging Face Llama folder; its shape")
 
-    data: str = option(
-        "",
-        "folder of data.py, or token files (default: standard library)",
-        nargs="+",
-        group="data",
-    )
+    data: str = option("", "folder of data.py (default: standard library)", group="data")
     data_by_replica: bool = option(False, "each replica draws from its own 1/M of the documents")
-    vocab_size: int = option(0, "of token files (0: 50257, GPT-2's), or another than the corpus's")
+    vocab_size: int = option(0, "another than the corpus's, for example to pad it")
     batch_size: int = option(8, "sequences per rank and micro-step", low=1)
     accum: int = option(1, "micro-steps per step; their gradients are averaged", low=1, below=10**6)
     tokens_per_step: int = option(0, "of all ranks; it sets accum, and batch_size is a limit then")

@@ -57,7 +57,7 @@ def train(name, method, flags=""):
     return training.rows
 
 
-print(f"{len(corpus.tokens):,} bytes of text")
+print(f"{len(corpus):,} bytes of text")
 
 # %% Averaged gradients
 # In each step the replicas average their gradients, so that they stay equal. Expect the lowest loss

@@ -148,7 +148,7 @@ def plan(root: Path, axes: dict, ranks: int, plain: bool) -> tuple:
     for method in axes["method"]:
         read_flags(words_of({"method": method}), METHODS)
     swept = [name for name, values in axes.items() if len(values) > 1]
-    load = functools.lru_cache(open_corpus)
+    load = functools.lru_cache(data.load)
     runs = {}
     left_out = defaultdict(dict)  # of dicts without values: sets in order
     for flags in combinations(axes):
@@ -185,10 +185,6 @@ def notes_on_warmups(runs) -> list:
     return list(notes)
 
 
-def open_corpus(names, vocab_size, block_size):
-    return data.load(list(names) or None, vocab_size, block_size)
-
-
 def describe(flags: dict) -> str:
     parts = []
     for name, value in flags.items():
@@ -201,7 +197,7 @@ def make_run(root, label, flags, given, ranks, plain, load) -> Run:
     config = make_config(given, METHODS, {})
     if config.replicas:
         ranks = config.replicas * config.shards
-    corpus = load(tuple(config.data), config.vocab_size, config.block_size)
+    corpus = load(config.data or None, config.vocab_size, config.block_size)
     config.replicas = ranks // config.shards
     settings = {name: value for name, value in vars(config).items() if name not in NO_SETTING}
     text = json.dumps([settings, corpus.hash, ranks, plain], sort_keys=True)
@@ -219,9 +215,7 @@ def check(run: Run, load):
         read_config(run.words())
     os.environ["LOCAL_RANK"] = str(0 if run.plain else run.ranks - 1)  # the last rank needs a GPU
     try:
-        launch.Setup(
-            run.words(), METHODS, lambda names, *sizes: load(tuple(names or ()), *sizes), run.ranks
-        )
+        launch.Setup(run.words(), METHODS, load, run.ranks)
     finally:
         del os.environ["LOCAL_RANK"]
 

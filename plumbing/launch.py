@@ -105,7 +105,7 @@ class Setup:
             self.lost = lost_flags(flags, config, methods)
         config.out_dir = out_dir
         if "data" in self.given:  # the checkpoint may be continued from another folder
-            config.data = [os.path.abspath(path) for path in config.data]
+            config.data = os.path.abspath(config.data)
 
         if config.dry_run:  # for any mesh
             world_size = config.replicas * config.shards or max(world_size, config.shards)

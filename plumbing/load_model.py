@@ -58,8 +58,8 @@ class Source:
         return corpus.tokenizer == self.tokenizer and self.config.vocab_size == padded
 
     def check(self, config: ModelConfig, corpus):
-        """Raise UserError if the run's model or vocabulary differs. A corpus of token files gets
-        this tokenizer."""
+        """Raise UserError if the run's model or vocabulary differs. A corpus without a tokenizer
+        gets this one."""
         if corpus.tokenizer == UNKNOWN:
             corpus.tokenizer = self.tokenizer
         texts = {name for name in (self.tokenizer, corpus.tokenizer) if "{" in name}

@@ -192,14 +192,12 @@ class Plan:
         grid = np.array2string(np.arange(M * N).reshape(M, N), threshold=32, prefix=" " * 8)
         kinds = ", ".join(f"{kind} {size(count)}" for kind, count in self.memory().items())
         data = config.data or "standard library"
-        if isinstance(data, list):
-            data = " ".join(data)
         print(
             f"{config.method} on {M * N} ranks = {M} replicas x {N} shards "
             f"({config.device}, {config.dtype})\n"
             f"ranks   {grid}: a row is a replica\n"
             f"model   {self.n_params:,} parameters: {self.model_config}\n"
-            f"data    {data}: {len(corpus.tokens):,} tokens ({corpus.hash})\n"
+            f"data    {data}: {len(corpus):,} tokens ({corpus.hash})\n"
             f"        {corpus.describe()}\n"
             f"memory  per rank, about: {kinds}; for model.pt {size(self.model_bytes())} more on "
             "rank 0\n"

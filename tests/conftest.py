@@ -1,4 +1,3 @@
-import math
 import os
 import random
 import signal
@@ -47,8 +46,7 @@ def corpus_folder(tmp_path_factory):
 
     text = folder / "text.txt"
     text.write_text(" ".join(draw.choices(words, k=16000)))
-    documents = data.text_documents([text])
-    data.write_corpus(documents, "byte", folder / "tokens", math.inf)
+    data.write_corpus(data.text_documents([text]), "byte", folder / "tokens")
     return folder / "tokens"
 
 

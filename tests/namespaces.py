@@ -123,7 +123,9 @@ def start_anew(folder):
 
 
 def main(folder):
-    corpus = [sys.executable, f"{ROOT}/data.py", "--input", f"{ROOT}/mesh.py", f"{ROOT}/shard.py"]
+    text = folder / "text.txt"
+    text.write_text(Path(ROOT, "mesh.py").read_text() + Path(ROOT, "shard.py").read_text())
+    corpus = [sys.executable, f"{ROOT}/data.py", "--input", str(text)]
     subprocess.run([*corpus, "--out", str(folder / "corpus")], check=True, cwd=ROOT)
 
     machines = both(folder, interface=False)

@@ -62,7 +62,6 @@ train --link_mbps 1e-300                | --link_mbps 1e-300: must be 0 or at le
 train --lr 1e-320 --optimizer muon      | muon's rate follows its schedule
 train --data xNEWLINEy                     | x\\ny: No such file
 train --data EMPTY                      | --data is empty, as of an unset variable
-train --data IN/tokens.bin EMPTY        | --data is empty
 train --init_from EMPTY                 | --init_from is empty
 train --resume EMPTY                    | --resume is empty
 train --out_dir EMPTY                   | --out_dir is empty
@@ -108,8 +107,9 @@ train --tokens_per_step 96 --accum 2    | leave out --accum
 train --backend nccl                    | --backend nccl
 train --device cuda                     | use --device cpu
 train --data nowhere                    | nowhere: No such file
-train --data IN/text.txt                | no token files; name token files (.bin, .npy), or one corpus folder
-train --data IN/tokens.bin --block_size 2 --vocab_size 9 | its vocabulary has 9 tokens
+train --data IN/text.txt                | is no folder: python data.py --input FILE --out FOLDER makes one
+train --data IN                         | no train.bin, val.bin, meta.json: data.py makes
+train --vocab_size 9                    | its vocabulary has 9 tokens
 train --data IN/loop/corpus             | corpus: Too many levels of symbolic links
 train --resume IN/loop/run              | there is no checkpoint
 train --out_dir IN/loop/run             | run: Too many levels of symbolic links
@@ -125,9 +125,7 @@ data --input IN --out new               | Is a directory
 data --input IN/latin.txt --out new     | 'utf-8' codec can't decode
 data --input IN/empty.txt --out new     | no text
 data --input IN/bad.jsonl --out new     | line 2 is not a JSON object
-data --input IN/half-pair.jsonl --out new | line 2 is not a JSON object
-data --input IN/tokens.bin --out new    | neither text nor .jsonl
-data --input IN/a.Json --out new        | neither text nor .jsonl (one object per line)
+data --input IN/a.Json --out new        | not a .txt, .jsonl or .parquet: the head of data.py
 data --input IN/text.txt --out new --tokenizer gpt3 | gpt3/tokenizer.json: No such file
 data --input IN/text.txt --out IN       | exists already
 data --input IN/text.txt --out IN/loop  | exists already
@@ -166,10 +164,8 @@ def inputs(tmp_path_factory):
     torch.save({"model": folder}, folder / "path.pt")
     half = (folder / "foreign.pt").read_bytes()[:500]
     files = {"text.txt": b"some text " * 100, "empty.txt": b"", "latin.txt": b"\xe9"}
-    files |= {"tokens.bin": bytes(range(100)), "a.Json": b'[{"text": ""}]'}
+    files |= {"a.Json": b'[{"text": ""}]', "bad.jsonl": b'{"text": "good"}\n{'}
     files |= {"half.pt": half, "pickle.pt": pickle.dumps(os.system, 2)}
-    lines = {"bad": b"{", "half-pair": b'{"text": "\\ud800"}'}
-    files |= {f"{name}.jsonl": b'{"text": "good"}\n' + line for name, line in lines.items()}
     for name, content in files.items():
         (folder / name).write_bytes(content)
     (folder / "loop").symlink_to("loop")
@@ -319,7 +315,7 @@ def test_windows_gets_all_but_the_training_and_there_a_line(tmp_path):
     assert run.wait() == [2]
     (line,) = run.lines("err")
     assert "no fcntl" in line and "python -m plain; one_page.py" in line
-    assert len(data.load(str(tmp_path / "corpus")).tokens) == 501
+    assert len(data.load(str(tmp_path / "corpus"))) == 501
     assert run.lines("out")[-1].startswith("abc")
 
 
@@ -424,10 +420,12 @@ def test_control_characters_of_a_sample_do_not_reach_the_terminal(monkeypatch, c
     assert "\x1b" not in printed and "\n\tc" in printed
 
 
-def test_token_files_have_no_bits_per_byte(run_here, tmp_path, capsys):
-    """Nobody knows how many bytes of text a token of them is."""
-    (1 + np.arange(4000) % 97).astype(np.uint16).tofile(tmp_path / "x.bin")
-    argv = flags(data=tmp_path / "x.bin", max_steps=1, out_dir=tmp_path / "out")
+def test_corpus_that_was_made_elsewhere_has_no_bits_per_byte(run_here, tmp_path, capsys):
+    """Nobody knows how many bytes of text a token of it is."""
+    for name in "train.bin", "val.bin":
+        (1 + np.arange(4000) % 97).astype(np.uint16).tofile(tmp_path / name)
+    (tmp_path / "meta.json").write_text('{"dtype": "uint16", "vocab_size": 257}')
+    argv = flags(data=tmp_path, max_steps=1, out_dir=tmp_path / "out")
     assert run_here("train", argv) is None
     printed = capsys.readouterr().out
     assert "nats/token" in printed and "bits/byte" not in printed and "nan" not in printed

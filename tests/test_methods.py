@@ -447,7 +447,7 @@ def test_schedule_and_documents_are_those_of_the_plain_version(flags, tmp_path):
     """With uneven clocks: the rate follows the tokens of all replicas."""
     texts = [f"{word} {count} " * count for count in range(3, 90) for word in ("one", "two")]
     documents = data.text_documents([write(tmp_path / "texts.jsonl", texts)])
-    data.write_corpus(documents, "byte", tmp_path / "tokens", math.inf)
+    data.write_corpus(documents, "byte", tmp_path / "tokens")
     (run,) = train_all(4, tmp_path / "tokens", (None, None, CLOCKS | flags | dict(shards=2)))
     expected = Training(run_config(**CLOCKS, **flags), 2, 2, data.load(tmp_path / "tokens"))
     expected.run()

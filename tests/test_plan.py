@@ -231,12 +231,10 @@ def test_nccl_takes_two_gigabytes_of_a_gpu_and_offloaded_vectors_none(corpus_fol
 
 def test_plan_shows_the_mesh_the_warm_up_and_the_round(corpus_folder, capsys):
     plan = planned(corpus_folder, 4, shards=2, max_steps=20, sync_warmup_steps=5, link_mbps=10.0)
-    corpus = SimpleNamespace(
-        tokens=[], hash="", vocab_size=257, describe=lambda: "train 9 (a.bin)"
-    )
+    corpus = data.load(corpus_folder)
     plan.show(corpus)
     text = capsys.readouterr().out
-    assert "0 tokens ()\n        train 9 (a.bin)\n" in text
+    assert f"{len(corpus):,} tokens ({corpus.hash})\n        {corpus.describe()}\n" in text
     assert "warm-up steps 1 to 5 average gradients, then edit begins" in text
     assert "ranks   [[0 1]\n         [2 3]]: a row is a replica" in text
     assert "round   16 steps x 64 tokens" in text and "a sync takes" in text
