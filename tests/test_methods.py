@@ -14,7 +14,8 @@ import torch
 import data
 from diloco import nesterov
 from edit import nesterov_unless_flagged
-from plain import Training
+from methods import METHODS, PLAIN
+from plain import text_training
 from ranks import run_config, train_all
 from sick import Sick
 from train import learning_rate
@@ -304,7 +305,7 @@ def test_method_equals_fp64_reference(case, mesh, transport, corpus, corpus_fold
     run = trained(request.session, corpus_folder, mesh, transport, is_slow(case, mesh))[case]
     f = run_config(**flags_of(case, mesh))
     sick = sick_of(case)
-    expected = Training(f, M, N, corpus, sick=sick)
+    expected = text_training(f, M, N, corpus, sick=sick)
     expected.run()
     assert_same_rows(run, expected, tolerance(f, M, sick))
     if f.virtual_clock:
@@ -397,7 +398,7 @@ def test_schedule_and_documents_are_those_of_the_plain_version(flags, tmp_path):
     documents = data.text_documents([write(tmp_path / "texts.jsonl", texts)])
     data.write_corpus(documents, "byte", tmp_path / "tokens", math.inf)
     (run,) = train_all(4, tmp_path / "tokens", (None, None, CLOCKS | flags | dict(shards=2)))
-    expected = Training(run_config(**CLOCKS, **flags), 2, 2, data.load(tmp_path / "tokens"))
+    expected = text_training(run_config(**CLOCKS, **flags), 2, 2, data.load(tmp_path / "tokens"))
     expected.run()
     assert_same_rows(run, expected, RTOL)  # with the learning rates
 

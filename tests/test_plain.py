@@ -20,7 +20,8 @@ from config import UserError
 from lab.rows import read_run
 from model import ModelConfig
 from plain import train
-from plain.__main__ import REFUSED, SHARDED, main, read_config, save_model
+from methods import METHODS
+from plain.__main__ import REFUSED, main, read_config, save_model
 from ranks import ROOT, flags, run_training
 from test_docs import shortened_tour
 
@@ -72,7 +73,7 @@ def test_plain_run_counts_the_bytes_that_a_sharded_one_sends(options, tmp_path, 
 
 @pytest.mark.parametrize("name", REFUSED.split())
 def test_flag_without_sense_in_one_process_is_refused(name):
-    fields = SHARDED["edit"].Config.__dataclass_fields__
+    fields = METHODS["edit"].Config.__dataclass_fields__
     argv = [f"--{name}"]
     if not isinstance(fields[name].default, bool):
         argv.append({"backend": "gloo"}.get(name, "2"))
@@ -84,7 +85,7 @@ def test_every_flag_is_read_or_refused():
     """No flag is swallowed in silence."""
     read = "".join(path.read_text() for path in (ROOT / "plain").glob("*.py"))
     known = {"model", *ModelConfig.__dataclass_fields__, *REFUSED.split()}
-    for method in SHARDED.values():
+    for method in METHODS.values():
         for name in method.Config.__dataclass_fields__.keys() - known:
             assert re.search(rf"\bf\.{name}\b|f, \"{name}\"", read), name
 
