@@ -26,7 +26,7 @@ from plain import Training
 from plumbing.launch import check_mesh, connect
 from plumbing.log import Clock, RoundRecord
 from shard import ShardedModel
-from train import learning_rate, make_optimizer
+from train import learning_rate, make_optimizer, seed_dropout
 
 
 # ---- layers: any list of nn.Modules; x = layer(x), and the last one returns the mean loss ----
@@ -63,6 +63,7 @@ def train_sharded(config, mesh, layers) -> ShardedModel:
         method.before_step()
         lr = optimizer.lr = learning_rate(method.progress, config)
         average = method.averages_gradients  # over all replicas: in the warm-up
+        seed_dropout(config.seed, method.steps, mesh.rank)  # here no layer draws random numbers
         loss = model.forward(*batches(method.steps, 0, mesh.rank))
         model.backward(1 / (mesh.world_size if average else mesh.shards), sum_replicas=average)
         method.after_backward()
