@@ -31,16 +31,17 @@ from model import ModelConfig
 from optimizer import AdamW
 from plumbing import launch, simulate
 from plumbing.log import Clock, RoundRecord
-from methods import PLAIN
+from methods import PLAIN, TABLE
 
 # A method that a reader has added is tested like the others when it has its plain version.
 OUR_METHODS = list(PLAIN)
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 context = multiprocessing.get_context("forkserver")
-# Imported once instead of in every rank: besides train what tests import, and what
+# Imported once instead of in every rank: besides train the methods, what tests import, and what
 # torch.use_deterministic_algorithms() imports.
-context.set_forkserver_preload(["train", "lab.bench", "pytest", "torch._inductor.config"])
+PRELOADED = ["train", "lab.bench", "pytest", "torch._inductor.config"]
+context.set_forkserver_preload(PRELOADED + [module for _, module, _ in TABLE.values()])
 
 
 def few_ulp(dtype, ulps=16) -> float:

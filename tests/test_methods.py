@@ -5,7 +5,6 @@ import collections
 import functools
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -436,23 +435,6 @@ def test_sick_replicas_and_they_alone_are_left_out(case, mesh, corpus_folder, re
         assert rank["exp_avg"].isfinite().all()
     # in the next step
     assert run.losses.count(None) == (case == "sick: mid round")
-
-
-def test_only_selected_cases_are_trained():
-    def item(**params):
-        return SimpleNamespace(callspec=SimpleNamespace(params=params))
-
-    items = [
-        item(case="edit", mesh=GRID, transport="auto"),
-        item(case="sick: nan", mesh=GRID),
-        item(case="diloco", mesh=FOUR, transport="auto"),
-        item(case="robust, median", mesh=GRID, transport="auto"),
-        item(case="noloco", mesh=FOUR, world=3),
-        SimpleNamespace(),  # a test without parameters
-    ]
-    assert selected_cases(items, GRID, "auto", slow=False) == ["edit", "sick: nan"]
-    assert selected_cases(items, GRID, "auto", slow=True) == ["robust, median"]
-    assert selected_cases(items, FOUR, "auto", slow=True) == ["diloco", "noloco"]
 
 
 def test_wsd_rises_stays_falls_and_does_not_depend_on_the_end_before_the_decay():

@@ -8,7 +8,7 @@ from test_readme import copy_of_the_project, files_of_the_recipe, follow, python
 
 # Tests that go through all methods; and a few that train one.
 ENUMERATING = (
-    "help or wrong_input or take_muon or only_selected or commands_for_own_text or printed"
+    "help or wrong_input or take_muon or commands_for_own_text or printed"
     " or (ladder and warm) or (planned_equal and (minibatch or top_k or averaging))"
     " or (fp64_reference and (post_local_sgd or averaging))"
 )
@@ -39,9 +39,8 @@ def test_suite_is_green_with_methods_of_ones_own(tmp_path):
     follow({"methods.py": '    "second": ("EverySecond", "second", ""),\n'}, copy)
     assert collected(copy) == before  # without a plain version nothing is promised
     follow(files_of_the_recipe(), copy)
-    more = collected(copy) - before
-    assert more
-    assert all("averaging" in line for line in more)
+    more = collected(copy) - before  # it is tested like ours
+    assert any("averaging" in line for line in more)
     pytest_in(copy, f"-k {shlex.quote(ENUMERATING)}")
 
     for name in "averaging", "second":
