@@ -89,3 +89,4 @@ def check_plain(name: str):
             f"--method {name} has no plain version: name one in methods.py, or train it on ranks, "
             "with train.py or without --plain"
         )
+    PLAIN[name]  # raises UserError if its row is wrong

@@ -121,8 +121,9 @@ class Metrics:
 
 class ShardedModel:
     """A list of layers (nn.Modules) on this rank's shards: x = layer(x), one tensor each, and the
-    last one returns the mean loss, layer(x, targets). model.check_layers() says which layers are
-    refused.
+    last one returns the mean loss, layer(x, targets). Refused by name are frozen parameters, those
+    that are no floats, those that two layers share, and buffers that would be saved
+    (model.check_layers).
 
     A parameter that a forward does not use, as of an expert that no token has chosen, has gradient
     0. A layer may have a loss of its own, as for the balance of its experts: in each forward of the

@@ -276,3 +276,8 @@ def test_wrong_row_in_the_table_of_methods_is_named_in_one_line(message, monkeyp
     monkeypatch.setitem(methods.TABLE, "averaging", WRONG_ROWS[message])
     with pytest.raises(UserError, match=f"methods.py: --method averaging: {message}"):
         read_flags(["--method", "averaging"])
+    name, module, _ = WRONG_ROWS[message]
+    monkeypatch.setitem(methods.TABLE, "averaging", (name, "relatives.qsr", module))
+    monkeypatch.setattr("relatives.qsr.Averaging", METHODS["qsr"], raising=False)
+    with pytest.raises(UserError, match=f"methods.py: --method averaging: {message}"):
+        read_config(["--method", "averaging"])
