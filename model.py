@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from config import UserError
+
 
 def widen(x: torch.Tensor) -> torch.Tensor:
     """x in fp32, or in fp64 if it is fp64 already."""
@@ -149,12 +151,15 @@ def make_layer(config: ModelConfig, layer: int) -> nn.Module:
     return Head(config)
 
 
+def mixed_seed(*numbers: int) -> int:
+    """One seed for torch's generator, which uses only the low 32 bits of it."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
 def initialize(module: nn.Module, config: ModelConfig, layer: int, seed: int):
     """Set the parameters of layer number `layer`: matrices normal(0, 0.02), the two that write into
     the residual stream smaller by sqrt(2 n_layer) (GPT-2), norm gains 1, biases 0."""
-    # torch's generator uses only the low 32 bits of its seed, so mix seed and layer into those.
-    mixed = np.random.SeedSequence([seed, layer]).generate_state(1)[0]
-    generator = torch.Generator().manual_seed(int(mixed))
+    generator = torch.Generator().manual_seed(mixed_seed(seed, layer))
     for name, parameter in module.named_parameters():
         kind = name.split(".")[-1]
         if parameter.dim() >= 2:
@@ -189,3 +194,47 @@ class Llama(nn.Module):
         for layer in self.layers[:-1]:
             x = layer(x)
         return self.layers[-1](x, targets)
+
+
+# ---- any list of layers, also of your own, as shard.py and plain/replica.py take it ----
+
+
+def check_layers(layers: list):
+    """Raise UserError if a layer cannot be trained as one flat vector of its own."""
+    owners = {}  # a parameter's id -> its layer
+    for l, layer in enumerate(layers):
+        names = dict(layer.named_parameters())
+        if not names:
+            raise UserError(f"layer {l} has no parameters: make it one nn.Sequential with the next")
+        for name, parameter in names.items():
+            other = owners.setdefault(id(parameter), l)
+            if other != l:
+                raise UserError(f"layer {l} shares {name} with layer {other}: give it a copy")
+            constant = "make it a buffer, register_buffer(..., persistent=False)"
+            if not parameter.is_floating_point():
+                raise UserError(f"layer {l}: {name} is {parameter.dtype}, not floats: {constant}")
+            if not parameter.requires_grad:
+                raise UserError(f"layer {l}: {name} is frozen, and all are trained: {constant}")
+        buffers = sorted(layer.state_dict().keys() & dict(layer.named_buffers()).keys())
+        if buffers:
+            raise UserError(
+                f"layer {l} has the buffers {', '.join(buffers)}, which ranks neither share nor "
+                "save: use LayerNorm for BatchNorm, or persistent=False for a constant"
+            )
+
+
+def run_layer(layer: nn.Module, l: int, *inputs) -> list:
+    """[output] of layer l, or [output, its aux_loss] if its forward has set one. The layer forgets
+    it, because it would keep the forward in memory. inputs: x, of the last layer also the targets.
+    Raises UserError unless the output is one tensor, and of the last layer the mean loss."""
+    x = layer(*inputs)
+    name = f"layer {l}, {type(layer).__name__},"
+    if not isinstance(x, torch.Tensor):
+        raise UserError(f"{name} returns a {type(x).__name__}: it must return one tensor")
+    if len(inputs) == 2 and x.dim() > 0:
+        raise UserError(f"{name} is the last: it must return the mean loss, not {tuple(x.shape)}")
+    outputs = [x]
+    if getattr(layer, "aux_loss", None) is not None:
+        outputs.append(layer.aux_loss)
+        layer.aux_loss = None
+    return outputs

@@ -9,7 +9,8 @@ computes:
               optimizer.py)
 
 The model is any list of layers (nn.Module). x = layer(x) for each; the last one also gets the
-targets and returns the loss. model.py has the list that train.py trains, docs/own.py another one.
+targets and returns the loss. model.py has the list that train.py trains, examples/own_layers.py
+another one.
 
 Both passes are loops over this list. Frameworks hang such code into autograd by hooks, because they
 must take any model. A loop shows what happens when, and EDiT can step in between two layers. The
@@ -61,6 +62,7 @@ from torch.profiler import record_function
 
 from config import UserError
 from mesh import Handle
+from model import check_layers, run_layer
 
 ALIGNED = 16
 
@@ -117,28 +119,17 @@ class Metrics:
         return self.host.tolist()
 
 
-def check_layers(layers: list):
-    """Raise UserError if a layer cannot be one flat vector of its own."""
-    owners = {}  # a parameter's id -> its layer
-    for l, layer in enumerate(layers):
-        names = dict(layer.named_parameters())
-        if not names:
-            raise UserError(f"layer {l} has no parameters: make it one nn.Sequential with the next")
-        for name, parameter in names.items():
-            other = owners.setdefault(id(parameter), l)
-            if other != l:
-                raise UserError(f"layer {l} shares {name} with layer {other}: give it a copy")
-        buffers = sorted(layer.state_dict().keys() & dict(layer.named_buffers()).keys())
-        if buffers:
-            raise UserError(
-                f"layer {l} has the buffers {', '.join(buffers)}, which ranks neither share nor "
-                "save: use LayerNorm for BatchNorm, or persistent=False for a constant"
-            )
-
-
 class ShardedModel:
     """A list of layers (nn.Modules) on this rank's shards: x = layer(x), one tensor each, and the
-    last one returns the mean loss, layer(x, targets).
+    last one returns the mean loss, layer(x, targets). Refused by name are frozen parameters, those
+    that are no floats, those that two layers share, and buffers that would be saved
+    (model.check_layers).
+
+    A parameter that a forward does not use, as of an expert that no token has chosen, has gradient
+    0. A layer may have a loss of its own, as for the balance of its experts: in each forward of the
+    training it sets self.aux_loss, a scalar, which is added to the loss of the step. Layers that
+    draw random numbers (dropout) use torch's default generator. Seed it differently on each rank
+    when the layers have been made, as train.py does before each step; else all ranks draw the same.
 
     initialize(layer, l): sets the parameters of layer l, which are zeros before. The list may then
     be on `meta`, without memory. None: the layers have their values. Both ways they must be equal
@@ -291,8 +282,9 @@ class ShardedModel:
         # buffers hold is out of date.
         self.gathered_layer = [None, None]  # of each buffer
         self.handles = [Handle(), Handle()]
-        self.tape = []  # (input, output) of each layer, until backward()
+        self.tape = []  # (input, [output]) of each layer, until backward()
         x = inputs
+        own_losses = []
         last = len(self.layers) - 1
         syncing = self.pre_layer_hook is not None  # EDiT, in the first forward of a round
         for l, layer in enumerate(self.layers):
@@ -312,15 +304,18 @@ class ShardedModel:
             with torch.set_grad_enabled(train and not recompute), named:
                 # The tape is cut between layers, so that backward() can walk it layer by layer.
                 x_in = x.detach().requires_grad_(train and l > 0)
-                x = layer(x_in, targets) if l == last else layer(x_in)
+                more = [targets] if l == last else []
+                outputs = run_layer(layer, l, x_in, *more)
+            x = outputs[0]
             if train:
-                self.tape.append((x_in, None if recompute else x))
-        return x.detach()
+                self.tape.append((x_in, None if recompute else outputs))
+                own_losses += [loss.detach() for loss in outputs[1:]]
+        return sum(own_losses, start=x.detach())
 
     def backward(self, scale: float, first: bool = True, sum_replicas: bool = False):
         """Add `scale` times the gradient of the last forward, summed over the shard group, to
         `grad` (first: replace it). sum_replicas: then sum `grad` over the sync group, too."""
-        grad_x = torch.full((), scale, dtype=self.tape[-1][1].dtype, device=self.mesh.device)
+        grad_x = torch.full_like(self.tape[-1][1][0], scale)  # of the loss
         reducing = None
         summing = []
         for l in reversed(range(len(self.layers))):
@@ -329,7 +324,7 @@ class ShardedModel:
                 self.handles[l % 2].wait()
             if l > self.first_gathered:
                 self.start_gather(l - 1)
-            gradients, grad_x = self._backward_layer(l, grad_x)
+            gradients, grad_x = self._backward_layer(l, grad_x, scale)
             if reducing:  # the reduce-scatter of layer l+1, which used the buffer during layer l
                 summing.append(self._finish_reduce(*reducing, sum_replicas))
             reducing = (l, self._start_reduce(l, gradients, first))
@@ -338,18 +333,24 @@ class ShardedModel:
         for handle in summing:
             handle.wait()
 
-    def _backward_layer(self, l, grad_x):
-        """Take layer l off the tape. grad_x: d loss / d output. Returns the gradients of the
-        parameters and d loss / d input (meaningless for layer 0)."""
-        x_in, x = self.tape.pop()
+    def _backward_layer(self, l, grad_x, scale):
+        """Take layer l off the tape. grad_x: d loss / d output, times scale. Returns the gradients
+        of the parameters and d loss / d input (meaningless for layer 0)."""
+        x_in, outputs = self.tape.pop()
         with record_function(f"backward, layer {l}"):
-            if x is None:
+            if outputs is None:
                 with torch.enable_grad():
-                    x = self.layers[l](x_in)
+                    outputs = run_layer(self.layers[l], l, x_in)
             inputs = list(self.parameters[l])
             if l > 0:
                 inputs.append(x_in)
-            gradients = torch.autograd.grad(x, inputs, grad_x)
+            grads = [grad_x]
+            for own_loss in outputs[1:]:
+                grads.append(torch.full_like(own_loss, scale))
+            # What the forward has not used, as an expert without tokens, has gradient 0.
+            gradients = torch.autograd.grad(
+                outputs, inputs, grads, allow_unused=True, materialize_grads=True
+            )
         return gradients[: len(self.parameters[l])], gradients[-1]
 
     def _start_reduce(self, l, gradients, first):

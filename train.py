@@ -13,8 +13,8 @@ What happens is this; the rest of the project is what these words mean:
         clip; method.inner_step()                   # AdamW or Muon
         if method.after_step(): method.end_round()  # sync(), at the end of a round
 
-A method decides when and how replicas synchronize (method.py). To add one, write its file and name
-it in METHODS. Evaluations, checkpoints and stops are at round ends.
+A method decides when and how replicas synchronize (method.py). To add one, write its file and its
+row in methods.py. Evaluations, checkpoints and stops are at round ends.
 
 Plain version: plain/train.py.
 """
@@ -27,24 +27,19 @@ from pathlib import Path
 import torch
 
 import data
-from a_edit import AEDiT
 from config import UserError, run_command
-from diloco import DiLoCo
-from edit import EDiT
 from export import save_model
-from minibatch import MiniBatch
-from model import initialize, make_layer
+from methods import METHODS
+from model import initialize, make_layer, mixed_seed
 from optimizer import AdamW, Muon
 from plumbing import checkpoint, launch
 from plumbing.log import Clock, Log, RoundRecord
 from plumbing.simulate import Cluster
-from relatives import RELATIVES
 from sample import print_sample
 from shard import ShardedModel
 
 HINT = "lower --lr, or raise --lr_warmup_steps"
 LARGEST_SAMPLED = 200e6  # parameters. The other ranks wait for the sample, which one CPU makes
-METHODS = {"minibatch": MiniBatch, "diloco": DiLoCo, "edit": EDiT, "a_edit": AEDiT} | RELATIVES
 
 
 class Training:
@@ -103,6 +98,7 @@ class Training:
         ranks = self.mesh.world_size if average else self.mesh.shards
         scale = 1 / (micro_steps * ranks)
         loss = 0.0
+        seed_dropout(self.config.seed, method.steps, self.mesh.rank)
         for micro_step in range(micro_steps):
             inputs, targets = self.batches.train(method.steps, micro_step)
             loss += model.forward(inputs, targets) / micro_steps
@@ -211,6 +207,12 @@ def make_model(shape, mesh, dtype=torch.float32, seed=0, recompute=False) -> Sha
     model = ShardedModel(layers, mesh, dtype, set_parameters, recompute)
     model.config = shape  # checkpoints and model.pt describe it
     return model
+
+
+def seed_dropout(seed: int, step: int, rank: int):
+    """Seed what layers of one's own draw in this step, as dropout does: other masks on other ranks,
+    and in a resumed run those that it would have drawn without the stop. (model.py draws none.)"""
+    torch.manual_seed(mixed_seed(seed, step, rank, 1))  # 1: other numbers than model.initialize()
 
 
 def make_optimizer(model, config):

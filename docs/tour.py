@@ -34,7 +34,7 @@ from plain.__main__ import read_config
 from plain.diloco import DiLoCo
 from plain.edit import EDiT
 from plain.local import PostLocalSGD
-from plain.train import Training
+from plain.text import text_training
 
 corpus = data.standard_library()
 losses = {}
@@ -47,7 +47,7 @@ def train(name, method, flags=""):
     if method != "minibatch":
         flags += f" --tau {TAU} --sync_warmup_steps {WARMUP}"
     words = f"--method {method} --replicas {M} --device cpu {common} {shape} {flags}".split()
-    training = Training(read_config(words), M, 1, corpus)
+    training = text_training(read_config(words), M, 1, corpus)
     training.run()
     curve = [(row["step"], row["val_loss"]) for row in training.rows["eval"]]
     losses[name] = curve

@@ -10,10 +10,13 @@ losses, to 1e-9: tests/test_methods.py.
     python -m plain --method diloco --help
 
 Start with diloco.py and edit.py: what a sync computes. Then read train.py, the loop, method.py, the
-hooks, and replica.py, a model with its AdamW. Every file names its sharded twin.
+hooks, and replica.py, a model with its AdamW. text.py has the model and the windows of a text. Any
+other layers train, too: examples/own_layers.py. methods.py names all methods, and every file here
+its sharded twin.
 """
 
 from plain.quantize import rounded
-from plain.train import METHODS, Training
+from plain.text import text_training
+from plain.train import Training
 
-__all__ = ["METHODS", "Training", "rounded"]
+__all__ = ["Training", "rounded", "text_training"]

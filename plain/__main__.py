@@ -11,8 +11,10 @@ the batches of 2 ranks. (--replicas 0, the default, means 4.) Flags that need se
 that only train.py has, are refused. The clock of a_edit and of --slow_replica is virtual: a step
 takes 1 s, on a slow replica its factor.
 
+--init_from starts from a model.pt or a Hugging Face Llama folder, as in train.py.
+
 OUT_DIR is out/plain/METHOD by default. It gets metrics.jsonl, which lab reads, and model.pt, which
-sample.py and export.py read.
+sample.py, export.py and --init_from read.
 
 The methods of the sharded twins are imported for their flags only. Sharded twin: train.py.
 """
@@ -23,38 +25,33 @@ from pathlib import Path
 
 import torch
 
-import a_edit
 import data
-import diloco
-import edit
-import minibatch
 from config import UserError, make_config, read_flags, run_command
 from export import write_model
+from methods import METHODS, check_plain
 from model import has_native_bf16, make_layer
 from plain.record import Record
-from plain.train import Training, model_config
+from plain.text import model_config, text_training
 from plumbing import simulate
-from relatives import RELATIVES
+from plumbing.load_model import open_model
 
-SHARDED = {  # the sharded twins, for their flags
-    "minibatch": minibatch.MiniBatch,
-    "diloco": diloco.DiLoCo,
-    "edit": edit.EDiT,
-    "a_edit": a_edit.AEDiT,
-    **RELATIVES,
-}
 REFUSED = "backend timeout_s compile recompute profile timeline dry_run checkpoint_interval keep"
-REFUSED += " save_on_exit resume init_from tokens_per_step offload link_mbps link_latency_ms"
+REFUSED += " save_on_exit resume tokens_per_step offload link_mbps link_latency_ms"
 REPLICAS = 4
 
 
 def read_config(argv):
     """All flags. Raises UserError."""
-    given = read_flags(argv, SHARDED)
+    given = read_flags(argv, METHODS)
     for name in REFUSED.split():
         if name in given:
             raise UserError(f"--{name}: only train.py has it, not one process; leave it out")
-    f = make_config(given, SHARDED, {})
+    base = {}
+    if "init_from" in given:
+        source = open_model(given["init_from"])
+        base = vars(source.config) | {"vocab_size": 0}
+    f = make_config(given, METHODS, base)
+    check_plain(f.method)
     f.replicas = f.replicas or REPLICAS
     f.out_dir = f.out_dir or f"out/plain/{f.method}"
     f.backend = "plain"  # for the record
@@ -68,7 +65,7 @@ def read_config(argv):
     if f.n_embd % (2 * f.n_head):
         raise UserError(f"--n_embd {f.n_embd}: must be a multiple of 2 x --n_head")
     f.check(f.replicas)
-    simulate.check(f, SHARDED[f.method], f.replicas)
+    simulate.check(f, METHODS[f.method], f.replicas)
     return f
 
 
@@ -103,16 +100,31 @@ def make_folder(f):
             f"--out_dir {folder} has an earlier run: --overwrite deletes it; "
             "or name another --out_dir"
         )
+    if f.init_from and Path(f.init_from).resolve() == Path(folder, "model.pt").resolve():
+        raise UserError("--overwrite deletes the model of --init_from: change --out_dir")
     folder.mkdir(parents=True, exist_ok=True)
     for name in "metrics.jsonl", "model.pt":
         (folder / name).unlink(missing_ok=True)
 
 
-def save_model(path, training, record):
-    """A model.pt as that of export.py."""
-    weights = {name: p.float().cpu().clone() for name, p in training.model.items()}
-    saved = {"model": weights, "model_config": vars(training.config)}
-    saved |= {"tokenizer": training.corpus.tokenizer, "config": record.describe()}
+def open_source(f, corpus):
+    """The model of --init_from, or None. Raises UserError if it does not fit the corpus."""
+    if not f.init_from:
+        return None
+    source = open_model(f.init_from)
+    if not f.vocab_size:
+        if source.is_padded(corpus):
+            corpus.vocab_size = source.config.vocab_size
+        f.vocab_size = corpus.vocab_size
+    source.check(model_config(f, corpus), corpus)
+    return source
+
+
+def save_model(path, model, shape, corpus, flags):
+    """A model.pt as that of export.py. model: name -> parameter; shape: its ModelConfig."""
+    weights = {name: p.float().cpu().clone() for name, p in model.items()}
+    saved = {"model": weights, "model_config": vars(shape)}
+    saved |= {"tokenizer": corpus.tokenizer, "config": flags}
     write_model(path, saved)
 
 
@@ -120,15 +132,18 @@ def main(argv):
     f = read_config(argv)
     M, N = f.replicas, f.shards
     corpus = data.load(f.data or None, f.vocab_size, f.block_size)
+    source = open_source(f, corpus)
     check_memory(f, corpus)
-    training = Training(f, M, N, corpus)
+    training = text_training(f, M, N, corpus, source and source.tensors)
     make_folder(f)
-    record = Record(f, training)
+    record = Record(f, training, corpus)
     training.listen = record.note
     print(f"{f.method}: {M} replicas, each with the batches of {N} ranks ({f.device}, {f.dtype})")
+    if source:
+        print("init", source.path, source.notes)
     training.run()
     path = Path(f.out_dir, "model.pt")
-    save_model(path, training, record)
+    save_model(path, training.model, model_config(f, corpus), corpus, record.describe())
     record.end()
     print(f"model {path}: python sample.py --model {path}")
 

@@ -17,11 +17,12 @@ HINT = "lower --lr, or raise --lr_warmup_steps"
 
 
 class Record:
-    """f: all flags; training: plain.train.Training. Opens the file."""
+    """f: all flags; training: plain.train.Training; corpus: data.Corpus. Opens the file."""
 
-    def __init__(self, f, training):
+    def __init__(self, f, training, corpus):
         self.f = f
         self.training = training
+        self.corpus = corpus
         self.sent_bytes = 0.0
         self.last = {"step": 0, "tokens": 0, "train_s": 0.0}  # of the last row `step`
         self.file = open(Path(f.out_dir, "metrics.jsonl"), "w", buffering=1)  # whole lines
@@ -37,7 +38,7 @@ class Record:
             "micro_steps": f.accum,
             "micro_batch": f.batch_size,
             "n_params": training.replicas[0].x.numel(),
-            "corpus_hash": training.corpus.hash,
+            "corpus_hash": self.corpus.hash,
             "torch": str(torch.__version__),
             "device_name": name,
         }
@@ -103,7 +104,7 @@ class Record:
             check_finite(math.nan, row["step"])
 
     def eval(self, row):
-        bits = row["val_loss"] / math.log(2) / self.training.corpus.bytes_per_token
+        bits = row["val_loss"] / math.log(2) / self.corpus.bytes_per_token
         row = row | {"bits_per_byte": bits, "sync_bytes": round(self.sent_bytes)}
         self.write("eval", row)
         print(f"eval {row['step']:05d} | val loss {row['val_loss']:.4f} nats/token")

@@ -1,19 +1,20 @@
 """A replica of the plain versions: a whole model, its gradient, and its inner optimizer.
 
-The parameters are one flat vector x, layer by layer, and the network computes with views of it.
-Read step() and adamw() first. `f` has all flags of a run as attributes.
+The model is any list of layers, as for shard.py: x = layer(x) for each, and the last one also gets
+the targets and returns the mean loss. The parameters are one flat vector, layer by layer, and the
+layers compute with views of it. Read gradient() and adamw() first. `f` has all flags of a run as
+attributes.
 Sharded twins: shard.py (the layout, the gradient), optimizer.py (AdamW).
 Source: AdamW, arXiv 1711.05101.
 """
 
+import copy
 import math
 
-import numpy as np
 import torch
 
-import data
-from model import Llama
-from plain.method import EPS, hits
+from model import check_layers, run_layer
+from plain.method import EPS
 from plain.muon import muon_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -37,17 +38,22 @@ class Replica:
     parameters   name -> tensor, a view of x; a layer's matrices come first
     places       name -> slice of x
     decayed      (P,): 1 in matrices, on which weight decay acts, else 0
+    t            inner steps so far
 
-    With --dtype bf16 the network computes with a copy of x in bf16, and all vectors are fp32.
+    With --dtype bf16 the layers compute with a copy of x in bf16, and all vectors are fp32.
     """
 
-    def __init__(self, config, f):
-        self.net = Llama(config, f.seed).to(f.device)
+    def __init__(self, layers, f, optimizer):
+        """layers: nn.Modules, of which the replica takes a copy; optimizer(replica, g, lr, f): the
+        inner step. Raises UserError for layers that cannot be trained."""
+        check_layers(layers)
+        self.optimizer = optimizer
+        self.net = [copy.deepcopy(layer).to(f.device) for layer in layers]
         self.parameters = {}
         self.places = {}
         self.layers = []
         end = 0
-        for l, layer in enumerate(self.net.layers):
+        for l, layer in enumerate(self.net):
             first = end
             named = layer.named_parameters(prefix=f"layers.{l}")
             for name, p in sorted(named, key=lambda item: -item[1].dim()):
@@ -66,77 +72,78 @@ class Replica:
         for name, p in self.parameters.items():
             place = self.places[name]
             self.x[place] = p.data.flatten()
-            self.decayed[place] = p.dim() == 2
-            p.data = self.weights[place].view(p.shape)  # from here on the network computes with it
+            self.decayed[place] = p.dim() > 1
+            p.data = self.weights[place].view(p.shape)  # from here on the layers compute with it
 
         self.m = torch.zeros_like(self.x)
         self.v = torch.zeros_like(self.x)
-        self.t = 0  # steps of AdamW
+        self.t = 0
 
-    def gradient(self, f, corpus, step, i, M, N):
-        """Mean loss and gradient of replica i of M in a step, over its N ranks and their
-        micro-steps. The windows of all its ranks are one batch."""
-        loss = 0.0
-        g = 0.0
+    def loss(self, inputs, targets, train=True):
+        """The mean loss of a batch, with the x that read_x() has read. In the training also what
+        layers add to it (shard.py: aux_loss)."""
+        x = inputs
+        total = 0.0
+        for l, layer in enumerate(self.net):
+            layer.train(train)
+            more = [targets] if l == len(self.net) - 1 else []
+            x, *own_losses = run_layer(layer, l, x, *more)
+            if train:
+                total = total + sum(own_losses)
+        return x + total
+
+    def gradient(self, batches):
+        """Mean loss and gradient over the batches of a step: those of the replica's ranks and their
+        micro-steps. A parameter that no batch has used has gradient 0."""
+        mean_loss = 0.0
+        g = torch.zeros_like(self.x)
         self.read_x()
-        for micro_step in range(f.accum):
-            inputs, targets = windows(f, corpus, step, micro_step, i, M, N)
-            loss_here = self.net(inputs, targets) / f.accum
-            parts = torch.autograd.grad(loss_here, self.parameters.values())
-            g = g + torch.cat([part.flatten() for part in parts]).to(self.x.dtype)
-            loss += loss_here.item()
-        return loss, g
+        for inputs, targets in batches:
+            loss = self.loss(inputs, targets) / len(batches)
+            parts = torch.autograd.grad(
+                loss, self.parameters.values(), allow_unused=True, materialize_grads=True
+            )
+            g += torch.cat([part.flatten() for part in parts])
+            mean_loss += loss.item()
+        return mean_loss, g
 
     @torch.no_grad()
-    def loss(self, batch):
-        """Of a batch of data.Batches.validation()."""
-        inputs, targets, _ = batch
-        return self.net(inputs, targets).item()
+    def evaluate(self, batch):
+        """The loss of a batch, whose first two entries are inputs and targets."""
+        inputs, targets = batch[:2]
+        return self.loss(inputs, targets, train=False).item()
 
     def read_x(self):
-        """The network computes with the x of this moment."""
+        """The layers compute with the x of this moment."""
         if self.weights is not self.x:
             self.weights.copy_(self.x)
 
     def step(self, g, lr, f):
-        """The inner step: AdamW and, with --optimizer muon, Muon for the blocks' matrices."""
-        if f.optimizer == "muon":
-            before = self.x.clone()
-            self.adamw(g, lr, f)
-            muon_step(self, before, lr, f)
-        else:
-            self.adamw(g, lr, f)
-
-    def adamw(self, g, lr, f):
-        """In place: a new vector for each term would take three times as long."""
+        """The inner step, with the gradient g."""
         self.t += 1
-        # m <- beta1 m + (1 - beta1) g
-        self.m.mul_(f.beta1).add_(g, alpha=1 - f.beta1)
-        # v <- beta2 v + (1 - beta2) g^2
-        self.v.mul_(f.beta2).addcmul_(g, g, value=1 - f.beta2)
-        # v_hat = v / (1 - beta2^t)
-        v_hat = self.v / (1 - f.beta2**self.t)
-        # x <- x - lr wd x, where x is decayed
-        self.x.addcmul_(self.x, self.decayed, value=-lr * f.weight_decay)
-        # x <- x - lr m_hat / (sqrt(v_hat) + eps);  m_hat = m / (1 - beta1^t)
-        self.x.addcdiv_(self.m, v_hat.sqrt_().add_(EPS), value=-lr / (1 - f.beta1**self.t))
+        self.optimizer(self, g, lr, f)
 
 
-def windows(f, corpus, step, micro_step, i, M, N):
-    """Inputs and targets of replica i in a micro-step: the windows of its N ranks, one below the
-    other, or with --random_tokens uniform random tokens."""
-    inputs = []
-    targets = []
-    for rank in range(i * N, i * N + N):
-        sizes = (f.block_size, f.batch_size, f.accum, rank, M * N)
-        batches = data.Batches(corpus, *sizes, f.seed, torch.device(f.device))
-        batch = batches.train(step, micro_step)
-        if hits(f.random_tokens, i, step + 1):
-            # The third number: 0 draws the batches, 2 NoLoCo's pairs.
-            counter = [0, micro_step * N + rank - i * N, 3, step]
-            generator = np.random.Generator(np.random.Philox(key=f.seed, counter=counter))
-            tokens = generator.integers(corpus.vocab_size, size=(2, *batch[0].shape))
-            batch = torch.from_numpy(tokens).to(f.device)
-        inputs.append(batch[0])
-        targets.append(batch[1])
-    return torch.cat(inputs), torch.cat(targets)
+def adamw(replica, g, lr, f):
+    """In place: a new vector for each term would take three times as long."""
+    # m <- beta1 m + (1 - beta1) g
+    replica.m.mul_(f.beta1).add_(g, alpha=1 - f.beta1)
+    # v <- beta2 v + (1 - beta2) g^2
+    replica.v.mul_(f.beta2).addcmul_(g, g, value=1 - f.beta2)
+    # v_hat = v / (1 - beta2^t)
+    v_hat = replica.v / (1 - f.beta2**replica.t)
+    # x <- x - lr wd x, where x is decayed
+    replica.x.addcmul_(replica.x, replica.decayed, value=-lr * f.weight_decay)
+    # x <- x - lr m_hat / (sqrt(v_hat) + eps);  m_hat = m / (1 - beta1^t)
+    size = lr / (1 - f.beta1**replica.t)
+    replica.x.addcdiv_(replica.m, v_hat.sqrt_().add_(EPS), value=-size)
+
+
+def muon(replica, g, lr, f):
+    """AdamW, and in the matrices of the inner layers Muon."""
+    before = replica.x.clone()
+    adamw(replica, g, lr, f)
+    muon_step(replica, before, lr, f)
+
+
+OPTIMIZERS = {"adamw": adamw, "muon": muon}

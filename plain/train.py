@@ -5,7 +5,9 @@
         a round: each replica takes inner steps with its own gradients
         the method's sync
 
-Read run() first. Whatever depends on time is virtual: a step of replica i takes seconds[i].
+Read run() first. Layers, batches and optimizer may be any: text.py has those of train.py,
+examples/own_layers.py others. Whatever depends on time is virtual: a step of replica i takes
+seconds[i].
 Sharded twins: train.py (the loop), method.py (rounds), a_edit.py (rounds that end by the clock),
 plumbing/simulate.py (disturbed replicas).
 """
@@ -16,40 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-import data
-from config import padded_vocabulary
-from model import ModelConfig
-from plain.a_edit import AEDiT
-from plain.diloco import DiLoCo
-from plain.edit import EDiT
-from plain.local import CO2, QSR, Eager, NoLoCo, PostLocalSGD, Robust, SlowMo
+from methods import PLAIN
 from plain.method import hits, mean
-from plain.minibatch import MiniBatch
-from plain.one_bit import OneBitEDiT, ZeroOneAdam
 from plain.quantize import mean_with_errors
-from plain.replica import Replica, clipped
-from plain.sparse import SparseLoCo, TopK
-from plain.streaming import StreamingDiLoCo, StreamingEDiT
+from plain.replica import OPTIMIZERS, Replica, clipped
 
-METHODS = {
-    "minibatch": MiniBatch,
-    "post_local_sgd": PostLocalSGD,
-    "qsr": QSR,
-    "slowmo": SlowMo,
-    "diloco": DiLoCo,
-    "streaming_diloco": StreamingDiLoCo,
-    "co2": CO2,
-    "noloco": NoLoCo,
-    "edit": EDiT,
-    "a_edit": AEDiT,
-    "streaming_edit": StreamingEDiT,
-    "zero_one_adam": ZeroOneAdam,
-    "one_bit_edit": OneBitEDiT,
-    "sparse_loco": SparseLoCo,
-    "top_k": TopK,
-    "eager": Eager,
-    "robust": Robust,
-}
 THREADS = torch.get_num_threads()  # of all replicas together; OMP_NUM_THREADS says how many
 
 
@@ -96,32 +69,38 @@ def map_in_threads(M, device):
     return ThreadPoolExecutor(workers).map
 
 
-def model_config(f, corpus) -> ModelConfig:
-    shape = {name: getattr(f, name) for name in ModelConfig.__dataclass_fields__}
-    shape["vocab_size"] = padded_vocabulary(f, corpus.vocab_size)
-    return ModelConfig(**shape)
-
-
 class Training:
-    """A training of M replicas of N ranks each. f: all flags as attributes; listen(event, row):
-    called with each row of the record; sick: what spoils replicas in a test.
+    """A training of M replicas of N ranks each.
+
+    f            all flags as attributes
+    layers       nn.Modules, as of shard.ShardedModel; each replica takes a copy
+    batches      (step, micro-step, rank) -> inputs and targets; steps from 0, ranks of M x N
+    validation   batches to evaluate; without them `model` is the only result
+    optimizer    (replica, g, lr, f): the inner step in place of --optimizer's
+    listen       called with (event, row) for each row of the record
+    sick         what spoils replicas in a test
+
+    After run():
 
     rows     event -> rows of the record: step, sync, eval
-    model    name -> parameter, at the end
+    model    name -> parameter
+
+    Layers that draw random numbers draw others here than on ranks.
     """
 
-    def __init__(self, f, M, N, corpus, listen=None, sick=None):
+    def __init__(
+        self, f, layers, batches, M, N=1, validation=(), optimizer=None, listen=None, sick=None
+    ):
         self.f = f
         self.M = M
         self.N = N
-        self.corpus = corpus
-        if f.data_by_replica:
-            self.corpus = corpus.by_replica(M, f.block_size)
+        self.batches = batches
+        self.validation = validation
         self.sick = sick
         self.listen = listen
-        self.config = model_config(f, corpus)
-        self.replicas = [Replica(self.config, f) for _ in range(M)]
-        self.method = METHODS[f.method](f, self.replicas, N)
+        optimizer = optimizer or OPTIMIZERS[f.optimizer]
+        self.replicas = [Replica(layers, f, optimizer) for _ in range(M)]
+        self.method = PLAIN[f.method](f, self.replicas, N)
         self.map = map_in_threads(M, f.device)
         self.rows = {"step": [], "sync": [], "eval": []}
 
@@ -176,7 +155,11 @@ class Training:
         """Losses and gradients of some replicas. steps: replica -> its step, from 0."""
 
         def gradient(i):
-            return self.replicas[i].gradient(self.f, self.corpus, steps[i], i, self.M, self.N)
+            batches = []
+            for micro_step in range(self.f.accum):
+                for rank in range(i * self.N, (i + 1) * self.N):
+                    batches.append(self.batches(steps[i], micro_step, rank))
+            return self.replicas[i].gradient(batches)
 
         found = list(self.map(gradient, steps))
         losses = {i: loss for i, (loss, _) in zip(steps, found)}
@@ -338,12 +321,11 @@ class Training:
         own = replica.x.clone()
         replica.x[:] = x
         replica.read_x()
-        sizes = (self.f.block_size, data.VALIDATION_ROWS)
-        batches = data.Batches(self.corpus, *sizes, device=torch.device(self.f.device))
-        losses = list(self.map(replica.loss, batches.validation(self.f.eval_batches)))
+        losses = list(self.map(replica.evaluate, self.validation))
         self.model = {}
         for name, p in replica.parameters.items():
             self.model[name] = replica.x[replica.places[name]].view(p.shape).clone()
         replica.x[:] = own
         self.evaluating_s += time.perf_counter() - began
-        self.note("eval", self.counts() | {"val_loss": mean(losses), **more})
+        if losses:
+            self.note("eval", self.counts() | {"val_loss": mean(losses), **more})

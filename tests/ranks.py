@@ -31,16 +31,17 @@ from model import ModelConfig
 from optimizer import AdamW
 from plumbing import launch, simulate
 from plumbing.log import Clock, RoundRecord
-from plain import METHODS as PLAIN_VERSIONS
+from methods import PLAIN, TABLE
 
-# Not those that a reader has added: what they promise only the reader knows.
-OUR_METHODS = [name for name in train.METHODS if name in PLAIN_VERSIONS]
+# A method that a reader has added is tested like the others when it has its plain version.
+OUR_METHODS = list(PLAIN)
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 context = multiprocessing.get_context("forkserver")
-# Imported once instead of in every rank: besides train what tests import, and what
+# Imported once instead of in every rank: besides train the methods, what tests import, and what
 # torch.use_deterministic_algorithms() imports.
-context.set_forkserver_preload(["train", "lab.bench", "pytest", "torch._inductor.config"])
+PRELOADED = ["train", "lab.bench", "pytest", "torch._inductor.config"]
+context.set_forkserver_preload(PRELOADED + [module for _, module, _ in TABLE.values()])
 
 
 def few_ulp(dtype, ulps=16) -> float:
@@ -322,7 +323,7 @@ def _made(tamper):
     """What train.Training makes of the method: the method itself, what it looks like after each sync
     and what tamper() returns."""
     made = {"watched": None}
-    classes = dict(train.METHODS)
+    classes = train.METHODS
 
     def make(name, model, *rest):
         method = classes[name](model, *rest)
@@ -333,10 +334,9 @@ def _made(tamper):
             made["watched"] = tamper(method, model, model.mesh)
         return method
 
-    for name in classes:
-        train.METHODS[name] = functools.partial(make, name)
+    train.METHODS = {name: functools.partial(make, name) for name in classes}
     yield made
-    train.METHODS.update(classes)
+    train.METHODS = classes
 
 
 def _state(method) -> dict:

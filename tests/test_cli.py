@@ -629,7 +629,7 @@ def test_flag_of_an_own_method_may_have_the_name_of_another_methods_flag():
     class Own(method_module.Method):
         Config = OwnConfig
 
-    methods = train.METHODS | {"own": Own}
+    methods = {**train.METHODS, "own": Own}
     config, _ = parse(["--density", "high", "--method", "own"], methods)
     assert config.density == "high"
     config, _ = parse("--density 0.1 --method top_k".split(), methods)

@@ -243,9 +243,9 @@ def test_averaging_in_every_second_round_is_averaging_in_rounds_twice_as_long(co
     folder, _ = copy
     (method,) = re.findall(r"```python\n(.*?)```", TASKS[11], re.S)
     (folder / "second.py").write_text(method)
-    path = folder / "train.py"
-    named = 'from second import EverySecond\nMETHODS = {"second": EverySecond, '
-    path.write_text(path.read_text().replace("METHODS = {", named))
+    path = folder / "methods.py"
+    named = 'TABLE = {\n    "second": ("EverySecond", "second", ""),'
+    path.write_text(path.read_text().replace("TABLE = {", named))
 
     # 5 rounds: the last one, an odd one, ends without an average, and with a checkpoint
     common = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_methods import RTOL
 
-from plain import Training
+from plain import text_training
 from ranks import OUR_METHODS, few_ulp, run_config, run_training, train_all
 
 LOCAL = dict(tau=3, sync_warmup_steps=2, max_steps=13, n_layer=1)  # four rounds
@@ -234,7 +234,7 @@ def val_losses(rows):
 
 def plain_run(ranks, corpus, method, flags, tamper):
     f = run_config(**flags, method=method)
-    training = Training(f, ranks // f.shards, f.shards, corpus)
+    training = text_training(f, ranks // f.shards, f.shards, corpus)
     if tamper:
         tamper(training)
     training.run()

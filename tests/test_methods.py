@@ -14,7 +14,8 @@ import data
 import plain.edit
 from diloco import nesterov
 from edit import anomaly_limits, nesterov_unless_flagged
-from plain import Training
+from methods import METHODS, PLAIN
+from plain import text_training
 from ranks import run_config, run_training, train_all
 from sick import Sick
 from train import learning_rate
@@ -232,6 +233,8 @@ for step in BEFORE, IN_FLIGHT, LANDING, AFTER:
         sick = Sick(factor, [1], step)
         add(f"sick: times {factor}, step {step}", [THREE], SICK_STREAMING, sick=sick)
 
+# methods of your own
+
 ROWS = []  # (case, mesh, transport)
 for case, (_, meshes) in TABLE.items():
     for mesh in meshes:
@@ -308,7 +311,7 @@ def test_method_equals_fp64_reference(case, mesh, transport, corpus, corpus_fold
     run = trained(request.session, corpus_folder, mesh, transport, is_slow(case, mesh))[case]
     f = run_config(**flags_of(case, mesh))
     sick = sick_of(case)
-    expected = Training(f, M, N, corpus, sick=sick)
+    expected = text_training(f, M, N, corpus, sick=sick)
     verdicts = watch_verdicts(expected.method)
     expected.run()
     assert_same_rows(run, expected, tolerance(f, M, sick))
@@ -336,6 +339,11 @@ def tolerance(f, M, sick) -> float:
     return rtol
 
 
+def twins(name) -> str:
+    """The files of a method's two versions."""
+    return f"{METHODS.file(name)} and {PLAIN.file(name)}"
+
+
 def assert_same_rows(run, expected, rtol):
     for event, rows in expected.rows.items():
         for row, values in zip(run.rows(event), rows, strict=True):
@@ -347,29 +355,36 @@ def assert_same_rows(run, expected, rtol):
                     continue
                 if event == "sync" and isinstance(row[key], list) and key != "rolled_back":
                     value = value[: len(row[key])]  # without a barrier: of replica 0 alone
-                assert_close(row[key], value, rtol, f"{key} at step {row['step']}")
+                what = f"{twins(expected.f.method)} differ in {key} at step {row['step']}"
+                assert_close(row[key], value, rtol, what)
 
 
-def assert_close(recorded, value, rtol, message):
+def assert_close(recorded, value, rtol, what):
     """Numbers of the record, in which None stands for one that is not finite."""
     recorded = np.array(recorded, dtype=float)
     value = np.array(value, dtype=float)
     value = np.where(np.isfinite(value), value, math.nan)
-    np.testing.assert_allclose(recorded, value, rtol=rtol, atol=1e-14, err_msg=message)
+    same = recorded.shape == value.shape
+    if same:
+        same = np.allclose(recorded, value, rtol=rtol, atol=1e-14, equal_nan=True)
+    if not same:
+        pytest.fail(f"{what}: {recorded.tolist()} and {value.tolist()}", pytrace=False)
 
 
 def assert_same_model(run, expected, f, rtol):
     """The parameters in fp64, and model.pt, which is fp32."""
+    what = f"{twins(f.method)} differ in"
     close = dict(rtol=1e-4, atol=1e-5)
     if f.method != "zero_one_adam":
         # A 1-bit update divided by a tiny variance enlarges the rounding of its scale. In all
         # others an element is as exact as the largest ones of its tensor.
         close = FP32
         for name, value in run.parameters().items():
-            largest = expected.model[name].abs().max().item()
-            torch.testing.assert_close(value, expected.model[name], rtol=0, atol=rtol * largest)
+            other = expected.model[name]
+            exact = dict(rtol=0, atol=rtol * other.abs().max().item())
+            torch.testing.assert_close(value, other, msg=f"{what} {name}", **exact)
     for name, value in expected.model.items():
-        torch.testing.assert_close(run.model[name], value.float(), **close)
+        torch.testing.assert_close(run.model[name], value.float(), msg=f"{what} {name}", **close)
 
 
 def assert_same_limits(run, expected, f, N, rtol):
@@ -449,7 +464,7 @@ def test_schedule_and_documents_are_those_of_the_plain_version(flags, tmp_path):
     documents = data.text_documents([write(tmp_path / "texts.jsonl", texts)])
     data.write_corpus(documents, "byte", tmp_path / "tokens")
     (run,) = train_all(4, tmp_path / "tokens", (None, None, CLOCKS | flags | dict(shards=2)))
-    expected = Training(run_config(**CLOCKS, **flags), 2, 2, data.load(tmp_path / "tokens"))
+    expected = text_training(run_config(**CLOCKS, **flags), 2, 2, data.load(tmp_path / "tokens"))
     expected.run()
     assert_same_rows(run, expected, RTOL)  # with the learning rates
 

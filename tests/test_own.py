@@ -1,5 +1,6 @@
-"""Layers and loops of one's own: any list of layers has autograd's gradients, what cannot work is
-refused in one line, nothing trains on stale layers, and docs/own.py runs."""
+"""Layers and loops of one's own: any list of layers has autograd's gradients and trains sharded as
+plain, what cannot work is refused in one line, nothing trains on stale layers, and
+examples/own_layers.py runs."""
 
 import re
 import subprocess
@@ -15,13 +16,14 @@ import model
 import sample
 import train
 from config import UserError, parse
-from docs import own
+from examples import own_layers as own
 from export import whole_model
 from mesh import Mesh
 from model import Llama, ModelConfig, initialize
 from optimizer import AdamW, Muon
+from plain import Training
 from plumbing.load_model import open_model
-from ranks import CPU, OUR_METHODS, ROOT, method_alone, run_ranks
+from ranks import CPU, OUR_METHODS, ROOT, method_alone, run_config, run_ranks, run_training
 from shard import ShardedModel
 
 FP64 = torch.float64
@@ -80,8 +82,12 @@ CASES = [(name, dtype) for name in LISTS for dtype in (FP64, torch.float32)]
 
 
 def make_layers(name) -> list:
+    return seeded(LISTS[name])
+
+
+def seeded(make) -> list:
     torch.manual_seed(SEED)
-    return LISTS[name]()
+    return make()
 
 
 def batch(rank, micro):
@@ -153,6 +159,180 @@ def test_layer_0_is_gathered_in_the_backward_unless_it_says_that_it_needs_no_wei
     assert run_ranks(2, count_gathers, needs_weights) == 2 * [2 * gathers]  # two micro-steps
 
 
+# ---- sharded and plain ----
+
+
+class Experts(nn.Module):
+    """Each row goes to one of three experts. No row ever goes to the last one."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.gate = nn.Linear(n, 3)
+        self.experts = nn.ModuleList(nn.Linear(n, n) for _ in range(3))
+        self.gate.bias.data[2] = -1000.0
+
+    def forward(self, x):
+        shares = self.gate(x).softmax(dim=1)
+        chosen = shares.argmax(dim=1)
+        self.aux_loss = 0.1 * shares.mean(dim=0).square().sum()  # their balance
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows = chosen == e
+            if rows.any():
+                y[rows] = shares[rows, e, None] * expert(x[rows])
+        return x + y
+
+
+def mixture_of_experts():
+    return [nn.Linear(3, 5), Experts(5), Experts(5), Head(5, 4)]
+
+
+class Gpt2Embedding(nn.Module):
+    def __init__(self, tokens, positions, n):
+        super().__init__()
+        self.tokens = nn.Embedding(tokens, n)
+        self.positions = nn.Embedding(positions, n)
+
+    def forward(self, tokens):
+        return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+
+
+class Gpt2Block(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(n)
+        self.attention = nn.MultiheadAttention(n, 2, batch_first=True)
+        self.norm_2 = nn.LayerNorm(n)
+        self.mlp = nn.Sequential(nn.Linear(n, 4 * n), nn.GELU(), nn.Linear(4 * n, n))
+
+    def forward(self, x):
+        T = x.shape[1]
+        future = torch.full((T, T), -torch.inf, dtype=x.dtype).triu(1)
+        y = self.norm_1(x)
+        x = x + self.attention(y, y, y, attn_mask=future, need_weights=False)[0]
+        return x + self.mlp(self.norm_2(x))
+
+
+class Gpt2Head(nn.Linear):
+    def forward(self, x, targets):
+        return F.cross_entropy(super().forward(x).flatten(0, 1), targets.flatten())
+
+
+def gpt2():
+    return [Gpt2Embedding(11, 7, 8), Gpt2Block(8), Gpt2Block(8), Gpt2Head(8, 11)]
+
+
+def rows(step, micro_step, rank):
+    return batch(rank, step)
+
+
+def tokens(step, micro_step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    found = torch.randint(11, (3, 8), generator=generator)
+    return found[:, :-1], found[:, 1:]
+
+
+class Lion:
+    """Its step has the same length in each element: Chen et al., arXiv 2302.06675."""
+
+    def __init__(self, model, config):
+        self.model = model
+        model.exp_avg = torch.zeros_like(model.master)
+
+    def step(self):
+        m, g = self.model.exp_avg, self.model.grad
+        self.model.master.sub_((0.9 * m + 0.1 * g).sign(), alpha=self.lr)
+        m.lerp_(g, 0.01)
+
+
+def lion(replica, g, lr, f):
+    # x <- x - lr sign(0.9 m + 0.1 g);  m <- 0.99 m + 0.01 g
+    replica.x -= lr * (0.9 * replica.m + 0.1 * g).sign()
+    replica.m = 0.99 * replica.m + 0.01 * g
+
+
+TRAININGS = {  # layers, batches, inner optimizer sharded and plain (None: --optimizer)
+    "experts": (mixture_of_experts, rows, train.make_optimizer, None),
+    "gpt2": (gpt2, tokens, train.make_optimizer, None),
+    "lion": (deep_first, rows, Lion, lion),
+}
+IN_ROUNDS = dict(tau=3, max_steps=14, sync_warmup_steps=2, anomaly_warmup_rounds=2, lr=0.01)
+METHODS_TRIED = ("minibatch", "edit")
+
+
+def train_sharded(shards):
+    """In the loop of examples/own_layers.py: (training, method) -> this rank's shards, and where
+    the parameters are in them."""
+    mesh = Mesh(shards, CPU)
+    found = {}
+    for name, (make, own.batches, own.make_optimizer, _) in TRAININGS.items():
+        for method in METHODS_TRIED:
+            model = own.train_sharded(run_config(method=method, **IN_ROUNDS), mesh, seeded(make))
+            found[name, method] = model.masters, model.layouts
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "2x2"])
+def test_own_layers_and_own_optimizer_train_plain_as_sharded(mesh):
+    """Also experts that no row chooses, and the loss of their balance."""
+    world_size, shards = MESHES[mesh]
+    ranks = run_ranks(world_size, train_sharded, shards)[:shards]
+    for (name, method), (_, layouts) in ranks[0].items():
+        make, batches, _, optimizer = TRAININGS[name]
+        config = run_config(method=method, **IN_ROUNDS)
+        replicas = world_size // shards
+        layers = seeded(make)
+        training = Training(config, layers, batches, replicas, shards, optimizer=optimizer)
+        training.run()
+        for l, layout in enumerate(layouts):
+            whole = torch.cat([rank[name, method][0][l] for rank in ranks])
+            for key, value in layout.cut(whole).items():
+                expected = training.model[f"layers.{l}.{key}"]
+                message = f"{name}, {method}: layer {l}, {key}"
+                # The bias of GPT-2's keys has gradient 0: AdamW enlarges what rounding leaves.
+                torch.testing.assert_close(value, expected, rtol=0, atol=1e-9, msg=message)
+
+
+def test_loss_of_a_layers_own_is_in_the_training_and_not_in_the_evaluation():
+    layers = seeded(mixture_of_experts)
+    model = ShardedModel(layers, Mesh(1, CPU), FP64, recompute=True)
+    losses = [model.forward(*batch(0, 0), train=train).item() for train in (True, False)]
+    expected = losses[1]
+    x = batch(0, 0)[0]
+    for layer in layers[:-1]:
+        x = layer(x)
+        expected += getattr(layer, "aux_loss", torch.zeros(())).item()
+    assert losses[0] == pytest.approx(expected, rel=1e-12)
+    assert losses[0] > losses[1] + 0.01
+
+
+def watch_draws(method, model, mesh):
+    """What a layer draws in each step of the training."""
+    drawn = []
+
+    def draw(layer, inputs):
+        if layer.training:
+            drawn.append(torch.rand(()).item())
+
+    model.layers[1].register_forward_pre_hook(draw)
+    return lambda: drawn
+
+
+def test_dropout_differs_between_ranks_and_steps_and_a_resumed_run_continues_it(
+    tmp_path, corpus_folder
+):
+    options = dict(tau=2, sync_warmup_steps=2, max_steps=8, checkpoint_interval=4, keep=9)
+    out = tmp_path / "run"
+    straight = run_training(2, corpus_folder, watch_draws, out, **options)
+    drawn = [rank["watched"] for rank in straight.ranks]
+    assert len({*drawn[0], *drawn[1]}) == 2 * 8
+
+    checkpoint = out / "checkpoint-00000004"
+    other = tmp_path / "resumed"
+    resumed = run_training(2, corpus_folder, watch_draws, other, resume=checkpoint, **options)
+    assert [rank["watched"] for rank in resumed.ranks] == [draws[4:] for draws in drawn]
+
+
 # ---- the start ----
 
 
@@ -183,7 +363,23 @@ def shared():
     return [first, last]
 
 
+def with_parameter(**options):
+    body = nn.Linear(3, 3)
+    body.register_parameter("table", nn.Parameter(**options))
+    return [nn.Linear(3, 3), body, Head(3, 4)]
+
+
+def frozen():
+    return with_parameter(data=torch.zeros(4), requires_grad=False)
+
+
+def whole_numbers():
+    return with_parameter(data=torch.zeros(4, dtype=torch.int64), requires_grad=False)
+
+
 REFUSED = {
+    "layer 1: table is frozen, and all are trained": frozen,
+    "layer 1: table is torch.int64, not floats": whole_numbers,
     "layer 1 has no parameters": lambda: [nn.Linear(3, 3), nn.Tanh(), Head(3, 4)],
     "layer 1 shares weight with layer 0": shared,
     "layer 0 has .*running_mean": lambda: [
@@ -194,8 +390,40 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_list_that_cannot_be_sharded_is_refused_in_one_line(message):
-    with pytest.raises(UserError, match=message):
-        ShardedModel(REFUSED[message](), Mesh(1, CPU))
+    for make in (
+        lambda: ShardedModel(REFUSED[message](), Mesh(1, CPU)),
+        lambda: Training(run_config(), REFUSED[message](), batches=None, M=1),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            make()
+        assert "\n" not in str(error.value)
+
+
+class Pair(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class Losses(nn.Linear):
+    def forward(self, x, targets):
+        return F.cross_entropy(super().forward(x), targets, reduction="none")
+
+
+WRONG_OUTPUTS = {
+    "layer 1, Pair, returns a tuple: it must return one tensor": Pair(3, 3),
+    r"layer 1, Losses, is the last: it must return the mean loss, not \(6,\)": Losses(3, 4),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_OUTPUTS)
+def test_layer_with_another_output_is_refused_by_its_name(message):
+    layer = WRONG_OUTPUTS[message]
+    layers = [nn.Linear(3, 3), layer, Head(3, 4)][: 3 if isinstance(layer, Pair) else 2]
+    model = ShardedModel(layers, Mesh(1, CPU), FP64)
+    training = Training(run_config(), layers, lambda *_: batch(0, 0), M=1)
+    for run in (lambda: model.forward(*batch(0, 0)), training.run):
+        with pytest.raises(UserError, match=message):
+            run()
 
 
 def start_from_own_seed():
@@ -209,7 +437,7 @@ def test_replicas_that_start_from_different_seeds_are_refused_on_all_ranks():
     run_ranks(4, start_from_own_seed)
 
 
-class Gpt2Block(nn.Module):
+class BlockWithBiases(nn.Module):
     def __init__(self, n):
         super().__init__()
         self.norm = nn.LayerNorm(n)
@@ -218,7 +446,7 @@ class Gpt2Block(nn.Module):
 
 
 def test_biases_start_at_0_gains_at_1_and_every_matrix_at_random():
-    block = Gpt2Block(32)
+    block = BlockWithBiases(32)
     initialize(block, ModelConfig(n_layer=8), 1, seed=0)
     for name, parameter in block.named_parameters():
         if name.endswith("bias"):
@@ -336,7 +564,6 @@ def test_forward_without_a_backward_leaves_nothing_behind():
     model = ShardedModel(make_layers("deep_first"), Mesh(1, CPU), FP64)
     for micro in range(3):
         model.forward(*batch(0, micro))
-    assert len(model.tape) == 4
     model.backward(1.0)
     again = ShardedModel(make_layers("deep_first"), Mesh(1, CPU), FP64)
     again.forward(*batch(0, 2))
@@ -421,53 +648,41 @@ def test_changed_model_py_samples_from_its_own_file_and_is_not_exported_as_llama
     assert not (tmp_path / "new").exists()
 
 
-# ---- docs/own.py ----
-
-OWN = ["edit", "diloco", "one_bit_edit", "a_edit"]
-SHORT = "--max_steps 120 --sync_warmup_steps 20 --lr_warmup_steps 20 --lr 0.01 --shards 2".split()
-
-
-def run_own():
-    """Of each method: the loss on new points, and this rank's parameters."""
-    found = {}
-    for method in OWN:
-        rounds = ["--tau=8"]
-        if method == "a_edit":  # how many steps a round has depends on the load of the machine
-            rounds = "--tau_time_s=0.1 --outer_lr=1 --outer_momentum=0".split()
-        options = [f"--method={method}", *rounds, *SHORT]
-        config, _ = parse(options, train.METHODS)
-        trained = own.train(config, Mesh(2, CPU))
-        loss = trained.forward(*own.make_batch(seed=0, size=3000), train=False).item()
-        found[method] = loss, trained.master
-    return found
+# ---- examples/own_layers.py ----
 
 
 @pytest.mark.slow
-def test_own_layers_and_own_loop_learn_with_every_kind_of_method():
-    """A-EDiT's vote() is called in the warm-up, too. Replicas are equal in the end."""
-    ranks = run_ranks(4, run_own)
-    for method in OWN:
-        losses, parameters = zip(*[rank[method] for rank in ranks])
-        assert losses[0] < 0.8, (method, losses[0])  # 1.1 is guessing
-        assert losses == 4 * losses[:1]
-        for rank in range(4):
-            assert torch.equal(parameters[rank], parameters[rank % 2])
-
-
-@pytest.mark.slow
-def test_own_py_runs_under_torchrun_and_alone():
-    method = "edit"
-    command = [sys.executable, "docs/own.py", "--method", method, "--max_steps", "60"]
-    command += ["--sync_warmup_steps", "20", "--lr_warmup_steps", "10"]
+def test_own_layers_py_trains_the_same_sharded_and_plain_under_torchrun_and_alone():
+    script = ["examples/own_layers.py", "--max_steps", "60", "--sync_warmup_steps", "20"]
+    script += ["--lr_warmup_steps", "10", "--lr", "0.01"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launched = [*launcher, "--nproc_per_node", "4", *command[1:], "--shards", "2"]
-    for argv in command, launched:
+    launched = [*launcher, "--nproc_per_node", "4", *script, "--shards", "2"]
+    for argv in [sys.executable, *script], launched:
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
-        *rounds, last = done.stdout.splitlines()
+        *rounds, sharded, plain = done.stdout.splitlines()
         found = [line.split(":")[0] for line in rounds]
         assert found[:2] == ["round 1, step 36", "round 2, step 52"]  # EDiT's last one: in finish()
-        assert float(re.match(rf"{method}: loss (\S+) on new points", last)[1]) < 1.0
-    done = subprocess.run([*command, "--tau", "0"], cwd=ROOT, capture_output=True, text=True)
+        losses = [float(re.search(r"loss (\S+)", line)[1]) for line in (sharded, plain)]
+        assert losses[0] < 1.0
+        assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+    wrong = [sys.executable, *script, "--tau", "0"]
+    done = subprocess.run(wrong, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("own.py: error: --tau") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("own_layers.py: error: --tau") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_own_loop_learns_with_a_method_whose_rounds_end_by_the_clock():
+    """vote() is called in the warm-up, too, and replicas are equal in the end."""
+    losses = run_ranks(4, run_by_the_clock)
+    assert losses[0] < 0.8  # 1.1 is guessing
+    assert losses == 4 * losses[:1]
+
+
+def run_by_the_clock():
+    words = "--method a_edit --tau_time_s 0.1 --outer_lr 1 --outer_momentum 0 --shards 2"
+    words += " --max_steps 120 --sync_warmup_steps 20 --lr_warmup_steps 20 --lr 0.01"
+    config, _ = parse(words.split(), train.METHODS)
+    model = own.train_sharded(config, Mesh(2, CPU), own.make_layers())
+    return model.forward(*own.make_points(seed=0, size=3000), train=False).item()

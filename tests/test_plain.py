@@ -10,7 +10,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,8 @@ from config import UserError
 from lab.rows import read_run
 from model import ModelConfig
 from plain import train
-from plain.__main__ import REFUSED, SHARDED, main, read_config, save_model
+from methods import METHODS
+from plain.__main__ import REFUSED, main, read_config
 from ranks import ROOT, flags, run_training
 from test_docs import shortened_tour
 
@@ -70,21 +70,21 @@ def test_plain_run_counts_the_bytes_that_a_sharded_one_sends(options, tmp_path, 
     assert plain == pytest.approx([row["sync_bytes"] for row in sharded.rows("eval")], rel=0.2)
 
 
-@pytest.mark.parametrize("name", REFUSED.split())
-def test_flag_without_sense_in_one_process_is_refused(name):
-    fields = SHARDED["edit"].Config.__dataclass_fields__
-    argv = [f"--{name}"]
-    if not isinstance(fields[name].default, bool):
-        argv.append({"backend": "gloo"}.get(name, "2"))
-    with pytest.raises(UserError, match=f"--{name}: only train.py has it"):
-        read_config(argv)
+def test_flags_without_sense_in_one_process_are_refused():
+    fields = METHODS["edit"].Config.__dataclass_fields__
+    for name in REFUSED.split():
+        argv = [f"--{name}"]
+        if not isinstance(fields[name].default, bool):
+            argv.append({"backend": "gloo"}.get(name, "2"))
+        with pytest.raises(UserError, match=f"--{name}: only train.py has it"):
+            read_config(argv)
 
 
 def test_every_flag_is_read_or_refused():
     """No flag is swallowed in silence."""
     read = "".join(path.read_text() for path in (ROOT / "plain").glob("*.py"))
     known = {"model", *ModelConfig.__dataclass_fields__, *REFUSED.split()}
-    for method in SHARDED.values():
+    for method in METHODS.values():
         for name in method.Config.__dataclass_fields__.keys() - known:
             assert re.search(rf"\bf\.{name}\b|f, \"{name}\"", read), name
 
@@ -100,22 +100,26 @@ def test_earlier_run_is_kept_unless_it_may_be_overwritten(tmp_path, corpus_folde
     assert (tmp_path / "model.pt").read_bytes() != before
 
 
-def test_model_is_not_written_through_a_link_and_is_on_the_disk(tmp_path, monkeypatch):
-    theirs = tmp_path / "theirs"
-    theirs.write_text("kept")
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "model.pt.tmp").symlink_to(theirs)
-    on_disk = []
-    monkeypatch.setattr(os, "fsync", on_disk.append)
-    corpus = SimpleNamespace(tokenizer="byte")
-    training = SimpleNamespace(model={}, config=ModelConfig(), corpus=corpus)
-    save_model(out / "model.pt", training, SimpleNamespace(describe=dict))
-    assert theirs.read_text() == "kept"
-    assert [path.name for path in out.iterdir()] == ["model.pt"]
-    assert not (out / "model.pt").is_symlink()
-    assert torch.load(out / "model.pt")["tokenizer"] == "byte"
-    assert len(on_disk) == 2  # the file and its name
+def test_run_goes_on_from_a_model_as_a_sharded_one_does(tmp_path, corpus_folder):
+    """With --init_from, whose model has one block, not the two of --n_layer."""
+    first = tmp_path / "first"
+    options = OPTIONS | dict(data=corpus_folder, n_layer=1)
+    main([*flags(**options), "--replicas=2", f"--out_dir={first}"])
+    later = OPTIONS | dict(init_from=first / "model.pt", n_layer=1, seed=2)
+    sharded = run_training(2, corpus_folder, out_dir=tmp_path / "sharded", shards=1, **later)
+    argv = [*flags(**later), "--replicas=2", f"--data={corpus_folder}"]
+    main([*argv, f"--out_dir={tmp_path / 'plain'}"])
+    ours = [row["val_loss"] for row in rows_of(tmp_path / "plain") if row["event"] == "eval"]
+    theirs = [row["val_loss"] for row in sharded.rows("eval")]
+    assert ours == pytest.approx(theirs, rel=1e-9)
+    start = [row["val_loss"] for row in rows_of(first) if row["event"] == "eval"]
+    assert ours[0] < start[-1]
+
+    with pytest.raises(UserError, match="has another shape"):
+        main([*argv, f"--out_dir={tmp_path / 'wide'}", "--n_embd=12"])
+    with pytest.raises(UserError, match="--overwrite deletes the model of --init_from"):
+        main([*argv, f"--out_dir={first}", "--overwrite"])
+    assert (first / "model.pt").exists()
 
 
 def test_clock_of_a_slow_replica_is_virtual(tmp_path, corpus_folder):

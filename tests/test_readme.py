@@ -7,20 +7,23 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 
 import pytest
 from torch.distributed.run import get_args_parser
 
+import methods
 import ranks
 from config import UserError, parse
 from lab import bench, sweep, table
+from methods import METHODS
+from plain.__main__ import read_config
 from ranks import OUR_METHODS, ROOT, Launch, script
-from train import METHODS
 
 TEXT = (ROOT / "README.md").read_text()
 RESULTS = (ROOT / "RESULTS.md").read_text()
-METHOD = re.search(r"```python\n(.*?)```", TEXT, re.S)[1]
+RECIPE = TEXT.split("## Writing a method")[1].split("\n## ")[0]
 
 
 def commands(text):
@@ -139,11 +142,24 @@ def test_commands_for_own_text_run_as_written(tmp_path):
     assert sampled.startswith("def ")
 
 
+# ---- a method of your own ----
+
+
+def files_of_the_recipe() -> dict:
+    """File -> what README prints of it."""
+    found = {}
+    for text, printed in re.findall(r"([^`].*?)```python\n(.*?)```", RECIPE, re.S):
+        paragraph = text.strip().split("\n\n")[-1]
+        file = re.search(r"`([\w/]+\.py)`", paragraph)[1]
+        found[file] = printed
+    return found
+
+
 def command_with_averaging(argv, rank, world_size, port, folder):
-    """As in train.py after the README's two changes."""
+    """As in train.py after the README's changes."""
     os.chdir(folder)
     sys.path.insert(0, folder)
-    METHODS["averaging"] = importlib.import_module("averaging").Averaging
+    methods.TABLE["averaging"] = ("Averaging", "averaging", "")
     ranks._command(argv, rank, world_size, port, folder)
 
 
@@ -153,8 +169,7 @@ def values_in(record, event, key):
 
 
 def test_method_in_the_readme_trains_saves_and_resumes_as_printed(tmp_path, corpus_folder):
-    assert "METHODS = {" in (ROOT / "train.py").read_text()
-    (tmp_path / "averaging.py").write_text(METHOD)
+    (tmp_path / "averaging.py").write_text(files_of_the_recipe()["averaging.py"])
     special = {rank: (command_with_averaging,) for rank in (0, 1)}
 
     def train(*argv):
@@ -178,3 +193,91 @@ def test_method_in_the_readme_trains_saves_and_resumes_as_printed(tmp_path, corp
         assert len(ours) == len(theirs)
         for found, expected in zip(ours, theirs):
             assert found == pytest.approx(expected, rel=1e-9)  # each a number or a list
+
+
+def copy_of_the_project(folder):
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "out", "__pycache__"))
+
+
+def follow(text, folder):
+    """Write what a recipe prints. text: file -> what is printed of it."""
+    places = {"methods.py": "TABLE = {\n", "tests/test_methods.py": "# methods of your own\n"}
+    for file, printed in text.items():
+        path = folder / file
+        if file in places:
+            before, after = path.read_text().split(places[file])
+            printed = before + places[file] + printed + after
+        else:
+            assert not path.exists()
+        path.write_text(printed)
+
+
+def python_in(folder, command):
+    python, *words = shlex.split(command)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+def test_recipe_in_the_readme_compares_both_versions_and_sees_a_change_of_one(tmp_path):
+    recipe = files_of_the_recipe()
+    assert list(recipe) == [
+        "averaging.py", "plain/averaging.py", "methods.py", "tests/test_methods.py"
+    ]  # fmt: skip
+    compare = command_with("python -m pytest tests/test_methods.py", RECIPE)
+    copy = tmp_path / "copy"
+    copy_of_the_project(copy)
+    follow(recipe, copy)
+    done = python_in(copy, compare)
+    assert re.search(r"^4 passed", done.stdout, re.M), done.stdout  # 1x1, 1x4, 4x1, 2x2
+
+    path = copy / "plain" / "averaging.py"
+    path.write_text(path.read_text().replace("set_all(mean(", "set_all(0.999 * mean("))
+    done = python_in(copy, compare)
+    assert re.search(r"^4 failed", done.stdout, re.M), done.stdout
+    said = "averaging.py and plain/averaging.py differ in loss at step"
+    assert done.stdout.count(said) >= 4
+    assert "Mismatched elements" not in done.stdout
+
+    # lab.sweep and with it python -m plain know it, too
+    short = "--max_steps 4 --sync_warmup_steps 1 --tau 2 --n_layer 1 --n_embd 8 --n_head 1"
+    short += " --block_size 16 --eval_batches 1 --lr_warmup_steps 1"
+    done = python_in(copy, f"python -m lab.sweep own --method averaging {short} --plain")
+    assert done.returncode == 0, done.stderr
+    assert "averaging" in done.stdout
+
+
+def test_method_without_a_plain_version_is_refused_in_one_line(tmp_path, monkeypatch):
+    """By python -m plain, and by lab.sweep --plain before the first run."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "averaging.py").write_text(files_of_the_recipe()["averaging.py"])
+    monkeypatch.setitem(methods.TABLE, "averaging", ("Averaging", "averaging", ""))
+    message = "--method averaging has no plain version: name one in methods.py"
+    with pytest.raises(UserError, match=message) as error:
+        read_config(["--method", "averaging"])
+    assert "\n" not in str(error.value)
+    words = "mine --method diloco averaging --max_steps 3 --lr_warmup_steps 1 --plain".split()
+    args, axes = sweep.read_command(words)
+    with pytest.raises(UserError, match=message):
+        sweep.plan(tmp_path / "runs", axes, args.ranks, args.plain)
+    assert not (tmp_path / "runs").exists()
+
+
+WRONG_ROWS = {
+    "there is no module no_such_file": ("Averaging", "no_such_file", ""),
+    "method has no class Averaging": ("Averaging", "method", ""),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_ROWS)
+def test_wrong_row_in_the_table_of_methods_is_named_in_one_line(message, monkeypatch):
+    monkeypatch.setitem(methods.TABLE, "averaging", WRONG_ROWS[message])
+    with pytest.raises(UserError, match=f"methods.py: --method averaging: {message}"):
+        read_flags(["--method", "averaging"])
+    name, module, _ = WRONG_ROWS[message]
+    monkeypatch.setitem(methods.TABLE, "averaging", (name, "relatives.qsr", module))
+    monkeypatch.setattr("relatives.qsr.Averaging", METHODS["qsr"], raising=False)
+    with pytest.raises(UserError, match=f"methods.py: --method averaging: {message}"):
+        read_config(["--method", "averaging"])

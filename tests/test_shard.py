@@ -266,8 +266,8 @@ def spoil_buffers(model):
     forward gathers it again."""
     backward_layer = model._backward_layer
 
-    def spoiled(l, grad_x):
-        gradients = backward_layer(l, grad_x)
+    def spoiled(l, *more):
+        gradients = backward_layer(l, *more)
         for buffer, layer in zip(model.gathered, model.gathered_layer):
             if layer != l - 1:
                 buffer.fill_(math.nan)

@@ -1,10 +1,14 @@
 r"""Layers, data and a training loop of your own, with the methods of this project.
 
-    python docs/own.py --method minibatch
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 docs/own.py --method edit --shards 2
+    python examples/own_layers.py --method minibatch
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 examples/own_layers.py --shards 2
 
-To which of three noisy spirals does a point belong? Replace the three parts. Flags of the method
-and the optimizer count, those about text, files, devices and simulations do not.
+To which of three noisy spirals does a point belong? Replace the first two parts. Then come two
+trainings: a sharded one, whose loop you may change, and a plain one in one process. In fp64 both
+must end at the same loss; if they do not, a layer or the loop is wrong. (Methods that round what
+they send agree to fewer digits. The rounds of a_edit end by the clock, so no two runs are alike.)
+Flags of the method and the optimizer count, those about text, files, devices and simulations do
+not.
 """
 
 import sys
@@ -16,10 +20,13 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project's folder
 from config import parse, run_command
 from mesh import Mesh
+from methods import METHODS, PLAIN
+from model import mixed_seed
+from plain import Training
 from plumbing.launch import check_mesh, connect
 from plumbing.log import Clock, RoundRecord
 from shard import ShardedModel
-from train import METHODS, learning_rate, make_optimizer
+from train import learning_rate, make_optimizer, seed_dropout
 
 
 # ---- layers: any list of nn.Modules; x = layer(x), and the last one returns the mean loss ----
@@ -35,26 +42,29 @@ def make_layers(n=32) -> list:
 
 
 # ---- data: every rank must get a batch of its own in every step ----
-def make_batch(seed: int, size=64) -> tuple:
+def make_points(seed: int, size=64) -> tuple:
     random = {"generator": torch.Generator().manual_seed(seed)}
     spiral = torch.randint(3, (size,), **random)
-    radius = torch.rand(size, **random)
+    radius = torch.rand(size, **random, dtype=torch.float64)
     angle = 4 * radius + 2.1 * spiral + 0.1 * torch.randn(size, **random)
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), spiral
 
 
-# ---- the loop: method.py says what each call does ----
-def train(config, mesh) -> ShardedModel:
-    config.check(mesh.replicas)
-    model = ShardedModel(make_layers(), mesh)
+def batches(step: int, micro_step: int, rank: int) -> tuple:
+    return make_points(seed=mixed_seed(1, step, micro_step, rank))
+
+
+# ---- the sharded training: method.py says what each call does ----
+def train_sharded(config, mesh, layers) -> ShardedModel:
+    model = ShardedModel(layers, mesh, torch.float64)
     optimizer = make_optimizer(model, config)
     method = METHODS[config.method](model, mesh, config, RoundRecord(mesh), Clock(mesh.device))
     while method.progress < config.max_steps:
         method.before_step()
         lr = optimizer.lr = learning_rate(method.progress, config)
         average = method.averages_gradients  # over all replicas: in the warm-up
-        inputs, targets = make_batch(seed=1 + method.steps * mesh.world_size + mesh.rank)
-        loss = model.forward(inputs, targets)
+        seed_dropout(config.seed, method.steps, mesh.rank)  # here no layer draws random numbers
+        loss = model.forward(*batches(method.steps, 0, mesh.rank))
         model.backward(1 / (mesh.world_size if average else mesh.shards), sum_replicas=average)
         method.after_backward()
         metrics = model.step_metrics(loss, method.vote(), average)
@@ -68,13 +78,27 @@ def train(config, mesh) -> ShardedModel:
     return model
 
 
+# ---- the plain training: the loop is in plain/train.py ----
+def train_plain(config, mesh, layers, validation) -> Training:
+    training = Training(config, layers, batches, mesh.replicas, mesh.shards, validation)
+    training.run()
+    return training
+
+
 def main():
     config, _ = parse(sys.argv[1:], METHODS)
+    config.dtype, config.device = "fp64", "cpu"
     check_mesh(config, connect().world_size)
-    model = train(config, Mesh(config.shards, torch.device("cpu")))
-    loss = model.forward(*make_batch(seed=0, size=3000), train=False)
-    print(f"{config.method}: loss {loss:.3f} on new points (guessing: 1.099)")
+    mesh = Mesh(config.shards, torch.device("cpu"))
+    config.check(mesh.replicas)
+    new_points = make_points(seed=0, size=3000)
+    model = train_sharded(config, mesh, make_layers())
+    loss = model.forward(*new_points, train=False).item()
+    print(f"{config.method}: loss {loss:.12f} on new points (guessing: 1.099)")
+    if mesh.rank == 0 and config.method in PLAIN:
+        training = train_plain(config, mesh, make_layers(), [new_points])
+        print(f"plain: loss {training.rows['eval'][-1]['val_loss']:.12f}")
 
 
 if __name__ == "__main__":
-    run_command("own.py", main)
+    run_command("own_layers.py", main)
