@@ -86,8 +86,10 @@ def sort_files(files: set) -> tuple:
     for name in files:
         _, replicas, _, shards = map(int, re.findall("[0-9]+", name))
         meshes.add((replicas, shards))
-    if len(meshes) != 1:
-        raise UserError(f"it has files of {len(meshes)} runs")
+    if not meshes:
+        raise UserError("it has no files")
+    if len(meshes) > 1:
+        raise UserError("it has files of several runs")
 
     ((replicas, shards),) = meshes
     whole = {}
