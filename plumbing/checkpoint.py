@@ -107,7 +107,7 @@ def sort_files(files: set) -> tuple:
 
 def listed(names: list) -> str:
     """The first name of many."""
-    more = f" and {len(names) - 1} more files" if len(names) > 1 else ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return names[0] + more
 
 
@@ -155,6 +155,10 @@ def save(setup, model, method, state: dict) -> Path:
     }
     if not method.averages_gradients:  # else begin() has not made them yet
         content["scalars"] = {name: getattr(method, name) for name in method.scalars}
+    for values in content["scalars"], content["vectors"]:
+        for name, value in values.items():
+            if torch.is_tensor(value):
+                values[name] = value.cpu()  # no copy if it is there
     return write(Path(setup.config.out_dir), mesh, content, setup.config.keep)
 
 
@@ -181,7 +185,7 @@ def write(folder: Path, mesh, content: dict, keep: int) -> Path:
             remove([final])  # the start has left it out, and the run has come here again
             unfinished.mkdir(parents=True, exist_ok=True)  # the run's folder may be gone
             with open(file, "wb") as stream:
-                torch.save(content, stream)  # from a GPU: one vector at a time
+                torch.save(content, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
             names_to_disk(unfinished)
@@ -263,6 +267,8 @@ def choose(config) -> tuple:
         )
 
     own = list_checkpoints(out_dir)
+    if own and not config.dry_run:  # a run that is writing there could remove what this one reads
+        os.close(lock(out_dir, fcntl.LOCK_SH))
     earlier = own or Path(out_dir, "model.pt").exists()
     continues = own and found and found[-1].samefile(own[-1])
     if earlier and not (continues or config.overwrite or config.dry_run):
@@ -332,12 +338,12 @@ def prepare(setup, mesh):
                 path.unlink(missing_ok=True)
 
 
-def lock(folder) -> int:
+def lock(folder, kind=fcntl.LOCK_EX) -> int:
     """Lock a run's folder until this process ends or closes the descriptor that this returns.
     Raises UserError if another run has it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(
             f"--out_dir {folder}: another run is writing there; wait for it or name another folder"

@@ -246,7 +246,7 @@ def test_what_is_left_of_a_lost_machine_is_enough_to_go_on(copy):
     shutil.copytree(copy.run(0), copy.folder / "alone" / "run")
     shutil.rmtree(copy.run(1))
     shutil.copytree(copy.run(0), copy.run(1))
-    lost = "checkpoint-00000011 lacks replica-1-of-2-shard-0-of-2.pt and 1 more file"
+    lost = "checkpoint-00000011 lacks replica-1-of-2-shard-0-of-2.pt and 1 more"
     run = copy.start()
     finish(run)
     assert any(lost in line for line in run.lines("out"))
