@@ -300,8 +300,6 @@ def test_other_shards_continue_the_trajectory(tmp_path, corpus_folder):
     cases = [options | method for method in PENALTIES]
     cases.append(options | dict(method="edit", optimizer="muon", n_layer=3))
     meshes = (2, dict(shards=1, batch_size=8)), (8, dict(shards=4, batch_size=2))
-    meshes += ((2, dict(shards=1, batch_size=4, accum=2)),)
-    meshes += ((2, dict(shards=1, batch_size=4, tokens_per_step=128)),)
     for run, whole in train_and_resume(tmp_path, corpus_folder, None, 4, cases, *meshes):
         assert run.losses == pytest.approx(whole.losses, rel=1e-9)
         assert run.losses[12:] != whole.losses[12:]  # the steps were taken again
@@ -313,11 +311,12 @@ def test_other_shards_continue_the_trajectory(tmp_path, corpus_folder):
 
 
 @pytest.mark.slow
-def test_statistics_go_on_with_other_replicas(tmp_path, corpus_folder):
-    """The batch of a replica is the same."""
+def test_statistics_go_on_with_other_replicas_and_other_micro_steps(tmp_path, corpus_folder):
+    """The batch of a replica is the same, its text is another one."""
     cases = [CONSTANT_LR | SICK | method for method in PENALTIES]
-    for run, _ in train_and_resume(tmp_path, corpus_folder, None, 2, cases, (3, dict(batch_size=2))):
-        assert any(one > 0 and zero == two == 0 for zero, one, two in left_out(run))
+    meshes = (3, dict(batch_size=2)), (2, dict(batch_size=1, accum=2))
+    for run, _ in train_and_resume(tmp_path, corpus_folder, None, 2, cases, *meshes):
+        assert any(one > 0 and zero == 0 for zero, one, *_ in left_out(run))
         assert "anew" not in run.printed
 
 
@@ -466,6 +465,22 @@ def test_given_flags_count_and_others_come_from_the_checkpoint(saved_run, corpus
     assert [row["tokens"] for row in run.rows("step")] == [336 + 48 * i for i in range(11)]
 
 
+def test_tokens_count_on_after_a_resume_with_another_batch(tmp_path, corpus_folder):
+    """By A-EDiT's progress, in steps of which each replica takes its own number."""
+    options = dict(method="a_edit", sync_warmup_steps=2, **VIRTUAL)
+    first = run_training(2, corpus_folder, out_dir=tmp_path, max_steps=11, **options)
+    changed = dict(max_steps=20, batch_size=3, resume="auto", out_dir=tmp_path)
+    second = run_training(2, corpus_folder, **options, **changed)
+
+    def steps_of_replicas(run):
+        return sum(sum(row["steps"]) for row in run.rows("sync"))
+
+    steps = 2 * 2 + steps_of_replicas(first)
+    more = steps_of_replicas(second) - steps_of_replicas(first)  # one record has both
+    assert [row["tokens"] for row in second.rows("eval")][-1] == 8 * (2 * steps + 3 * more)
+    assert [row["tokens"] for row in first.rows("eval")] == [8 * 2 * steps]
+
+
 def refusal(argv, world_size) -> str:
     """The line that Setup refuses these flags with, "" if the run can continue."""
     try:
@@ -473,6 +488,21 @@ def refusal(argv, world_size) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("argv, ranks, changed", [
+    ("--shards 2 --batch_size 1", 4, set()),
+    ("--accum 2 --batch_size 1", 2, set()),
+    ("--tokens_per_step 64", 4, set()),
+    ("--batch_size 2 --tau 7", 3, {"tau"}),
+    ("--batch_size 3", 2, {"batch_size"}),
+    ("--shards 2 --batch_size 2", 4, {"batch_size"}),
+    ("--tokens_per_step 32", 1, {"batch_size", "tokens_per_step"}),
+])  # fmt: skip
+def test_batch_of_a_replica_has_changed_only_if_its_product_has(argv, ranks, changed, saved_run):
+    argv = f"--resume {saved_run} --device cpu {argv}".split()
+    setup = launch.Setup(argv, train.METHODS, train.data.load, ranks)
+    assert checkpoint.changed_flags(setup) - {"resume", "device", "shards"} == changed
 
 
 OTHER_RUN = "has an earlier run: --resume auto continues it, --overwrite deletes it"
