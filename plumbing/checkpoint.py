@@ -263,7 +263,7 @@ def choose(config) -> tuple:
     if found and Path(found[-1], "state.json").exists():
         raise UserError(
             f"checkpoint {found[-1]} is of an earlier edition of this code, which can continue it; "
-            "start anew in another --out_dir"
+            "start anew in another --out_dir, or with --overwrite and without --resume"
         )
 
     own = list_checkpoints(out_dir)
@@ -321,9 +321,9 @@ def check_seen(seen: list, world_size: int, shards: int | None):
 
 
 def prepare(setup, mesh):
-    """Make and lock the run's folder, on each machine that has its own. Remove what a killed run
-    has left, or an earlier run. All ranks call it before training. Raises UserError on all of
-    them."""
+    """Make the run's folder and lock it. Remove what a killed run has left (checkpoint.tmp, and an
+    old checkpoint that was half removed), and with --overwrite the earlier run. All ranks call it
+    before training. Raises UserError on all of them."""
     folder = Path(setup.config.out_dir)
     with alike(mesh):
         folder.mkdir(parents=True, exist_ok=True)
