@@ -1,120 +1,248 @@
 """Checkpoints: what a run needs to continue, on the same ranks or on others.
 
-    out/edit/checkpoint-00000400/
-        state.json       the run: progress, flags, mesh; a checksum of all of it
-        rank-00000.pt    rank 0: its counters, scalars and flat vectors by name, and a label: of
-                         which checkpoint and rank it is, a checksum of each value; a file per rank
+    out/edit/checkpoint-00000400/          of a run with 2 replicas x 2 shards:
+        replica-0-of-2-shard-0-of-2.pt     a file of each rank
+        replica-0-of-2-shard-1-of-2.pt
+        replica-1-of-2-shard-0-of-2.pt
+        replica-1-of-2-shard-1-of-2.pt
 
-Checkpoints are taken at round ends, the last one at the end of the training. What is equal in all
-replicas there is only in the files of replica 0: a method's `shared` vectors, in most methods the
-parameters, and in the warm-up (with minibatch always) AdamW's moments. Replicas compare checksums
-of it first. If they differ, the run ends.
+train.py decides at each round end whether a checkpoint is due, and calls save(). Each rank then
+writes all that it keeps into a file of its own:
 
-The folder is written as checkpoint.tmp and gets its name when all ranks have written their files
-and the disk has them (fsync). So list_checkpoints() finds only complete ones, whenever a rank is
-killed or the power fails.
+    state             equal in all files: the checkpoint's random id, progress, flags, model's shape
+    steps, rounds     of this replica
+    scalars, vectors  by name: the method's, and the rank's shards of parameters and moments
 
-At a start every value is verified before it is used, by the checksums; those of state.json also as
-flags are. The ranks share this work and agree on the result. A checkpoint that is damaged is
-refused in one line. With --resume auto the one before is taken, and the damaged one gets the name
-checkpoint-00000400.damaged. A disk that cannot be read now ends the start, and changes no name.
+The ranks write into the folder checkpoint.tmp. When the disk has the files of all of them (fsync),
+the folder gets its name. So a checkpoint is complete, whenever a rank is killed or the power fails.
 
-    same mesh        exact: on CPUs the run continues bit for bit (a GPU's attention adds in
+Without a shared disk each machine has the files of its own ranks. At a start the ranks tell each
+other which files they see. A replica is whole if somebody sees each of its files. A rank needs the
+files of the replica that it continues, and no others:
+
+    same mesh        its own file. On CPUs the run continues bit for bit (a GPU's attention adds in
                      varying order)
-    other shards     exact but for the order of sums: a layer's shards are joined and cut again
-    other replicas   replica i continues saved replica i mod M, M replicas saved
+    other shards     all files of its replica: a layer's shards are joined and cut again, which is
+                     exact but for the order of later sums
+    other replicas   replica i continues saved replica i mod M, of M whole ones
+    a lost replica   likewise: one machine can go on alone if the other is gone with its disk
 
-Machines without a shared disk. At the start the ranks find out which of them see one folder. The
-ranks of a replica must. Each folder then gets the files of its own ranks and a state.json, which
-lists the ranks of all `folders`. What is equal in all replicas is in the files of the first replica
-of each folder. The folders get their new names when all of them are complete, and old checkpoints
-go when all have their names. So the machines always have a complete checkpoint in common. A start
-takes the newest of these; one that only some machines have gets the name .damaged, too. On the same
-mesh each rank continues its own file, exactly. On another mesh, or where a file is lost, all ranks
-must see the same files (copy them), and replica i continues replica i mod M of these.
+The newest checkpoint of which all ranks see what they need is continued. A line names each newer
+one and what it lacks. A .pt file is a zip file, which has a CRC of each value. They are compared
+before the training, and a damaged file ends the start. Nothing in a file is executed:
+torch.load(weights_only=True).
 
-Nothing in a file is executed: JSON, and tensors through torch.load(weights_only=True).
+Replicas are not compared. Processors may round differently, so what is equal in all replicas by
+the method's equations may differ in the last bits. Each replica continues its own.
 """
 
-import json
+import math
 import os
 import re
 import shutil
-import socket
+import zipfile
 import zlib
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch.nn.functional import pad
 
-from config import UserError, check_fields, check_value, explain, make_config
-from model import ModelConfig
-from plumbing import shm
+from config import UserError, explain
 from plumbing.posix import fcntl
-from plumbing.text import regular_file, to_disk
 
 UNFINISHED = "checkpoint.tmp"
 
-# Maps a file: tensors are read when they are used.
-open_file = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
+
+# ---- names ----
+
+
+def list_checkpoints(folder) -> list:
+    """The checkpoints in a run's folder, oldest first. checkpoint-best is a user's own."""
+    found = []
+    for path in Path(folder).glob("checkpoint-*"):
+        if re.fullmatch("checkpoint-[0-9]+", path.name) and path.is_dir():
+            found.append(path)
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("checkpoint-"))
+
+
+def name_of_file(replica: int, replicas: int, shard: int, shards: int) -> str:
+    return f"replica-{replica}-of-{replicas}-shard-{shard}-of-{shards}.pt"
+
+
+def files_of(path: Path) -> set:
+    """The names of the ranks' files in a checkpoint."""
+    return {file.name for file in path.glob("replica-*-of-*-shard-*-of-*.pt")}
+
+
+def sort_files(files: set) -> tuple:
+    """(replica -> the names of its files, of each replica that is whole; the names of lost files).
+    files: all that somebody sees. Raises UserError if no replica is whole."""
+    meshes = set()
+    for name in files:
+        _, replicas, _, shards = map(int, re.findall("[0-9]+", name))
+        meshes.add((replicas, shards))
+    if not meshes:
+        raise UserError("it has no files")
+    if len(meshes) > 1:
+        raise UserError("it has files of several runs")
+
+    ((replicas, shards),) = meshes
+    whole = {}
+    lost = []
+    for replica in range(replicas):
+        names = [name_of_file(replica, replicas, shard, shards) for shard in range(shards)]
+        missing = [name for name in names if name not in files]
+        lost += missing
+        if not missing:
+            whole[replica] = names
+    if not whole:
+        raise UserError(f"it lacks {listed(lost)}, so no replica is whole")
+    return whole, lost
+
+
+def listed(names: list) -> str:
+    """The first name of many."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return names[0] + more
+
+
+def needed_files(rank: int, shards: int, whole: dict) -> list:
+    """The files that a rank continues. shards: of the run that starts now; whole: as above."""
+    replica, shard = divmod(rank, shards)
+    if replica not in whole:
+        numbers = list(whole)
+        replica = numbers[replica % len(numbers)]
+    names = whole[replica]
+    if len(names) == shards:
+        return [names[shard]]
+    return names
+
+
+# ---- saving ----
+
+
+def save(setup, model, method, state: dict) -> Path:
+    """Write a checkpoint into the run's folder and remove the oldest. state: the log's. All ranks
+    call it at a round end. Raises UserError on all of them if one cannot write its file. Earlier
+    checkpoints stay then."""
+    mesh = model.mesh
+    if mesh.device.type == "cuda":  # --offload: copies to vectors on the host may be in flight
+        torch.cuda.synchronize()
+    state = state | {
+        "id": os.urandom(8).hex(),
+        "step": method.steps,
+        "flags": setup.describe(mesh),
+        "model_config": vars(model.config),
+        "tokens_per_step": setup.plan.tokens_per_step,
+        "averages_gradients": method.averages_gradients,
+        "progress": method.progress,
+        "train_s": method.clock.train_s(),
+        "sent": dict(mesh.sent),
+    }
+    # [sync] all-gather of objects, all ranks, once per checkpoint
+    state = mesh.all_gather_object(state)[0]  # A-EDiT's replicas differ in their steps
+    content = {
+        "state": state,
+        "steps": method.steps,
+        "rounds": method.rounds,
+        "scalars": {},
+        "vectors": vectors(model, method),
+    }
+    if not method.averages_gradients:  # else begin() has not made them yet
+        content["scalars"] = {name: getattr(method, name) for name in method.scalars}
+    for values in content["scalars"], content["vectors"]:
+        for name, value in values.items():
+            if torch.is_tensor(value):
+                values[name] = value.cpu()  # no copy if it is there
+    return write(Path(setup.config.out_dir), mesh, content, setup.config.keep)
+
+
+def vectors(model, method) -> dict:
+    """This rank's flat vectors by name."""
+    found = {
+        "parameters": model.master,
+        "exp_avg": model.exp_avg,
+        "exp_avg_sq": model.exp_avg_sq,
+    }
+    for name in method.shared + method.private:
+        found[name] = getattr(method, name)
+    return found
+
+
+def write(folder: Path, mesh, content: dict, keep: int) -> Path:
+    """Each phase begins when the one before has ended on all ranks."""
+    unfinished = folder / UNFINISHED
+    final = folder / f"checkpoint-{content['state']['step']:08d}"
+    file = unfinished / name_of_file(mesh.replica, mesh.replicas, mesh.shard_index, mesh.shards)
+    failure = f"no checkpoint could be written to {folder}: "
+    try:
+        with alike(mesh, failure):
+            remove([final])  # the start has left it out, and the run has come here again
+            unfinished.mkdir(parents=True, exist_ok=True)  # the run's folder may be gone
+            with open(file, "wb") as stream:
+                torch.save(content, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            names_to_disk(unfinished)
+    except UserError:
+        shutil.rmtree(unfinished, ignore_errors=True)  # a full disk needs the room
+        raise
+    with alike(mesh, failure):
+        with suppress(FileNotFoundError):  # another rank that shares the folder was faster
+            os.rename(unfinished, final)
+        names_to_disk(folder)
+    with alike(mesh, failure):
+        until_now = [path for path in list_checkpoints(folder) if step_of(path) <= step_of(final)]
+        remove(until_now[:-keep])
+    return final
+
+
+def remove(checkpoints: list):
+    """Delete these folders. They get another name first: a checkpoint must not look complete while
+    some of its files are gone."""
+    for path in checkpoints:
+        half_removed = path.with_suffix(".tmp")
+        with suppress(FileNotFoundError):  # another rank that shares the folder was faster
+            os.rename(path, half_removed)
+            shutil.rmtree(half_removed, ignore_errors=True)
+
+
+def names_to_disk(folder: Path):
+    """Wait until the disk has the names in a folder, if its file system can do that."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+@contextmanager
+def alike(mesh, doing: str = ""):
+    """If the block raises an error that explain() knows on one rank, all ranks raise UserError:
+    rank 0 with its line, which begins with `doing` and names the rank if it is another, the others
+    without one. So no rank leaves the block before all have come to its end."""
+    error = ""
+    try:
+        yield
+    except Exception as wrong:
+        error = explain(wrong)[1]
+    # [start] all-gather of objects, all ranks, 5 per start, 3 per checkpoint
+    for rank, line in enumerate(mesh.all_gather_object(error)):
+        if line:
+            where = f"rank {rank}: " if rank else ""
+            raise UserError("" if mesh.rank else doing + where + line)
 
 
 # ---- which one ----
 
 
-def number(path) -> int | None:
-    """The step in the name of a checkpoint's folder. None: it has another name."""
-    found = re.fullmatch("checkpoint-([0-9]+)", Path(path).name)
-    return int(found[1]) if found else None
-
-
-def leftovers(folder, suffix: str) -> list:
-    """What a run may have left: checkpoint-00000400 with this suffix. A user's
-    checkpoint-best.tmp is not among them."""
-    found = Path(folder).glob(f"checkpoint-*{suffix}")
-    return [path for path in found if number(path.name.removesuffix(suffix)) is not None]
-
-
-def list_checkpoints(folder) -> list:
-    """The complete checkpoints of a run's folder, oldest first."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if number(path) is not None]
-    return sorted(filter(Path.is_dir, found), key=number)
-
-
-def name_of(step) -> str:
-    return f"checkpoint-{step:0>8}"
-
-
-def unnamed(folder) -> list:
-    """checkpoint.tmp, if this machine has died when its checkpoint was complete but for its name.
-    Other machines may have renamed theirs."""
-    path = Path(folder, UNFINISHED)
-    complete = {"folders", "step"} <= peek(path).keys() and not path.is_symlink()
-    return [path] if complete else []
-
-
-def peek(path) -> dict:
-    """What a checkpoint's state.json says, unchecked. {}: it cannot be read."""
-    with suppress(OSError, ValueError, RecursionError, UserError):
-        state = json.loads(regular_file(path / "state.json").read_bytes())
-        if isinstance(state, dict):
-            return state
-    return {}
-
-
-def final_name(path) -> str:
-    """A checkpoint's name, also of one that does not have it yet."""
-    if path.name != UNFINISHED:
-        return path.name
-    return name_of(peek(path)["step"])
-
-
 def choose(config) -> tuple:
-    """(the run's folder; the checkpoints that the run may continue, oldest first: it takes the
-    newest that is not damaged). Raises UserError if there is none, or if two runs would mix in the
-    folder."""
+    """(the run's folder; the checkpoints that the run may continue, oldest first). Raises UserError
+    if there is none, or if two runs would mix in the folder."""
     resume = config.resume
     out_dir = config.out_dir or f"out/{config.method}"
     if resume and config.overwrite:
@@ -124,9 +252,7 @@ def choose(config) -> tuple:
         found = list_checkpoints(out_dir)
     elif resume:
         found = list_checkpoints(resume)
-        if found and "folders" not in peek(found[-1]):  # else an older one may be the common one
-            found = found[-1:]
-        if Path(resume, "state.json").exists():  # it is a checkpoint
+        if files_of(Path(resume)) or Path(resume, "state.json").exists():  # it is a checkpoint
             found = [Path(resume)]
         if not found:
             raise UserError(
@@ -134,6 +260,11 @@ def choose(config) -> tuple:
                 "name a run's folder or a checkpoint-... in it"
             )
         out_dir = config.out_dir or str(found[-1].parent)
+    if found and Path(found[-1], "state.json").exists():
+        raise UserError(
+            f"checkpoint {found[-1]} is of an earlier edition of this code, which can continue it; "
+            "start anew in another --out_dir, or with --overwrite and without --resume"
+        )
 
     own = list_checkpoints(out_dir)
     if own and not config.dry_run:  # a run that is writing there could remove what this one reads
@@ -145,96 +276,66 @@ def choose(config) -> tuple:
             f"--out_dir {out_dir} has an earlier run: --resume auto continues it, "
             "--overwrite deletes it; or name another --out_dir"
         )
-    if resume == "auto":
-        found += unnamed(out_dir)
     return out_dir, found
 
 
+def newest(found: list, mesh, world_size: int, shards: int | None) -> Path | None:
+    """The newest of these checkpoints of which all ranks see what they need; None: there are none.
+    All ranks of the mesh call it. world_size, shards: of the run; None: its shards follow the
+    checkpoint's. Raises UserError, on all ranks, if no checkpoint can be continued."""
+    own = {path.name: path for path in found}
+    # [start] all-gather of objects, all ranks, once per start
+    seen = mesh.all_gather_object({name: files_of(path) for name, path in own.items()})
+    names = set().union(*seen)
+    lacking = []  # a line for each newer checkpoint
+    for name in sorted(names, key=lambda name: (len(name), name), reverse=True):
+        try:
+            check_seen([files.get(name, set()) for files in seen], world_size, shards)
+        except UserError as error:
+            lacking.append(f"{name}: {error}")
+            continue
+        for line in lacking:
+            print(f"note    {line}; {name} is continued")
+        return own[name]
+    if lacking:
+        raise UserError("" if mesh.rank else f"{lacking[0]}; --overwrite starts anew")
+    return None
+
+
+def check_seen(seen: list, world_size: int, shards: int | None):
+    """Raise UserError unless each rank sees the files of a checkpoint that it needs. seen: the
+    names of the files that each rank sees."""
+    whole, _ = sort_files(set().union(*seen))
+    if not shards:
+        saved_shards = len(next(iter(whole.values())))
+        shards = math.gcd(saved_shards, world_size)
+    for rank, files in enumerate(seen):
+        for name in needed_files(rank, shards, whole):
+            if name not in files:
+                other = [name in files for files in seen].index(True)
+                raise UserError(
+                    f"rank {rank} needs {name}, which rank {other} sees: copy it there (just after "
+                    "a kill its folder may be called checkpoint.tmp), or give torchrun --node_rank "
+                    "as before"
+                )
+
+
 def prepare(setup, mesh):
-    """Make and lock the run's folder, on each machine that has its own. Remove what a killed run
-    has left, or an earlier run. All ranks call it before training. Raises UserError on all of
-    them."""
-    check_parts(setup, mesh)
+    """Make the run's folder and lock it. Remove what a killed run has left (checkpoint.tmp, and an
+    old checkpoint that was half removed), and with --overwrite the earlier run. All ranks call it
+    before training. Raises UserError on all of them."""
     folder = Path(setup.config.out_dir)
-    folders = find_folders(folder, mesh)
-    check_replicas(folders, setup.config, mesh)
-    (own,) = [ranks for ranks in folders if mesh.rank in ranks]
-    path = setup.path
-    if path and path.name == UNFINISHED:
-        setup.path = path.with_name(name_of(setup.saved["step"]))
     with alike(mesh):
-        if mesh.rank == own[0]:
+        folder.mkdir(parents=True, exist_ok=True)
+        if mesh.rank == 0:
             lock(folder)
-            if path != setup.path:
-                os.rename(path, setup.path)
-            clean(folder, setup)
-    if len(folders) > 1:
-        setup.folders = folders
-        parts = "; ".join(", ".join(map(str, ranks)) for ranks in folders)
-        print(
-            f"note    no shared --out_dir {folder}: these ranks each keep their own files in it: "
-            f"{parts}"
-        )
-
-
-def find_folders(folder, mesh) -> list:
-    """The ranks that see one folder under this name, for each such folder: [[0, 1, ...]] if they
-    share it. Makes the folder."""
-    sign = folder / f"sign-{os.urandom(8).hex()}.tmp"
-    try:
-        with alike(mesh):
-            folder.mkdir(parents=True, exist_ok=True)
-            sign.touch()
-        # [start] all-gather of objects, all ranks, once per start
-        signs = mesh.all_gather_object(sign.name)
-        seen = [rank for rank, name in enumerate(signs) if (folder / name).exists()]
-        # [start] all-gather of objects, all ranks, once per start
-        seen_by = mesh.all_gather_object(seen)
-    finally:
-        with suppress(OSError):
-            sign.unlink()
-    folders = []
-    for ranks in seen_by:
-        if ranks not in folders:
-            folders.append(ranks)
-    if sorted(sum(folders, [])) != list(range(mesh.world_size)):
-        line = f"--out_dir {folder}: the ranks do not see the same files yet; start again"
-        raise UserError("" if mesh.rank else line)
-    return folders
-
-
-def check_replicas(folders: list, config, mesh):
-    """Raise UserError unless the ranks of each replica share a folder."""
-    place = {rank: i for i, ranks in enumerate(folders) for rank in ranks}
-    for rank in range(mesh.world_size):
-        first = rank - rank % config.shards
-        if place[rank] != place[first]:
-            line = (
-                f"--out_dir {config.out_dir}: ranks {first} and {rank} are one replica and do not "
-                "share this folder; lower --shards, so that a replica lies on one machine, or name "
-                "a folder that both machines share"
-            )
-            raise UserError("" if mesh.rank else line)
-
-
-def clean(folder, setup):
-    own = list_checkpoints(folder)
-    if setup.config.overwrite:
-        remove(own)
-        for path in leftovers(folder, ".damaged"):
-            delete(path)
-        for path in folder / "model.pt", *folder.glob("timeline-*.json"):
-            path.unlink(missing_ok=True)
-    elif own and setup.path:  # the run continues one of them; later ones are damaged
-        (index,) = [i for i, path in enumerate(own) if path.samefile(setup.path)]
-        for path in own[index + 1 :]:
-            damaged = path.with_suffix(".damaged")
-            delete(damaged)
-            os.rename(path, damaged)
-    for path in folder / UNFINISHED, *leftovers(folder, ".tmp"):
-        delete(path)
-    for path in folder.glob("sign-*.tmp"):
-        path.unlink(missing_ok=True)  # another rank may be removing its own
+    with alike(mesh):
+        for path in folder / UNFINISHED, *folder.glob("checkpoint-[0-9]*.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
+        if setup.config.overwrite:
+            remove(list_checkpoints(folder))
+            for path in folder / "model.pt", *folder.glob("timeline-*.json"):
+                path.unlink(missing_ok=True)
 
 
 def lock(folder, kind=fcntl.LOCK_EX) -> int:
@@ -252,425 +353,52 @@ def lock(folder, kind=fcntl.LOCK_EX) -> int:
     return descriptor
 
 
-def remove(checkpoints: list):
-    """A checkpoint must not look complete while some of its files are gone."""
-    for path in checkpoints:
-        half_removed = path.with_suffix(".tmp")
-        os.rename(path, half_removed)
-        delete(half_removed)
-
-
-def delete(path):
-    """A folder, if it is there. Of a link only the link goes."""
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path, ignore_errors=True)
-
-
-# ---- saving ----
-
-
-class ReplicasDiffer(Exception):
-    """Vectors that must be equal in all replicas are not. The text is one line."""
-
-    exit_code = 1  # as after a lost rank: a restart from an earlier checkpoint may go well
-
-
-@contextmanager
-def alike(mesh, doing: str = ""):
-    """If the block raises an error that explain() knows on one rank, all ranks raise UserError:
-    rank 0 with its line, which begins with `doing` and names the rank if it is another, the others
-    without one."""
-    error = ""
-    try:
-        yield
-    except Exception as wrong:
-        error = explain(wrong)[1]
-    # [start] all-gather of objects, all ranks, 4 or 5 per start, 4 per checkpoint
-    for rank, line in enumerate(mesh.all_gather_object(error)):
-        if line:
-            where = f"rank {rank}: " if rank else ""
-            raise UserError("" if mesh.rank else doing + where + line)
-
-
-def files(path, world_size: int) -> list:
-    """The files of all ranks, in rank order."""
-    return [path / f"rank-{r:05d}.pt" for r in range(world_size)]
-
-
-def complete_parts(path, state: dict) -> list:
-    """The ranks whose files are in one folder, for each folder of which all files are here."""
-    world_size = state["flags"]["world_size"]
-    paths = files(path, world_size)
-    parts = state.get("folders", [list(range(world_size))])
-    return [ranks for ranks in parts if all(paths[rank].exists() for rank in ranks)]
-
-
-def ranks_here(path, state: dict) -> list:
-    return sum(complete_parts(path, state), [])
-
-
-def vectors(model, method) -> tuple:
-    """Name -> flat vector: those that are equal in all replicas at a round end, and the others."""
-    warm_up = method.averages_gradients  # replicas differ in errors of quantized gradients only
-    equal = {name: getattr(method, name) for name in method.shared}
-    own = {name: getattr(method, name) for name in method.private}
-    moments = equal if warm_up else own
-    moments["exp_avg"] = model.exp_avg
-    moments["exp_avg_sq"] = model.exp_avg_sq
-    parameters = equal if warm_up or method.equal_replicas else own
-    parameters["parameters"] = model.master
-    return equal, own
-
-
-def firsts(model, name: str) -> list:
-    """The first element of each layer that a vector has: with Muon exp_avg_sq has no matrices."""
-    return model.squares_from if name == "exp_avg_sq" else [0] * len(model.layers)
-
-
-def layer_sizes(model, name: str, shards: int, index: int) -> list:
-    """How many elements of each layer a vector of shard `index` of `shards` has."""
-    return model.sizes_from(firsts(model, name), shards, index)
-
-
-def checksum(value, start: int = 0) -> int:
-    """CRC-32 of a tensor on the host, or of what Python writes for any other value. start: the
-    checksum of what comes before it. Copies no vector."""
-    if torch.is_tensor(value):
-        return zlib.crc32(value.reshape(-1).view(torch.uint8).numpy(), start)
-    return zlib.crc32(repr(value).encode(), start)
-
-
-def state_checksum(state: dict) -> int:
-    """CRC-32 of a state.json. What JSON has read it writes as it was, also the order."""
-    return zlib.crc32(json.dumps(state).encode())
-
-
-def check_equal(mesh, sums: list):
-    """Raise ReplicasDiffer on all ranks, rank 0 with a line, unless each rank has the same
-    checksums, of each layer of a vector, as the rank with its shard in replica 0."""
-    for rank, own in enumerate(sums):
-        for name, checksum in own.items():
-            if checksum != sums[rank % mesh.shards][name]:
-                cure = "must name it in private, not in shared"
-                if name.startswith("parameters"):
-                    cure = "must say equal_replicas = False"
-                line = (
-                    f"{name}: replica {rank // mesh.shards} is not equal to replica 0: a memory or "
-                    f"a link is faulty, or their hardware differs, or the method {cure}; "
-                    "--resume auto continues from the last checkpoint"
-                )
-                raise ReplicasDiffer("" if mesh.rank else line)
-
-
-def save(setup, model, method, state: dict) -> Path:
-    """Write a checkpoint into the run's folder and remove the oldest. state: the log's. All ranks
-    call it at a round end. Raises ReplicasDiffer, or UserError if a rank cannot write its
-    part, on all of them; earlier checkpoints stay."""
-    mesh = model.mesh
-    if mesh.device.type == "cuda":  # --offload: copies to vectors on the host may be in flight
-        torch.cuda.synchronize()
-    equal, own = vectors(model, method)
-    content = {"steps": method.steps, "rounds": method.rounds, **own}
-    if not method.averages_gradients:
-        content |= {name: getattr(method, name) for name in method.scalars}
-    for name, value in content.items():
-        if torch.is_tensor(value):
-            content[name] = value.cpu()
-    checksums = {name: checksum(value) for name, value in content.items()}
-
-    state = state | {
-        "step": method.steps,
-        "checkpoint": None,
-        "flags": setup.describe(mesh),
-        "model_config": vars(model.config),
-        "tokens_per_step": setup.plan.tokens_per_step,
-        "averages_gradients": method.averages_gradients,
-        "progress": method.progress,
-        "train_s": method.clock.train_s(),
-        "sent": dict(mesh.sent),
-    }
-    if setup.folders:
-        state["folders"] = setup.folders
-    writes_equal = mesh.replica == neighbours(state, mesh)[0] // mesh.shards
-
-    sums = {}  # of what replicas share, up to the end of each layer
-    for name, vector in equal.items():
-        passed = 0
-        parts = vector.split(layer_sizes(model, name, mesh.shards, mesh.shard_index))
-        for l, layer in enumerate(parts):
-            passed = sums[f"{name} of layer {l}"] = checksum(layer.cpu(), passed)
-        if writes_equal:
-            checksums[name] = passed
-    # [sync] all-gather of objects, all ranks, once per checkpoint
-    gathered = mesh.all_gather_object((sums, checksums, state))
-    check_equal(mesh, [sums for sums, _, _ in gathered])
-    if writes_equal:
-        content |= {name: vector.cpu() for name, vector in equal.items()}
-
-    identity = checksum([checksums for _, checksums, _ in gathered])  # of the whole checkpoint
-    state = gathered[0][2] | {"checkpoint": identity}  # rank 0's: A-EDiT's replicas differ
-    content["label"] = {
-        "checkpoint": identity,
-        "rank": mesh.rank,
-        "world_size": mesh.world_size,
-        "checksums": checksums,
-    }
-    return write(Path(setup.config.out_dir), mesh, content, state)
-
-
-def neighbours(state: dict, mesh) -> list:
-    """The ranks that write into this rank's folder."""
-    for ranks in state.get("folders", []):
-        if mesh.rank in ranks:
-            return ranks
-    return list(range(mesh.world_size))
-
-
-def write(folder: Path, mesh, content: dict, state: dict) -> Path:
-    """Write this rank's content and, on the first rank of the folder, state.json: all or nothing.
-    Each phase begins when the one before has ended on all ranks."""
-    unfinished = folder / UNFINISHED
-    final = folder / name_of(state["step"])
-    paths = files(unfinished, mesh.world_size)
-    own = neighbours(state, mesh)
-    is_first = mesh.rank == own[0]
-    failure = f"no checkpoint could be written to {folder}: "
-    try:
-        with alike(mesh, failure):
-            if unfinished.is_symlink():  # somebody else's folder
-                raise UserError(f"{unfinished} is a link: remove it")
-            unfinished.mkdir(parents=True, exist_ok=True)  # out_dir may be gone
-            with open(paths[mesh.rank], "wb") as file:
-                torch.save(content, file)
-            to_disk(paths[mesh.rank])
-        with alike(mesh, failure):
-            if is_first:
-                if not all(paths[rank].is_file() for rank in own):
-                    raise UserError(f"{unfinished} is incomplete: nodes must share --out_dir")
-                state = state | {"checksum": state_checksum(state)}
-                (unfinished / "state.json").write_text(json.dumps(state, indent=1))
-                to_disk(unfinished / "state.json")
-                to_disk(unfinished)
-    except UserError:
-        delete(unfinished)  # a full disk needs the room
-        raise
-    with alike(mesh, failure):
-        if is_first:
-            os.rename(unfinished, final)
-            to_disk(folder)
-    with alike(mesh, failure):
-        if is_first:
-            remove(list_checkpoints(folder)[: -state["flags"]["keep"]])
-    return final
-
-
 # ---- loading ----
-
-
-class NotNow(UserError):
-    """The disk or the network does not give a file, which may be sound. The text is one line."""
 
 
 @contextmanager
 def readable(path):
-    """Damaged and foreign files raise errors of many kinds. All become UserError, one line. A
-    passing error becomes NotNow."""
+    """Damaged and foreign files raise errors of many kinds. All become UserError, one line."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-            reason = f"{error.strerror or error}: {error.filename or 'one of its files'}"
-            hint = "start again when the disk gives it"
-            raise NotNow(f"checkpoint {path} cannot be read now ({reason}); {hint}") from None
         reason = str(error)
         if not isinstance(error, UserError):
-            reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        if not path.exists():
-            reason = "it is gone: the run that writes there keeps only its last ones, see --keep"
-        raise UserError(f"checkpoint {path} cannot be read ({reason})") from None
-
-
-# An example of what state.json has beside its flags and the fields of ModelConfig, and the limits.
-STATE = {"step": 0, "tokens": 0, "metrics_bytes": 0, "tokens_per_step": 1, "train_s": 0.0}
-STATE |= {"progress": 0.0, "averages_gradients": True, "checkpoint": 0}
-
-
-def check_state(state: dict, methods: dict):
-    """Raise an error unless all values of a state.json could be those of a run."""
-    if not {"checkpoint", "checksum"} <= state.keys():
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(
-            "it has no checksums: an earlier edition of this code has saved it, which can continue "
-            "it"
-        )
-    if state.pop("checksum") != state_checksum(state):
-        raise UserError("state.json is damaged: its checksum differs")
-    for name, example in STATE.items():
-        check_value(name, state[name], example, {"below": 2**63})
-    for group in "shard", "sync":
-        check_value("sent", state["sent"][group], 0.0, {})
-    shape = ModelConfig(**state["model_config"])
-    if vars(shape) != state["model_config"]:
-        raise UserError("its model_config is incomplete")
-    check_fields("model_config: ", shape, {"above": 0})
-    flags = state["flags"]
-    check_fields("--", make_config({}, methods, flags), {})
-    check_value("corpus_hash", flags["corpus_hash"], "", {})
-    mesh = flags["mesh"]
-    for name, value in {**mesh, "world_size": flags["world_size"]}.items():
-        check_value(name, value, 1, {"low": 1})
-    ranks = mesh["replicas"] * mesh["shards"]
-    if (ranks, mesh["shards"]) != (flags["world_size"], flags["shards"]):
-        raise UserError("its mesh is not that of its flags")
-    if "folders" in state:
-        found = sum(state["folders"], [])
-        if len(found) != ranks or sorted(found) != list(range(ranks)):
-            raise UserError("its folders are not those of its ranks")
+            f"checkpoint {path} cannot be read ({reason}): if it is damaged, delete it, and "
+            "--resume auto continues the one before"
+        ) from None
 
 
-def read(path, methods: dict) -> tuple:
-    """A checkpoint's state.json, checked, and its flags. methods: name -> Method class. Raises
+def read(path: Path, methods: dict) -> dict:
+    """The state of a checkpoint. Reads no vector. methods: name -> Method class. Raises
     UserError."""
     with readable(path):
-        state = json.loads(regular_file(path / "state.json").read_bytes())
-        check_state(state, methods)
-        if number(path) not in (None, state["step"]):
-            saved = f"another step than its state.json ({state['step']})"
-            raise UserError(f"its folder's name says {saved}")
-        world_size = state["flags"]["world_size"]
-        if not complete_parts(path, state):
-            there = len(list(path.glob("rank-*.pt")))
-            line = f"{world_size} ranks have saved it, and it has files of {there}"
-            if "folders" in state:
-                line += ": bring back this machine's, or copy what is left to each machine"
-            raise UserError(line)
-        return state, state["flags"]
+        file = path / min(files_of(path))
+        with zipfile.ZipFile(file) as archive:
+            archive.read(archive.namelist()[0])  # data.pkl has the state; this compares its CRC
+        state = open_file(file)["state"]
+    method = state["flags"]["method"]
+    if method not in methods:
+        raise UserError(f"checkpoint {path} is of --method {method}, which this code does not have")
+    return state
 
 
-def open_part(path, state: dict, rank: int) -> dict:
-    """What a rank has saved. Raises an error if its file is of another checkpoint or rank."""
-    world_size = state["flags"]["world_size"]
-    file = files(path, world_size)[rank]
-    content = open_file(regular_file(file))
-    label = content["label"]
-    found = label["checkpoint"], label["rank"], label["world_size"]
-    if found != (state["checkpoint"], rank, world_size):
-        raise UserError(f"{file.name} is of another checkpoint or rank")
+def open_file(file: Path) -> dict:
+    """Maps the file: tensors are read when they are used."""
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+
+
+def open_part(file: Path, state: dict) -> dict:
+    """What a rank has saved. Raises an error if it is damaged or of another checkpoint."""
+    with zipfile.ZipFile(file) as archive:
+        if damaged := archive.testzip():
+            raise UserError(f"{file.name} is damaged: the CRC of {damaged} differs")
+    content = open_file(file)
+    if content["state"]["id"] != state["id"]:
+        raise UserError(f"{file.name} is of another checkpoint")
     return content
-
-
-def verify(path, state: dict, ranks):
-    """Raise UserError unless the files of these ranks hold what was saved."""
-    with readable(path):
-        for rank in ranks:
-            content = open_part(path, state, rank)
-            saved = content.pop("label")["checksums"]
-            if saved.keys() != content.keys():
-                raise UserError(f"of rank {rank} there are other values than were saved")
-            for name, value in content.items():
-                if checksum(value) != saved[name]:
-                    raise UserError(f"{name} of rank {rank} is damaged: its checksum differs")
-
-
-def own_share(path, state: dict, places: list, rank: int) -> list:
-    """The saved ranks whose files this rank verifies. places: where each rank of the run reads."""
-    here = ranks_here(path, state)
-    if "folders" not in state:
-        return [each for each in here if each % len(places) == rank]
-    # Two folders may have copies of one file. So the ranks of each folder verify all that is in it.
-    place = places[rank]
-    return here[places[:rank].count(place) :: places.count(place)]
-
-
-def place_of(path) -> tuple:
-    """Equal on ranks that see one folder on one machine."""
-    machine = shm.machine_id() or socket.gethostname()
-    try:
-        found = os.stat(path)
-    except OSError:  # read() says why
-        return machine, 0, 0
-    return machine, found.st_dev, found.st_ino
-
-
-def newest_sound(found: list, methods: dict, mesh, config) -> Path | None:
-    """The newest of these checkpoints that is not damaged and that all ranks see, None of none. All
-    ranks of the mesh call it and verify the files together. Raises UserError, on all ranks, if all
-    are damaged, or if one cannot be read now: it may be sound, and the run must not go back behind
-    it."""
-    own = {final_name(path): path for path in reversed(found)}
-    common, lines = find_common(own, mesh)
-    for name in common:
-        path = own[name]
-        # [start] all-gather of objects, all ranks, once per start, and per damaged checkpoint
-        places = mesh.all_gather_object(place_of(path))
-        line = ""
-        passing = False
-        identity = None
-        try:
-            state, _ = read(path, methods)
-            identity = state["checkpoint"]
-            if not config.dry_run:
-                verify(path, state, own_share(path, state, places, mesh.rank))
-        except UserError as error:
-            line = str(error)
-            passing = isinstance(error, NotNow)
-        # [start] all-gather of objects, all ranks, once per start, and per damaged checkpoint
-        found_by = mesh.all_gather_object((line, passing, identity))
-        for line, passing, _ in found_by:
-            if passing:
-                raise UserError("" if mesh.rank else line)
-        damaged = []
-        for rank, (line, *_) in enumerate(found_by):
-            if line:  # ranks may read different folders
-                damaged.append(line if len(set(places)) == 1 else f"rank {rank}: {line}")
-        for rank, (*_, identity) in enumerate(found_by):
-            if identity != found_by[0][2]:
-                damaged.append(f"checkpoint {path} of rank {rank} is not that of rank 0")
-        if not damaged:
-            for line in lines:
-                print(f"resume  {line}; the one before is taken")
-            return path
-        lines.append(damaged[0])
-    if lines:
-        way_out = "name an earlier one; --resume auto, in its run's folder, does"
-        if config.resume == "auto":
-            way_out = "there is no other one; --overwrite starts anew"
-        raise UserError("" if mesh.rank else f"{lines[0]}; {way_out}")
-    return None
-
-
-def find_common(own: dict, mesh) -> tuple:
-    """Names of the checkpoints that all ranks see, newest first; a line for each newer one that
-    only some of them see. own: this rank's, name -> path. Raises UserError, on all ranks, if a
-    folder must be missing: there is none in common, or a newer one is of ranks that shared one."""
-    kinds = {}
-    for name, path in own.items():
-        kinds[name] = "part" if "folders" in peek(path) else "whole"
-        if path.name == UNFINISHED:
-            kinds[name] = "unnamed"
-    # [start] all-gather of objects, all ranks, once per start
-    seen = mesh.all_gather_object(kinds)
-    common = [name for name in own if all(name in names for names in seen)]
-    lines = {}
-    for rank, names in enumerate(seen):
-        for name, kind in names.items():
-            if name in common[:1]:
-                break
-            lacking = [other for other in range(mesh.world_size) if name not in seen[other]]
-            line = f"rank {lacking[0]} does not see {name}, which rank {rank} sees"
-            if kind == "whole":
-                way_out = "name a folder that all nodes share, or copy this one to each machine"
-            elif not common:
-                way_out = (
-                    f"bring back its own, with rank-{lacking[0]:05d}.pt; if that is lost, copy the "
-                    "files that are left into it on each machine; --overwrite starts anew"
-                )
-            if kind == "whole" or kind == "part" and not common:
-                raise UserError("" if mesh.rank else f"{line}: {way_out}")
-            if kind == "part":
-                lines.setdefault(name, line)
-    return common, list(lines.values())
 
 
 def check_resume(setup):
@@ -694,123 +422,106 @@ def check_resume(setup):
         refuse(f"is past the warm-up of {flags['method']}: keep this method")
     took = saved["tokens_per_step"]
     take = setup.plan.tokens_per_step
-    if took != take and not {"batch_size", "accum", "tokens_per_step"} & setup.given.keys():
+    if took != take and not BATCH & setup.given.keys():
         refuse(
             f"took {took:,} tokens per step, these ranks take {take:,}: give --accum 1 "
             f"--tokens_per_step {took}, or confirm the change with --batch_size or --accum"
         )
 
 
-def check_parts(setup, mesh):
-    """Raise UserError, on all ranks, if one lacks files of a checkpoint that machines without a
-    shared folder have saved."""
-    if not setup.saved or "folders" not in setup.saved:
-        return
+BATCH = {"batch_size", "accum", "tokens_per_step"}
+
+
+def changed_flags(setup) -> set:
+    """The given flags whose values differ from the checkpoint's, for Method.resume_with()."""
     flags = setup.saved["flags"]
-    # [start] all-gather of objects, all ranks, once per start
-    seen = mesh.all_gather_object(ranks_here(setup.path, setup.saved))
-    same_mesh = (flags["world_size"], flags["shards"]) == (mesh.world_size, setup.config.shards)
-    lost = [rank for rank in range(mesh.world_size) if same_mesh and rank not in seen[rank]]
-    everywhere = all(ranks == seen[0] for ranks in seen)
-    if same_mesh and not lost:
-        return
-    if everywhere:
-        if len(seen[0]) < flags["world_size"]:
-            print(f"note    only these ranks' files are left, for all replicas: {seen[0]}")
-        return
-    line = "another mesh needs the files of all machines in it, on each machine: copy them"
-    if same_mesh:
-        name = files(setup.path, mesh.world_size)[lost[0]].name
-        line = f"rank {lost[0]} does not see its file {name}"
-        others = [rank for rank in range(mesh.world_size) if lost[0] in seen[rank]]
-        if others:
-            line += (
-                f", which rank {others[0]} sees: the machines have changed places; "
-                "give torchrun --node_rank as before (0: where rank-00000.pt is)"
-            )
-        else:
-            line += ": copy it there; if it is lost, copy what is left to each machine"
-    raise UserError("" if mesh.rank else f"checkpoint {setup.path}: {line}")
+    now = vars(setup.config)
+    changed = {name for name in setup.given if flags.get(name) != now.get(name)}
+
+    changed -= {"data"}
+    if flags["corpus_hash"] != setup.corpus.hash:  # it has not only moved
+        changed.add("data")
+
+    # What counts is the batch of a replica, from whatever flags and shards it comes.
+    was = flags["shards"] * flags["micro_steps"] * flags["micro_batch"]
+    if was == setup.config.shards * setup.plan.micro_steps * setup.plan.micro_batch:
+        changed -= BATCH
+    else:
+        changed.add("batch_size")
+    return changed
 
 
 def load(setup, model, optimizer, method, clock):
     """Continue setup's checkpoint or start from the model of --init_from, if there is one.
     Raises UserError on all ranks if one of them cannot read the checkpoint."""
+    mesh = model.mesh
     if setup.source:
         setup.source.copy_to(model)
         check_source(setup, model)
     if not setup.saved:
         return
     state = setup.saved
-    mesh = model.mesh
-    flags = state["flags"]
-    N = flags["shards"]
-    parts = complete_parts(setup.path, state)
-    here = [rank // N for ranks in parts for rank in ranks[::N]]  # saved replicas
-    replica = mesh.replica if mesh.replica in here else here[mesh.replica % len(here)]
-    first = N * replica
-    (part,) = [ranks for ranks in parts if first in ranks]
+    path = setup.path
     clock.start_at(state)
     mesh.sent.update(state["sent"])
-    with clock, alike(mesh), readable(setup.path):  # A-EDiT's round begins here
-        shared = [open_part(setup.path, state, rank) for rank in part[:N]]
-        own = [open_part(setup.path, state, rank) for rank in range(first, first + N)]
-        method.steps = optimizer.steps = own[0]["steps"]
-        method.rounds = own[0]["rounds"]
+    # [start] all-gather of objects, all ranks, once per start
+    seen = mesh.all_gather_object(files_of(path))
+    with clock, alike(mesh):  # A-EDiT's round begins here
+        with readable(path):
+            whole, lost = sort_files(set().union(*seen))
+            names = needed_files(mesh.rank, mesh.shards, whole)
+            saved = [open_part(path / name, state) for name in names]
+        if lost:
+            print(f"note    {path} lacks {listed(lost)}: other replicas take their place")
+        method.steps = optimizer.steps = saved[0]["steps"]
+        method.rounds = saved[0]["rounds"]
         method.averages_gradients = state["averages_gradients"]
         if not method.averages_gradients:  # in place of begin()
             method.record.start_round()
-            for name in method.scalars:
-                value = own[0][name]
-                if torch.is_tensor(value):
-                    value = value.to(mesh.device, copy=True)
-                setattr(method, name, value)
-            now = vars(setup.config)
-            changed = {name for name in setup.given if flags.get(name) != now.get(name)}
-            changed -= {"data"}
-            if flags["corpus_hash"] != setup.corpus.hash:  # it has not only moved
-                changed.add("data")
-            plan = setup.plan
-            batch = flags["shards"] * flags["micro_steps"] * flags["micro_batch"]
-            if batch != mesh.shards * plan.micro_steps * plan.micro_batch:
-                changed.add("batch_size")  # of a replica: its ranks count, too
-            method.resume_with(changed)
-        same_method = setup.config.method == flags["method"]
-        for saved, found in zip((shared, own), vectors(model, method)):
-            for name, vector in found.items():
+            with readable(path):
+                for name in method.scalars:
+                    value = saved[0]["scalars"][name]
+                    if torch.is_tensor(value):
+                        value = value.to(mesh.device, copy=True)  # the file is not kept open
+                    setattr(method, name, value)
+            method.resume_with(changed_flags(setup))
+        same_method = setup.config.method == state["flags"]["method"]
+        with readable(path):
+            for name, vector in vectors(model, method).items():
                 # In the warm-up the method may change. Vectors of another one do not fit.
                 if same_method or name not in method.shared + method.private:
-                    fill(vector, [file[name] for file in saved], model, name)
+                    fill(vector, [part["vectors"][name] for part in saved], model, name)
+
+
+def fill(vector, saved: list, model, name: str):
+    """vector <- this rank's shards, from its own saved vector, or from those of all saved
+    shards."""
+    shards = model.mesh.shards
+    if len(saved) == 1 and len(saved[0]) == len(vector):
+        vector.copy_(saved[0])
+        return
+    # The first element of each layer that the vector has: with Muon exp_avg_sq has no matrices.
+    firsts = [0] * len(model.layers)
+    if name == "exp_avg_sq":
+        firsts = model.squares_from
+    pieces = []  # of each saved shard, by layer
+    for shard, part in enumerate(saved):
+        pieces.append(part.split(model.sizes_from(firsts, len(saved), shard)))
+    places = vector.split(model.sizes_from(firsts, shards, model.mesh.shard_index))
+    for layout, first, place, *parts in zip(model.layouts, firsts, places, *pieces):
+        whole = torch.cat(parts)[: layout.used - first]
+        whole = pad(whole, (first, layout.padded - layout.used))
+        own = whole.chunk(shards)[model.mesh.shard_index]
+        place.copy_(own[len(own) - len(place) :])
 
 
 def check_source(setup, model):
     """Raise UserError, on all ranks, unless --init_from is the same model on all machines."""
     mesh = model.mesh
-    own = checksum(model.master.cpu())
+    checksum = zlib.crc32(model.master.cpu().numpy())
     # [start] all-gather of objects, all ranks, once per start, with --init_from
-    sums = mesh.all_gather_object(own)
-    for rank, other in enumerate(sums):
-        if other != sums[rank % mesh.shards]:
+    checksums = mesh.all_gather_object(checksum)
+    for rank, other in enumerate(checksums):
+        if other != checksums[rank % mesh.shards]:
             line = f"--init_from {setup.source.path}: rank {rank} has another model than rank 0"
             raise UserError("" if mesh.rank else f"{line}; copy one of them to all machines")
-
-
-def fill(vector, saved: list, model, name: str):
-    """vector <- this rank's shards, from the flat vectors of all saved shards."""
-    shards = model.mesh.shards
-    index = model.mesh.shard_index
-    sizes = [sum(layer_sizes(model, name, len(saved), i)) for i in range(len(saved))]
-    if sizes != [file.numel() for file in saved]:
-        raise UserError(f"{name} does not have this model's size")
-    if len(saved) == shards:
-        vector.copy_(saved[index])
-        return
-    pieces = []  # of each saved shard, by layer
-    for i, file in enumerate(saved):
-        pieces.append(file.split(layer_sizes(model, name, len(saved), i)))
-    places = vector.split(layer_sizes(model, name, shards, index))
-    for layout, first, place, *parts in zip(model.layouts, firsts(model, name), places, *pieces):
-        whole = torch.cat(parts)[: layout.used - first]
-        whole = pad(whole, (first, layout.padded - layout.used))
-        own = whole.chunk(shards)[index]
-        place.copy_(own[len(own) - len(place) :])

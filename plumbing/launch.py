@@ -6,7 +6,6 @@ the ranks share what they have found: either all train, or all end.
     reason of the end       what happens                                            exit code
     wrong input             all ranks end before training, rank 0 prints a line     2
     full disk               all ranks end after the failed checkpoint, likewise     2
-    replicas differ         all ranks end before a checkpoint, likewise             1
     divergence              the ranks that find it end, the others lose them        2 (others 1)
     a token id that is not  the rank that reads it ends, the others lose it         2 (others 1)
     in the vocabulary       (the beginning of each file is checked before training)
@@ -76,8 +75,7 @@ class Setup:
     and writes nothing. Raises UserError.
 
     config, given: all flags, and those on the command line; corpus, plan;
-    folders: the ranks that share each folder, if there are several;
-    path, saved: of the checkpoint to continue, and its state.json; lost: those of its flags that
+    path, saved: of the checkpoint to continue, and its state; lost: those of its flags that
     this version of the code does not have; source: the model to start from
     """
 
@@ -85,14 +83,14 @@ class Setup:
         """open_corpus: data.load; path: the checkpoint that all ranks have agreed on; by default
         this rank chooses it."""
         self.saved = self.source = None
-        self.folders = []  # of checkpoint.find_folders(), if the ranks do not share one
         self.lost = []
         config, self.given, out_dir, found = read_command(argv, methods)
         alone = Mesh(1, torch.device("cpu"), alone=True)
-        self.path = path or checkpoint.newest_sound(found, methods, alone, config)
+        self.path = path or checkpoint.newest(found, alone, world_size, self.given.get("shards"))
         base = {}
         if self.path:
-            self.saved, base = checkpoint.read(self.path, methods)
+            self.saved = checkpoint.read(self.path, methods)
+            base = self.saved["flags"]
         elif config.init_from:
             self.source = open_model(config.init_from)
             same = Path(out_dir, "model.pt").resolve() == Path(config.init_from).resolve()
@@ -352,8 +350,8 @@ def start(argv: list, methods: dict, open_corpus) -> tuple:
     clean."""
     everyone = connect()
     with alike(everyone):
-        config, _, _, found = read_command(argv, methods)
-    path = checkpoint.newest_sound(found, methods, everyone, config)
+        _, given, _, found = read_command(argv, methods)
+    path = checkpoint.newest(found, everyone, everyone.world_size, given.get("shards"))
     with alike(everyone):
         setup = Setup(argv, methods, open_corpus, everyone.world_size, path)
     check_alike(setup, everyone)
@@ -370,7 +368,7 @@ def check_alike(setup, everyone: Mesh):
     """Raise UserError on all ranks if two of them differ in what must be equal. Other versions of
     Python or torch are only worth a line."""
     own = {f"--{name}": value for name, value in vars(setup.config).items() if name not in PLACES}
-    own |= {"--data": setup.corpus.hash, "--resume": setup.saved}
+    own |= {"--data": setup.corpus.hash, "--resume": setup.saved and setup.saved["id"]}
     software = f"Python {platform.python_version()}, torch {torch.__version__}"
     # [start] all-gather of objects, all ranks, once per start
     found = everyone.all_gather_object((own, software))

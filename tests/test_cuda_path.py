@@ -118,9 +118,6 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
     """Rows of the record, the vectors of the last checkpoint, and the steps of Watch."""
     watch = Watch(monkeypatch, device, gpu)
     monkeypatch.setattr(train, "print_sample", lambda path: None)
-    monkeypatch.setattr(checkpoint, "files", lambda path, mesh: 4 * [path / "rank-00000.pt"])
-    open_part = checkpoint.open_part
-    monkeypatch.setattr(checkpoint, "open_part", lambda path, state, _: open_part(path, state, 0))
     options = FLAGS | more
     argv = flags(
         method=method, device=device.type, out_dir=folder, data=corpus_folder, **options
@@ -137,13 +134,12 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
     assert mesh.timeouts["sync"].total_seconds() == 600
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     last = checkpoint.list_checkpoints(folder)[-1]
-    for rank in 1, 2, 3:  # what they would have saved is in the file of rank 0
-        (last / f"rank-{rank:05d}.pt").touch()
-    vectors = torch.load(last / "rank-00000.pt")
-    del vectors["label"]  # checksums
+    own = last / "replica-0-of-2-shard-0-of-2.pt"
+    shutil.copy(own, last / "replica-0-of-2-shard-1-of-2.pt")  # of an imagined rank
+    saved = torch.load(own)
     return SimpleNamespace(
         rows=[json.loads(line) for line in lines],
-        vectors=vectors,
+        vectors=saved["vectors"] | saved["scalars"],
         steps=watch.steps,
     )
 

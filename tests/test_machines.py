@@ -65,11 +65,14 @@ class Machines:
         """Of each machine: step -> the ranks whose files are there."""
         found = []
         for number in 0, 1:
-            names = {}
+            ranks = {}
             for path in checkpoint.list_checkpoints(self.run(number)):
-                files = sorted(path.glob("rank-*.pt"))
-                names[checkpoint.number(path)] = [int(file.stem[5:]) for file in files]
-            found.append(names)
+                step = int(path.name.split("-")[1])
+                ranks[step] = []
+                for name in sorted(checkpoint.files_of(path)):
+                    replica, _, shard, shards = map(int, re.findall("[0-9]+", name))
+                    ranks[step].append(replica * shards + shard)
+            found.append(ranks)
         return found
 
     def refusal(self, *arguments, **options) -> str:
@@ -109,8 +112,6 @@ def test_machines_without_a_shared_folder_continue_bit_for_bit(machines, undistu
     run = machines.start(patches={2: (break_in, "torch.save", 2, None)})
     codes = run.wait()
     assert codes[2] == -9 and codes[:2] == [1, 1]
-    (note,) = [line for line in run.lines("out") if "no shared --out_dir" in line]
-    assert note.endswith("0, 1; 2, 3")
     assert machines.saved() == [{7: [0, 1]}, {7: [2, 3]}]
     run = machines.start()
     finish(run)
@@ -119,45 +120,54 @@ def test_machines_without_a_shared_folder_continue_bit_for_bit(machines, undistu
     assert machines.saved() == [{15: [0, 1], 20: [0, 1]}, {15: [2, 3], 20: [2, 3]}]
     names = {path.name for path in machines.run(1).iterdir()}
     assert names == {"checkpoint-00000015", "checkpoint-00000020"}
-    for path in checkpoint.list_checkpoints(undisturbed):  # a shared folder has what it had
-        assert "folders" not in json.loads((path / "state.json").read_text())
 
 
-KILLS = {  # what happens; on which rank; the step to go on from
-    "before the first name here": ((break_in, "os.rename", 1, None), 2, 7),
-    "before the first name there": ((break_in, "os.rename", 1, None), 0, 7),
-    "before the third name": ((break_in, "os.rename", 4, None), 2, 15),  # the first one is removed
-    "while an old one is removed": ((break_in, "shutil.rmtree", 1, None), 2, 11),
-    "in the first write": ((break_in, "torch.save", 1, None), 3, 0),
-    "in the third write": ((break_in, "torch.save", 3, None), 1, 11),
-    "full disk": ((break_in, "torch.save", 3, FULL), 3, 11),
+def die_at_name(rank, last):
+    """This machine dies when the checkpoint of this step is to get its name."""
+    rename = os.rename
+
+    def rename_or_die(source, target):
+        if Path(target).name == f"checkpoint-{last:08d}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(source, target)
+
+    os.rename = rename_or_die
+
+
+KILLS = {  # what happens; on which ranks; the step to go on from
+    "before a name here": ((die_at_name, 15), (2, 3), 11),
+    "before a name there": ((die_at_name, 15), (0, 1), 11),
+    "in the first write": ((break_in, "torch.save", 1, None), (3,), 0),
+    "in the third write": ((break_in, "torch.save", 3, None), (1,), 11),
+    "full disk": ((break_in, "torch.save", 3, FULL), (3,), 11),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("patch, rank, step", KILLS.values(), ids=list(KILLS))
+@pytest.mark.parametrize("patch, dying, step", KILLS.values(), ids=list(KILLS))
 def test_killed_machine_costs_nothing_that_both_had_agreed_on(
-    patch, rank, step, machines, undisturbed
+    patch, dying, step, machines, undisturbed
 ):
     keeping = "--resume auto --keep 1"
-    run = machines.start(keeping, patches={rank: patch})
+    run = machines.start(keeping, patches=dict.fromkeys(dying, patch))
     codes = run.wait()
     here, there = machines.saved()
-    assert here.keys() & there.keys() or step < 11  # before, only the files of the first one
     if patch[-1] is FULL:
         assert codes == [2] * 4
         assert "no checkpoint could be written to run: rank 3: " in errors(run)[0]
         assert not list(machines.folder.glob("machine-*/run/*.tmp"))
     else:
-        assert codes[rank] == -9 and set(codes) == {-9, 1}
+        assert {codes[rank] for rank in dying} == {-9} and set(codes) == {-9, 1}
+    one_has_it = here.keys() ^ there.keys()
+    assert bool(one_has_it) == (patch[0] is die_at_name)
     run = machines.start(keeping)
     finish(run)
     resumed = [line for line in run.lines("out") if line.startswith("resume  ")]
     assert bool(resumed) == bool(step) and all(f": step {step}, " in line for line in resumed)
+    notes = [line for line in run.lines("out") if "checkpoint-00000011 is continued" in line]
+    assert len(notes) == len(one_has_it)
     assert_same(machines.run(0), undisturbed)
-    for number in 0, 1:
-        assert sorted(path.name for path in machines.run(number).glob("*.tmp")) == []
-        assert sorted(path.name for path in machines.run(number).glob("*.damaged")) == []
+    assert machines.saved() == [{20: [0, 1]}, {20: [2, 3]}]
 
 
 @pytest.fixture(scope="module")
@@ -173,67 +183,34 @@ def saved(tmp_path_factory, corpus_folder):
 def copy(saved, machines):
     for number in 0, 1:
         shutil.copytree(saved / f"machine-{number}", machines.folder / f"machine-{number}")
-        (machines.run(number) / "model.pt").unlink(missing_ok=True)
     return machines
 
 
-def damage(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 255
-    file.write_bytes(content)
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("resume", ["auto", "run"])
 def test_machine_that_lost_its_newest_checkpoint_takes_all_back_to_the_one_before(
-    copy, undisturbed
+    resume, copy, undisturbed
 ):
     shutil.rmtree(copy.run(1) / "checkpoint-00000011")
-    run = copy.start()
+    run = copy.start(f"--resume {resume}")
     finish(run)
-    first, second = [line for line in run.lines("out") if line.startswith("resume  ")]
-    assert "rank 2 does not see checkpoint-00000011, which rank 0 sees; the one before" in first
-    assert "step 7, " in second
-    assert (copy.run(0) / "checkpoint-00000011.damaged").is_dir()  # nothing is lost
-    assert_same(copy.run(0), undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["rank-00003.pt", "state.json"])
-def test_damage_on_one_machine_takes_all_back_to_the_one_before(name, copy, undisturbed):
-    damage(copy.run(1) / "checkpoint-00000011" / name)
-    run = copy.start()
-    finish(run)
-    assert any("the one before is taken" in line for line in run.lines("out"))
-    assert_same(copy.run(0), undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("copied", [True, False])
-def test_files_that_are_damaged_or_lost_on_one_machine_are_named_with_a_rank_there(copied, copy):
-    """copied: machine 1 has lost its own, and has copies of machine 0's."""
-    newest = copy.run(1) / "checkpoint-00000011"
-    if copied:
-        shutil.rmtree(copy.run(1))
-        shutil.copytree(copy.run(0), copy.run(1))
-        damage(newest / "rank-00001.pt")
-        reason = "of rank 1 is damaged|cannot be read"
-    else:
-        for file in newest.glob("rank-*.pt"):
-            file.unlink()
-        reason = "has files of 0: bring back this machine's, or copy what is left"
-    run = copy.start()
-    finish(run)
-    (line,) = [line for line in run.lines("out") if "the one before is taken" in line]
-    assert re.search(rf"rank [23]: checkpoint .*({reason})", line), line
-
-
-@pytest.mark.slow
-def test_named_run_continues_the_newest_checkpoint_that_all_machines_have(copy, undisturbed):
-    shutil.rmtree(copy.run(1) / "checkpoint-00000011")
-    run = copy.start("--resume run")
-    finish(run)
+    (note,) = [line for line in run.lines("out") if line.startswith("note ")]
+    need = "checkpoint-00000011: rank 2 needs replica-0-of-2-shard-0-of-2.pt, which rank 0 sees"
+    assert need in note and note.endswith("checkpoint-00000007 is continued")
     assert any("step 7, " in line for line in run.lines("out") if line.startswith("resume  "))
     assert_same(copy.run(0), undisturbed)
+
+
+@pytest.mark.slow
+def test_damage_on_one_machine_is_named_with_a_rank_there(copy):
+    file = copy.run(1) / "checkpoint-00000011" / "replica-1-of-2-shard-1-of-2.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    run = copy.start()
+    assert run.wait() == [2] * 4
+    line, *others = errors(run)
+    assert "rank 3: checkpoint run/checkpoint-00000011 cannot be read" in line and not any(others)
 
 
 @pytest.mark.slow
@@ -241,21 +218,26 @@ def test_what_is_missing_is_named_and_copying_it_helps(copy, undisturbed):
     """A folder that is gone, machines that have changed places, another mesh."""
     names = sorted(os.listdir(copy.run(0)))
     line = copy.refusal(places=(1, 1, 0, 0))
-    assert "rank 0 does not see its file rank-00000.pt, which rank 2 sees" in line
+    assert "rank 0 needs replica-0-of-2-shard-0-of-2.pt, which rank 2 sees" in line
     assert "--node_rank" in line
-    line = copy.refusal("--resume auto --shards 1 --batch_size 2")
-    assert "another mesh needs the files of all machines in it, on each machine: copy" in line
     line = copy.refusal("--resume auto --batch_size 2", places=(0, 0, 1, 1, 1, 1))
-    assert "another mesh needs the files of all machines in it, on each machine: copy" in line
+    assert "rank 4 needs replica-0-of-2-shard-0-of-2.pt, which rank 0 sees: copy it there" in line
     shutil.copytree(copy.run(1), copy.folder / "kept")
     shutil.rmtree(copy.run(1))
     line = copy.refusal()
-    assert "rank 2 does not see checkpoint-00000011, which rank 0 sees: bring back its own" in line
-    assert "rank-00002.pt" in line and "--overwrite" in line
+    assert "rank 2 needs replica-0-of-2-shard-0-of-2.pt, which rank 0 sees: copy it there" in line
+    assert "checkpoint-00000011: " in line and "--overwrite" in line
     assert sorted(os.listdir(copy.run(0))) == names  # nothing has changed
     shutil.copytree(copy.folder / "kept", copy.run(1), dirs_exist_ok=True)
     finish(copy.start())
     assert_same(copy.run(0), undisturbed)
+
+
+@pytest.mark.slow
+def test_machines_continue_with_other_shards_from_their_own_files(copy):
+    """A replica of two shards on each machine becomes one of one shard."""
+    finish(copy.start("--resume auto --shards 1 --batch_size 4", places=(0, 1)))
+    assert copy.saved() == [{15: [0], 20: [0]}, {15: [1], 20: [1]}]
 
 
 @pytest.mark.slow
@@ -264,20 +246,19 @@ def test_what_is_left_of_a_lost_machine_is_enough_to_go_on(copy):
     shutil.copytree(copy.run(0), copy.folder / "alone" / "run")
     shutil.rmtree(copy.run(1))
     shutil.copytree(copy.run(0), copy.run(1))
+    lost = "checkpoint-00000011 lacks replica-1-of-2-shard-0-of-2.pt and 1 more"
     run = copy.start()
     finish(run)
-    assert any("only these ranks' files are left" in line for line in run.lines("out"))
+    assert any(lost in line for line in run.lines("out"))
     assert copy.saved() == [{15: [0, 1], 20: [0, 1]}, {15: [2, 3], 20: [2, 3]}]
     shutil.rmtree(copy.run(0))
     os.rename(copy.folder / "alone" / "run", copy.run(0))
-    finish(copy.start("--resume auto --tokens_per_step 64", places=(0, 0)))
+    run = copy.start("--resume auto --tokens_per_step 64", places=(0, 0))
+    finish(run)
+    assert any(lost in line for line in run.lines("out"))
     assert copy.saved()[0] == {15: [0, 1], 20: [0, 1]}
     line = copy.refusal()  # machine 1 has gone on by itself, too
-    assert "checkpoint-00000020 of rank 2 is not that of rank 0; there is no other one" in line
-    shutil.rmtree(copy.run(1))
-    line = copy.refusal()
-    assert "rank 2 does not see checkpoint-00000020, which rank 0 sees: name a folder that" in line
-    assert "or copy this one to each machine" in line
+    assert "checkpoint-00000020: it has files of several runs; --overwrite starts anew" in line
 
 
 @pytest.mark.slow
@@ -290,7 +271,6 @@ def test_one_machine_begins_and_its_replica_becomes_two(machines):
     run = machines.start(more)
     finish(run)
     assert any("step 3, 1 replicas x 2 shards" in line for line in run.lines("out"))
-
     last = max(machines.saved()[0])
     assert [found[last] for found in machines.saved()] == [[0, 1], [2, 3]]
 
@@ -298,8 +278,8 @@ def test_one_machine_begins_and_its_replica_becomes_two(machines):
 @pytest.mark.slow
 def test_files_of_all_machines_in_one_folder_are_a_checkpoint_for_any_mesh(copy):
     for path in checkpoint.list_checkpoints(copy.run(1)):
-        for file in path.glob("rank-*.pt"):
-            shutil.copy(file, copy.run(0) / path.name)
+        for name in checkpoint.files_of(path):
+            shutil.copy(path / name, copy.run(0) / path.name)
     finish(copy.start("--resume auto --shards 1 --tokens_per_step 64", places=(0,)))
     assert copy.saved()[0] == {15: [0], 20: [0]}
 
@@ -318,53 +298,6 @@ def test_folder_that_one_machine_cannot_write_is_named_with_its_rank(machines):
     (machines.folder / "machine-1" / "run").write_text("a file")
     line = machines.refusal()
     assert "rank 2: run: " in line
-
-
-def test_replica_on_two_machines_is_refused(machines):
-    line = machines.refusal(places=(0, 1, 1, 1))
-    assert "ranks 0 and 1 are one replica and do not share this folder; lower --shards" in line
-
-
-# ---- the ranks that see a folder ----
-
-
-def fake(rank, seen):
-    """A mesh whose ranks have seen this, in place of what this one has."""
-    return SimpleNamespace(rank=rank, world_size=len(seen), all_gather_object=lambda own: seen)
-
-
-def test_checkpoint_of_a_shared_folder_that_one_rank_does_not_see_is_no_reason_to_go_back():
-    """Its file system is perhaps slow. Of machines it is one."""
-    for kind in "whole", "part":
-        seen = [{"checkpoint-00000011": kind, "checkpoint-00000007": kind}]
-        seen.append({"checkpoint-00000007": kind})
-        own = {name: Path("run", name) for name in seen[0]}
-        if kind == "part":
-            common, lines = checkpoint.find_common(own, fake(0, seen))
-            assert common == ["checkpoint-00000007"]
-            assert lines == ["rank 1 does not see checkpoint-00000011, which rank 0 sees"]
-            continue
-        for rank in 0, 1:
-            with pytest.raises(UserError) as error:
-                checkpoint.find_common(own, fake(rank, seen))
-            assert ("a folder that all nodes share" in str(error.value)) == (rank == 0)
-
-
-def test_folders_are_found_whichever_ranks_share_them(tmp_path):
-    found = []
-
-    def gather(own):
-        found.append(own)
-        return [own] if len(found) % 3 else [[0, 2], [1], [0, 2]]
-
-    mesh = SimpleNamespace(rank=0, world_size=3, all_gather_object=gather)
-    mesh.all_gather_object = lambda own: gather(own) if isinstance(own, list) else [own] * 3
-    gather = lambda own: [[0, 2], [1], [0, 2]]
-    assert checkpoint.find_folders(tmp_path / "run", mesh) == [[0, 2], [1]]
-    gather = lambda own: [[0, 2], [1], [2]]  # rank 2 does not see rank 0's file yet
-    with pytest.raises(UserError, match="do not see the same files yet"):
-        checkpoint.find_folders(tmp_path / "run", mesh)
-    assert list((tmp_path / "run").iterdir()) == []
 
 
 # ---- what is checked before the first step ----
