@@ -130,7 +130,7 @@ def test_shard_0_of_every_replica_votes_and_nobody_else(replica, shard):
 
 
 def test_only_a_sync_takes_the_progress_to_the_end():
-    """Between syncs it is a guess. If a guess ended a training, other replicas would wait for it."""
+    """Between syncs it is a guess. If a guess ended a run, other replicas would wait for it."""
     method = method_alone(method="a_edit", max_steps=20)
     method.progress_at_sync = 18.0
     method.local_steps = 5
