@@ -129,6 +129,17 @@ def test_shard_0_of_every_replica_votes_and_nobody_else(replica, shard):
         assert method.vote() == (vote if shard == 0 else 0.0)
 
 
+def test_only_a_sync_takes_the_progress_to_the_end():
+    """Between syncs it is a guess. If a guess ended a run, other replicas would wait for it."""
+    method = method_alone(method="a_edit", max_steps=20)
+    method.progress_at_sync = 18.0
+    method.local_steps = 5
+    assert 18 < method.progress < 20
+    method.progress_at_sync = 20.5
+    method.local_steps = 0
+    assert method.progress == 20.5
+
+
 def steps_of_rounds(run):
     """Of each round [steps of replica 0, of replica 1]."""
     return [row["steps"] for row in run.rows("sync")]

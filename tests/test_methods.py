@@ -257,6 +257,7 @@ def flags_of(case, mesh):
 
 
 QUICK = ("edit, muon", "edit, many rounds", "sick: nan", "sick: spike", "sick: rollback")
+QUICK += ("sick: mid round",)
 
 
 def is_slow(case, mesh):
