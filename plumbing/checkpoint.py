@@ -330,8 +330,9 @@ def prepare(setup, mesh):
         if mesh.rank == 0:
             lock(folder)
     with alike(mesh):
-        for path in folder / UNFINISHED, *folder.glob("checkpoint-[0-9]*.tmp"):
-            shutil.rmtree(path, ignore_errors=True)
+        for path in folder.glob("checkpoint*.tmp"):
+            if re.fullmatch("checkpoint(-[0-9]+)?", path.stem):  # not checkpoint-best.tmp
+                shutil.rmtree(path, ignore_errors=True)
         if setup.config.overwrite:
             remove(list_checkpoints(folder))
             for path in folder / "model.pt", *folder.glob("timeline-*.json"):

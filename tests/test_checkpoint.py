@@ -705,7 +705,8 @@ def test_only_names_of_digits_are_checkpoints_and_a_start_deletes_only_what_a_ki
 ):
     run = shutil.copytree(saved_run, tmp_path / "run")
     kept = {"checkpoint-best7", "checkpoint-00000002-backup1", "checkpoint-00000009.old"}
-    kept |= {"checkpoint-best.tmp", "checkpoint-00000007", "checkpoint-00000009"}
+    kept |= {"checkpoint-best.tmp", "checkpoint-00000002-mine.tmp"}
+    kept |= {"checkpoint-00000007", "checkpoint-00000009"}
     for name in kept | {"checkpoint.tmp", "checkpoint-00000004.tmp"}:
         shutil.copytree(saved_run / "checkpoint-00000007", run / name, dirs_exist_ok=True)
     for name in "checkpoint-100000000", "checkpoint-99999999":
@@ -797,7 +798,7 @@ def kill_in(rank, name, count):
 KILLS = {  # the call that kills a rank; the checkpoint that is the last one then
     "in the second write": ("torch.save", 2, 7),
     "before the second name": ("os.rename", 4, 7),
-    "while the first one is removed": ("shutil.rmtree", 2, 11),
+    "while the first one is removed": ("shutil.rmtree", 1, 11),
 }
 
 
