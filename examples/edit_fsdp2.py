@@ -46,16 +46,15 @@ The equations, their names and their order are those of the project's edit.py:
               mean_i, sigma_i  statistics          (3, L)       replica i: count, mean, variance
 
 DiLoCo is the same with anomaly_elimination, weighted_averaging and pseudo_grad_clipping off.
-Memory: two vectors like the parameters (offload=True: in the host's memory), and d of two layers.
-A sync gathers every layer once more than FSDP2 would (see finish_layer). Parameters that need no
-gradient when EDiT is made, and buffers, are never averaged.
+Memory: two vectors like the parameters, and d of two layers. A sync gathers every layer once more
+than FSDP2 would (see finish_layer). Parameters that need no gradient when EDiT is made, and
+buffers, are never averaged.
 
 Not tried on GPUs. How it was tested, NCCL, torchtitan, and what it does not do: docs/fsdp2.md.
 Source: EDiT, arXiv 2412.07210; deviations as at the end of edit.py.
 """
 
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -84,7 +83,6 @@ class Config:
     anomaly_elimination: bool = True  # leave out replicas with anomalous norms
     weighted_averaging: bool = True  # weight replicas by exp(-norm), else equally
     pseudo_grad_clipping: bool = True  # clip each layer's dbar
-    offload: bool = False  # keep anchor and momentum in pinned host memory
 
 
 # ---- the equations: tensors in, tensors out ----
@@ -168,7 +166,7 @@ class Layer:
     """What one fully_shard() call gathers. Anchor and momentum are flat vectors: this rank's shards
     of all its parameters, one after the other."""
 
-    def __init__(self, index, name, modules, places, offload):
+    def __init__(self, index, name, modules, places):
         self.index, self.name = index, name
         self.modules = modules  # those of the fully_shard() call
         self.places = places  # parameter's name -> (its module, its name there)
@@ -176,15 +174,9 @@ class Layer:
         for full_name, (module, key) in places.items():
             self.parameters[full_name] = getattr(module, key)
         self.sizes = [x.numel() for x in self.shards()]
-        self.anchor = self.new_vector(offload)
-        self.momentum = self.new_vector(offload)
+        self.anchor = torch.zeros_like(self.flat())
+        self.momentum = torch.zeros_like(self.anchor)
         self.pending = False  # True: its sync is not complete
-
-    def new_vector(self, offload):
-        x = self.flat()
-        if offload and x.device.type == "cuda":
-            return torch.zeros(x.shape, dtype=x.dtype, pin_memory=True)
-        return torch.zeros_like(x)
 
     def shards(self) -> list:
         """This rank's shard of each parameter. Writing into it changes the parameter."""
@@ -197,7 +189,7 @@ class Layer:
     def difference(self) -> torch.Tensor:
         """d_i = anchor - x_i"""
         x = self.flat()
-        return torch.sub(self.anchor.to(x.device, non_blocking=True), x, out=x)
+        return torch.sub(self.anchor, x, out=x)
 
     def cut(self, vector) -> list:
         """Views of a flat vector, shaped like shards()."""
@@ -217,7 +209,7 @@ class Layer:
         return all(p is q for p, q in zip(registered, self.parameters.values()))
 
 
-def find_layers(model, offload) -> list:
+def find_layers(model) -> list:
     """Raises ValueError if a parameter cannot take part."""
     owners = {}  # parameter -> the state of its fully_shard() call
     modules = {}  # that state -> the modules of the call
@@ -240,7 +232,7 @@ def find_layers(model, offload) -> list:
     layers = []
     for state, found in places.items():
         if found:
-            layers.append(Layer(len(layers), names[state], modules[state], found, offload))
+            layers.append(Layer(len(layers), names[state], modules[state], found))
     return layers
 
 
@@ -274,7 +266,7 @@ class EDiT:
                 "find its new name (torch 2.11 to 2.13 have it)"
             )
         self.config = Config(**options)
-        self.layers = find_layers(model, self.config.offload)
+        self.layers = find_layers(model)
         shards = next(iter(self.layers[0].parameters.values())).device_mesh
         self.shard_group, self.shards = shards.get_group(), shards.size()
         self.sync_group, self.replicas = replicas.get_group(), replicas.size()
@@ -290,9 +282,8 @@ class EDiT:
         self.to_start = deque()  # layers
         self.in_flight = deque()  # (layer, dbar, handle), at most two
         x = self.layers[0].anchor
-        self.device = self.layers[0].shards()[0].device
-        self.statistics = torch.zeros(3, len(self.layers), dtype=x.dtype, device=self.device)
-        self.not_finite = torch.zeros(self.replicas, device=self.device)  # syncs in a row
+        self.statistics = x.new_zeros(3, len(self.layers))
+        self.not_finite = x.new_zeros(self.replicas)  # syncs in a row
         self.report = None
         for layer in self.layers:
             for module in layer.modules:
@@ -375,7 +366,7 @@ class EDiT:
         """The warm-up is over. Only now, in a forward, are the parameters what training starts
         from: a model may have been loaded after EDiT was made."""
         for layer in self.layers:
-            layer.anchor.copy_(layer.flat(), non_blocking=True)
+            layer.anchor.copy_(layer.flat())
 
     def check_start(self):
         """Raise ValueError on all ranks if replicas start from different parameters. It compares
@@ -389,7 +380,7 @@ class EDiT:
         sums, norms = rows.unbind(dim=2)
         differs = ((sums - sums[0]).abs() > 1e-3 * norms[0]).any(dim=1)  # (M,)
         # [shard] all-gather, M scalars, once
-        differs = self.gather(differs.float(), self.shard_group, self.shards).sum(dim=0)
+        differs = self.gather(differs.to(sums.dtype), self.shard_group, self.shards).sum(dim=0)
         if differs.any():
             raise ValueError(
                 f"replica {differs.nonzero()[0].item()} starts from other parameters than replica "
@@ -400,10 +391,10 @@ class EDiT:
         """Means travel in the order in which replica 0's first forward came to the layers. If all
         replicas did not keep to one order, they would add up different layers."""
         left_out = [layer for layer in self.layers if layer not in self.visited]
-        own = [layer.index for layer in self.visited + left_out]
-        # [sync] all-gather, L integers, once
-        rows = self.gather(torch.tensor(own, device=self.device), self.sync_group, self.replicas)
-        self.order = [self.layers[l] for l in rows[0].tolist()]
+        own = self.statistics.new_tensor([layer.index for layer in self.visited + left_out])
+        # [sync] all-gather, L numbers, once
+        rows = self.gather(own, self.sync_group, self.replicas)
+        self.order = [self.layers[int(l)] for l in rows[0]]
 
     # ---- a sync ----
 
@@ -417,10 +408,9 @@ class EDiT:
         G = self.norms(layer.difference() for layer in self.layers)  # (L,)
         flagged = is_anomaly(G, anomaly_limits(self.statistics, self.config))
         self.statistics = update_statistics(self.statistics, G, ~flagged, self.config)
+        row = torch.stack([G, flagged.to(G.dtype)])
         # [sync] all-gather, 2 L scalars, once per round
-        rows = self.gather(
-            torch.stack([G, flagged.to(G.dtype)]), self.sync_group, self.replicas
-        )  # (M, 2, L)
+        rows = self.gather(row, self.sync_group, self.replicas)  # (M, 2, L)
         norms = rows[:, 0]  # (M, L)
         flagged = rows[:, 1] > 0  # back from numbers to bools
         lost = flagged.all(dim=0)
@@ -435,7 +425,7 @@ class EDiT:
             "flagged": flagged,
             "weights": self.weights,
             "clips": torch.ones_like(G),
-            "sent_bytes": self.sent_bytes(rows),
+            "sent_bytes": self.sent_bytes(),
         }
         for layer in self.layers:
             layer.pending = True
@@ -454,11 +444,11 @@ class EDiT:
                 "each optimizer step, or the moments stay NaN; else lower the learning rate"
             )
 
-    def sent_bytes(self, rows) -> float:
-        """Over the slow links, by each rank, in a sync."""
-        elements = sum(layer.anchor.numel() for layer in self.layers)
-        M = self.replicas
-        return (2 * (M - 1) / M * elements + (M - 1) / M * rows.numel()) * rows.element_size()
+    def sent_bytes(self) -> float:
+        """Over the slow links, by each rank, in a sync: 2 (M-1)/M of its shards, and the rows."""
+        shards = sum(layer.anchor.nbytes for layer in self.layers)
+        row = 2 * len(self.layers) * self.statistics.element_size()
+        return 2 * (self.replicas - 1) / self.replicas * shards + (self.replicas - 1) * row
 
     def start_next(self):
         """Start dbar = sum_i w_i d_i of the next layer. Two are in flight at most: on NCCL a gather
@@ -505,20 +495,10 @@ class EDiT:
         self.report["clips"][layer.index] = clip
         dhat = dbar.mul_(clip)
         lr, mu = self.config.outer_lr, self.config.outer_momentum
-        with self.on_device(layer.anchor, layer.momentum) as (a, b):
-            nesterov_unless_flagged(a, b, dhat, lr, mu, self.moves[layer.index])
-            torch._foreach_copy_(layer.shards(), layer.cut(a))
+        moves = self.moves[layer.index]
+        nesterov_unless_flagged(layer.anchor, layer.momentum, dhat, lr, mu, moves)
+        torch._foreach_copy_(layer.shards(), layer.cut(layer.anchor))
         layer.pending = False
-
-    @contextmanager
-    def on_device(self, *vectors):
-        """The vectors on the model's device. Those in host memory (offload) are copied there, and
-        back at the end."""
-        copies = [vector.to(self.device, non_blocking=True) for vector in vectors]
-        yield copies
-        for vector, copy in zip(vectors, copies):
-            if copy is not vector:
-                vector.copy_(copy, non_blocking=True)
 
     def norms(self, vectors) -> torch.Tensor:
         """Their norms over the whole replica. Added in the order of ranks: equal in all replicas."""
@@ -549,10 +529,8 @@ class EDiT:
             state["momentum"] |= layer.as_dtensors(layer.momentum)
         for name in ("steps", "rounds", "averages_gradients"):
             state[name] = getattr(self, name)
-        state[own_name(self.replica if replica is None else replica)] = {
-            "statistics": self.statistics,
-            "not_finite": self.not_finite,
-        }
+        own = self.replica if replica is None else replica
+        state[f"replica{own}"] = {"statistics": self.statistics}
         return state
 
     def load_state_dict(self, state: dict):
@@ -562,9 +540,8 @@ class EDiT:
                 torch._foreach_copy_(layer.cut(getattr(layer, name)), own)
         for name in ("steps", "rounds", "averages_gradients"):
             setattr(self, name, state[name])
-        (own,) = [state[name] for name in state if name.startswith(own_name(""))]
-        self.statistics = own["statistics"]
-        self.not_finite = torch.zeros_like(self.not_finite)
+        (own,) = [name for name in state if name.startswith("replica")]
+        self.statistics = state[own]["statistics"]
 
 
 def check_mesh(shard_group, sync_group):
@@ -596,16 +573,12 @@ def clip_gradient(parameters, max_norm=0.0) -> torch.Tensor:
     return norm
 
 
-def own_name(replica) -> str:
-    return f"replica{replica}"
-
-
 def training_state(model, optimizer, edit, replica) -> dict:
     """The moments of the inner optimizer differ between replicas, too."""
     return {
         "edit": edit.state_dict(replica),
         "model": dcp_state.get_model_state_dict(model),
-        own_name(replica): dcp_state.get_optimizer_state_dict(model, optimizer),
+        f"replica{replica}": dcp_state.get_optimizer_state_dict(model, optimizer),
     }
 
 
@@ -618,12 +591,12 @@ def load(path, model, optimizer, edit):
     """Also on other numbers of shards and replicas. If there are more replicas than were saved,
     replica i continues the moments and statistics of the saved replica i mod M."""
     names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    saved = 0
-    while any(name.startswith(own_name(saved) + ".") for name in names):
-        saved += 1
-    own = edit.replica % saved
-    state = training_state(model, optimizer, edit, own)
+    saved = {name.split(".")[0] for name in names if name.startswith("replica")}
+    if not saved:
+        raise ValueError(f"{path} is no checkpoint of save()")
+    replica = edit.replica % len(saved)
+    state = training_state(model, optimizer, edit, replica)
     dcp.load(state, checkpoint_id=path)
     dcp_state.set_model_state_dict(model, state["model"])
-    dcp_state.set_optimizer_state_dict(model, optimizer, state[own_name(own)])
+    dcp_state.set_optimizer_state_dict(model, optimizer, state[f"replica{replica}"])
     edit.load_state_dict(state["edit"])
