@@ -4,6 +4,8 @@ checkpoints on another mesh) changes nothing, and each line that guards against 
 needed."""
 
 import importlib.util
+import json
+import re
 import subprocess
 import sys
 
@@ -512,3 +514,38 @@ def test_checkpoint_of_another_number_of_shards_goes_on_but_for_the_order_of_sum
     )
     (one_shard,) = results(corpus_folder, (alone, {"load": path}), world_size=1)
     assert_same(one_shard, two_shards, **CLOSE)
+
+
+# ---- examples/train_fsdp2.py ----
+
+FLAGS = "--max_steps 30 --tau 4 --lr 0.003 --batch_size 2".split()
+THEIRS = "--method edit --shards 2 --n_layer 3 --n_head 4 --n_embd 64 --block_size 64 --seed 1337"
+THEIRS += " --sync_warmup_steps 8 --lr_warmup_steps 8 --device cpu --dtype fp32 --log_interval 1"
+
+
+def torchrun(*argv) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local_addr", "127.0.0.1", "--nproc_per_node", "4", *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_example_trains_as_train_py_does_and_goes_on_from_its_checkpoint(tmp_path):
+    script = "examples/train_fsdp2.py", *FLAGS, "--warmup_steps", "8"
+    lines = torchrun(*script, "--save", f"{tmp_path}/dcp").splitlines()
+    syncs = [line.split(" | ") for line in lines if line.startswith("sync")]
+    assert [sync[0] for sync in syncs] == [f"sync {n:04}" for n in range(1, 6)]
+
+    torchrun("train.py", *FLAGS, *THEIRS.split(), "--out_dir", f"{tmp_path}/run")
+    rows = [json.loads(line) for line in open(tmp_path / "run" / "metrics.jsonl")]
+    rows = [row for row in rows if row["event"] == "sync"]
+    assert len(rows) == len(syncs) + 1  # the last one is in finish()
+    for row, (_, norms, *_) in zip(rows, syncs):
+        found = [float(number) for number in re.findall(r"\d+\.\d+", norms)]
+        norms = row["pseudo_grad_norm"]
+        assert found == pytest.approx([min(norms), max(norms)], abs=0.011)
+
+    again = torchrun(*script, "--load", f"{tmp_path}/dcp", "--max_steps", "40", "--shards", "1")
+    assert "step 00040 | loss" in again
