@@ -173,15 +173,17 @@ class Layer:
         self.parameters = {}  # parameter's name -> DTensor
         for full_name, (module, key) in places.items():
             self.parameters[full_name] = getattr(module, key)
-        self.sizes = [x.numel() for x in self.shards()]
+        self.shapes = [x.shape for x in self.shards()]
         self.anchor = torch.zeros_like(self.flat())
         self.momentum = torch.zeros_like(self.anchor)
         self.pending = False  # True: its sync is not complete
 
+    @torch.no_grad()
     def shards(self) -> list:
         """This rank's shard of each parameter. Writing into it changes the parameter."""
-        return [p.detach().to_local() for p in self.parameters.values()]
+        return [p.to_local() for p in self.parameters.values()]
 
+    @torch.no_grad()
     def flat(self) -> torch.Tensor:
         """x_i: a copy."""
         return torch.cat([x.flatten() for x in self.shards()])
@@ -193,7 +195,8 @@ class Layer:
 
     def cut(self, vector) -> list:
         """Views of a flat vector, shaped like shards()."""
-        return [v.view(x.shape) for v, x in zip(vector.split(self.sizes), self.shards())]
+        sizes = [shape.numel() for shape in self.shapes]
+        return [v.view(shape) for v, shape in zip(vector.split(sizes), self.shapes)]
 
     def as_dtensors(self, vector) -> dict:
         """Parameter's name -> its part of the vector, sharded like the parameter."""
@@ -210,7 +213,6 @@ class Layer:
 
 
 def find_layers(model) -> list:
-    """Raises ValueError if a parameter cannot take part."""
     owners = {}  # parameter -> the state of its fully_shard() call
     modules = {}  # that state -> the modules of the call
     names = {}
@@ -237,12 +239,13 @@ def find_layers(model) -> list:
 
 
 def check_parameter(name, p, owners):
+    """Raise ValueError if the parameter cannot take part."""
     if p not in owners:
         raise ValueError(f"{name}: shard it with fully_shard(), before EDiT is made")
     if p.device_mesh.ndim > 1:
         raise ValueError(
-            f'{name}: give fully_shard() one dimension, mesh=mesh["shard"]. With two FSDP2 averages '
-            "every gradient over all replicas (HSDP)"
+            f'{name}: give fully_shard() one dimension, mesh=mesh["shard"]. With two, FSDP2 averages'
+            " every gradient over all replicas (HSDP)"
         )
     if p.device.type == "meta":
         raise ValueError(f"{name}: it is on meta. Make EDiT when parameters have their memory")
@@ -251,6 +254,21 @@ def check_parameter(name, p, owners):
             f"{name}: an outer step would be lost in {p.dtype}. Keep float32, and compute in "
             "bfloat16 by MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         )
+
+
+def find_mesh(layers, replicas):
+    """The mesh of the shards. Raises ValueError if it is not across that of the replicas."""
+    meshes = {p.device_mesh for layer in layers for p in layer.parameters.values()}
+    if len(meshes) > 1:
+        raise ValueError(f"the parameters are on {len(meshes)} meshes: norms would be wrong")
+    (shards,) = meshes
+    both = set(shards.mesh.flatten().tolist()) & set(replicas.mesh.flatten().tolist())
+    if both != {dist.get_rank()}:
+        raise ValueError(
+            f"ranks {sorted(both)} are in the mesh of the shards and in that of the replicas: give "
+            'fully_shard() mesh["shard"] and EDiT mesh["replica"]'
+        )
+    return shards
 
 
 # ---- the method ----
@@ -267,11 +285,10 @@ class EDiT:
             )
         self.config = Config(**options)
         self.layers = find_layers(model)
-        shards = next(iter(self.layers[0].parameters.values())).device_mesh
+        shards = find_mesh(self.layers, replicas)
         self.shard_group, self.shards = shards.get_group(), shards.size()
         self.sync_group, self.replicas = replicas.get_group(), replicas.size()
         self.replica = replicas.get_local_rank()
-        check_mesh(self.shard_group, self.sync_group)
         self.steps = 0
         self.local_steps = 0  # of this round
         self.rounds = 0
@@ -338,6 +355,8 @@ class EDiT:
 
     def before_forward(self, layer):
         """FSDP2 is about to gather this layer."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a CUDA graph would leave out the hooks of EDiT: train without one")
         if torch.is_grad_enabled():
             self.before_step()
         if self.order is None and layer not in self.visited:
@@ -354,6 +373,7 @@ class EDiT:
 
     # ---- start ----
 
+    @torch.no_grad()
     def before_step(self):
         if not self.started:
             self.started = True
@@ -478,6 +498,7 @@ class EDiT:
     def finish_layer(self):
         """Wait for the first mean in flight and take the outer step of its layer."""
         layer, dbar, handle = self.in_flight.popleft()
+        handle.wait()
         # FSDP2 may have gathered the layer already (an explicit prefetch, an evaluation), or be
         # about to. It would compute with old parameters. Nothing public tells, so finish such a
         # gather, and drop it.
@@ -488,7 +509,6 @@ class EDiT:
                 f"{layer.name} is still gathered, or its parameters are others than when EDiT was "
                 "made: make EDiT last, after fully_shard() and after loading with assign=True"
             )
-        handle.wait()
         clip = dbar.new_ones(())
         if self.config.pseudo_grad_clipping:
             clip = clip_factor(self.norms([dbar])[0], self.config.pseudo_grad_clip)
@@ -501,7 +521,7 @@ class EDiT:
         layer.pending = False
 
     def norms(self, vectors) -> torch.Tensor:
-        """Their norms over the whole replica. Added in the order of ranks: equal in all replicas."""
+        """Their norms over the whole replica. Ranks are added in one order: equal bits everywhere."""
         squares = torch.stack([v.norm() ** 2 for v in vectors])
         # [shard] all-gather, a scalar per vector
         return self.gather(squares, self.shard_group, self.shards).sum(dim=0).sqrt()
@@ -544,17 +564,6 @@ class EDiT:
         self.statistics = state[own]["statistics"]
 
 
-def check_mesh(shard_group, sync_group):
-    """Raise ValueError if the two groups are not a row and a column of a mesh."""
-    both = set(dist.get_process_group_ranks(shard_group))
-    both &= set(dist.get_process_group_ranks(sync_group))
-    if both != {dist.get_rank()}:
-        raise ValueError(
-            f"ranks {sorted(both)} are in the mesh of the shards and in that of the replicas: give "
-            'fully_shard() mesh["shard"] and EDiT mesh["replica"]'
-        )
-
-
 # ---- beside the method ----
 
 
@@ -568,8 +577,10 @@ def clip_gradient(parameters, max_norm=0.0) -> torch.Tensor:
     factor = norm.isfinite().to(norm.dtype)
     if max_norm:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).where(norm.isfinite(), 0.0)
-    for g in gradients:
-        g.to_local().mul_(factor).nan_to_num_(0.0, 0.0, 0.0)  # 0 * NaN is NaN
+    shards = [g.to_local() for g in gradients]
+    torch._foreach_mul_(shards, factor)
+    for g in shards:
+        g.nan_to_num_(0.0, 0.0, 0.0)  # 0 * NaN is NaN
     return norm
 
 

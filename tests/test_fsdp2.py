@@ -1,5 +1,5 @@
-"""examples/edit_fsdp2.py under torch's FSDP2 is edit.py: the same losses and parameters as train.py,
-in fp64. Whatever FSDP2 allows (prefetch, kept layers, compiled blocks, evaluations between steps,
+"""examples/edit_fsdp2.py under torch's FSDP2 is edit.py: it has the losses and parameters of
+train.py in fp64. Whatever FSDP2 allows (prefetch, kept layers, compiled blocks, evaluations between steps,
 checkpoints on another mesh) changes nothing, and each line that guards against a silent error is
 needed."""
 
@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -322,7 +323,7 @@ def test_replica_that_visits_layers_in_another_order_adds_up_the_same_layers(cor
 UNSHARD = "        layer.modules[0].unshard()\n"
 RESHARD = "        layer.modules[0].reshard()\n"
 DROP = UNSHARD + RESHARD
-NO_NAN = ".nan_to_num_(0.0, 0.0, 0.0)  # 0 * NaN is NaN\n    return norm"
+NO_NAN = "g.nan_to_num_(0.0, 0.0, 0.0)  # 0 * NaN is NaN\n    return norm"
 BROKEN = {  # (line, another), variant, the error or None: silently other numbers
     "the hook runs after FSDP2's": ((", prepend=True)", ")"), {"hold": True}, "still gathered"),
     "nothing drops a gather": ((DROP, ""), {"prefetch": True}, None),
@@ -356,7 +357,7 @@ def test_gradient_that_is_not_finite_leaves_no_trace_in_the_moments(corpus_folde
     """Without the line that sets it to 0 the replica would be flagged for ever: an error."""
     nan = {"after_backward": put_nan}
     whole, broken = results(
-        corpus_folder, (RUN, nan), (RUN, nan | {"broken": [(NO_NAN, "\n    return norm")]})
+        corpus_folder, (RUN, nan), (RUN, nan | {"broken": [(NO_NAN, "pass\n    return norm")]})
     )
     for rank in whole:
         assert all(moment.isfinite().all() for moment in rank["moments"])
@@ -383,12 +384,16 @@ def refusals() -> dict:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device, dtype)
         if on == "both":
             fully_shard(model, mesh=mesh)
+        elif on == "two":
+            fully_shard(model[0], mesh=mesh["replica"])
+            fully_shard(model, mesh=mesh["shard"])
         elif on:
             fully_shard(model, mesh=mesh[on])
         edit = edit_fsdp2.EDiT(model, mesh[replicas], tau=2, warmup_steps=0)
         return model, edit
 
     refused("HSDP", lambda: make(on="both"))
+    refused("two", lambda: make(on="two"))
     refused("unsharded", lambda: make(on=None))
     refused("bf16", lambda: make(dtype=torch.bfloat16))
     refused("meta", lambda: make(device="meta"))
@@ -408,7 +413,15 @@ def refusals() -> dict:
         edit.step()
         edit.state_dict()
 
+    def capture():
+        model, _ = make()
+        with mock.patch.multiple(
+            torch.cuda, is_available=lambda: True, is_current_stream_capturing=lambda: True
+        ):
+            model(torch.ones(1, 4))
+
     refused("unequal", start_unequal)
+    refused("graph", capture)
     refused("round", save_in_a_round)
     return found
 
@@ -417,12 +430,14 @@ def refusals() -> dict:
 def test_what_would_be_silently_wrong_is_refused_on_every_rank():
     messages = {
         "HSDP": "0.weight: give fully_shard() one dimension",
+        "two": "the parameters are on 2 meshes",
         "unsharded": "0.weight: shard it with fully_shard()",
         "bf16": "0.weight: an outer step would be lost in torch.bfloat16",
         "meta": "0.weight: it is on meta",
         "mesh": "are in the mesh of the shards and in that of the replicas",
         "torch": f"torch {torch.__version__} has no FSDPModule._gone",
         "unequal": "replica 1 starts from other parameters than replica 0",
+        "graph": "a CUDA graph would leave out the hooks",
         "round": "replicas differ, 1 steps after a sync",
     }
     for found in run_ranks(M * N, refusals):
