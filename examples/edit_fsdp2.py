@@ -244,8 +244,8 @@ def check_parameter(name, p, owners):
         raise ValueError(f"{name}: shard it with fully_shard(), before EDiT is made")
     if p.device_mesh.ndim > 1:
         raise ValueError(
-            f'{name}: give fully_shard() one dimension, mesh=mesh["shard"]. With two, FSDP2 averages'
-            " every gradient over all replicas (HSDP)"
+            f'{name}: give fully_shard() one dimension, mesh=mesh["shard"]. With two, FSDP2 '
+            "averages every gradient over all replicas (HSDP)"
         )
     if p.device.type == "meta":
         raise ValueError(f"{name}: it is on meta. Make EDiT when parameters have their memory")
@@ -521,7 +521,7 @@ class EDiT:
         layer.pending = False
 
     def norms(self, vectors) -> torch.Tensor:
-        """Their norms over the whole replica. Ranks are added in one order: equal bits everywhere."""
+        """Their norms over the whole replica. Ranks are added in one order: equal bits on all."""
         squares = torch.stack([v.norm() ** 2 for v in vectors])
         # [shard] all-gather, a scalar per vector
         return self.gather(squares, self.shard_group, self.shards).sum(dim=0).sqrt()

@@ -1,7 +1,7 @@
 """examples/edit_fsdp2.py under torch's FSDP2 is edit.py: it has the losses and parameters of
-train.py in fp64. Whatever FSDP2 allows (prefetch, kept layers, compiled blocks, evaluations between steps,
-checkpoints on another mesh) changes nothing, and each line that guards against a silent error is
-needed."""
+train.py, in fp64. Whatever FSDP2 allows (prefetch, kept layers, compiled blocks, evaluations
+between steps, checkpoints on another mesh) changes nothing, and each line that guards against a
+silent error is needed."""
 
 import importlib.util
 import json
