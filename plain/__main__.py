@@ -43,8 +43,8 @@ SHARDED = {  # the sharded twins, for their flags
     "a_edit": a_edit.AEDiT,
     **RELATIVES,
 }
-REFUSED = "backend timeout_s compile recompute profile timeline dry_run checkpoint_interval keep"
-REFUSED += " save_on_exit resume init_from tokens_per_step offload link_mbps link_latency_ms"
+REFUSED = "backend timeout_s compile recompute timeline dry_run checkpoint_interval keep"
+REFUSED += " save_on_exit resume init_from tokens_per_step offload link_mbps"
 REPLICAS = 4
 
 
