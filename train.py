@@ -1,7 +1,8 @@
 r"""Train a small Llama-style model with one of several synchronization methods.
 
     python train.py --method minibatch                                      # one process
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 train.py --method edit --shards 2
+    OMP_NUM_THREADS=1 torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 4 \
+        train.py --method edit --shards 2
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 \
         train.py --shards 8    # a shared disk; without one see docs/two_machines.md
 

@@ -1,7 +1,8 @@
 r"""Layers, data and a training loop of your own, with the methods of this project.
 
     python docs/own.py --method minibatch
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 docs/own.py --method edit --shards 2
+    OMP_NUM_THREADS=1 torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 4 \
+        docs/own.py --method edit --shards 2
 
 To which of three noisy spirals does a point belong? Replace the three parts. Flags of the method
 and the optimizer count, those about text, files, devices and simulations do not.

@@ -199,7 +199,7 @@ def connect() -> Mesh:
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        raise UserError("srun has started several tasks: let it start torchrun, see plumbing/slurm.sh")
+        raise UserError("srun starts several tasks: let it start torchrun, see plumbing/slurm.sh")
     timeout = timedelta(seconds=START_S)
     with translate_comm_errors():
         if world_size > 1:

@@ -31,9 +31,10 @@ simulated link use gloo or NCCL, which have threads or streams of their own. Eve
 default and then costs nothing.
 
     export OMP_NUM_THREADS=1
-    torchrun --standalone --nproc_per_node 2 train.py --method a_edit --slow_replica 1:2.0
-    torchrun --standalone --nproc_per_node 2 train.py --method edit --random_tokens 1:300:315
-    torchrun --standalone --nproc_per_node 2 train.py --method minibatch --link_mbps 100
+    alias run="torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 2 train.py"
+    run --method a_edit --slow_replica 1:2.0
+    run --method edit --random_tokens 1:300:315
+    run --method minibatch --link_mbps 100
 
 Plain version: plain/train.py, with a virtual clock.
 """

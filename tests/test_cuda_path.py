@@ -132,9 +132,6 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
         train.Training(setup, mesh, launch.StopRequest(False)).run()
     monkeypatch.undo()
 
-    # a dead neighbour is soon known
-    assert mesh.timeouts["shard"].total_seconds() == 100
-    assert mesh.timeouts["sync"].total_seconds() == 600
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     last = checkpoint.list_checkpoints(folder)[-1]
     for rank in 1, 2, 3:  # what they would have saved is in the file of rank 0

@@ -324,8 +324,8 @@ def die_or_wait(rank):
 
 @pytest.mark.parametrize("silent", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_silent_or_missing_rank_ends_the_others_with_a_line(silent, start):
-    """A silent one after --timeout_s (a machine that hangs, not a process that is gone), a missing one
-    after START_S. It has not set its key hello/3 (nor perhaps a slow one its own)."""
+    """A silent one after --timeout_s (a machine that hangs, not a process that is gone), a missing
+    one after START_S. It has not set its key hello/3 (nor perhaps a slow one its own)."""
     run = start("--timeout_s 3", steps=10**5, special={} if silent else patched(die_or_wait))
     if silent:
         run.wait_for("step 00013/")
