@@ -310,9 +310,12 @@ def check_alike(setup, everyone: Mesh):
             break
     for rank, (other, _) in enumerate(found):
         for name in first:
-            if other[name] == first[name]:
+            if other.get(name) == first[name]:
                 continue
-            line = f"{name} is {first[name]} on rank 0 and {other[name]} on rank {rank}"
+            line = (
+                f"{name} is {first[name]} on rank 0 and {other.get(name)} on rank {rank}; give the "
+                "same to both"
+            )
             if name == "--data":
                 line = (
                     f"the corpus of rank {rank} is not that of rank 0; give both a copy of one "

@@ -447,7 +447,7 @@ def test_ranks_that_differ_are_told_in_what(monkeypatch, capsys):
     assert difference({}) == ""  # folders may differ
     assert "note" not in capsys.readouterr().out
     line = difference({"dtype": "bf16"})
-    assert line == "the ranks differ: --dtype is fp64 on rank 0 and bf16 on rank 1"
+    assert line == "the ranks differ: --dtype is fp64 on rank 0 and bf16 on rank 1; give the same to both"
     assert "the corpus of rank 1 is not that of rank 0" in difference({"hash": "2"})
     assert difference({}, software="3.12.1") == ""
     assert "note    rank 1 has Python 3.12.1, torch" in capsys.readouterr().out
