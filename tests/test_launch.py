@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import config
 import data
 import ranks
 import shard
@@ -268,7 +269,8 @@ def test_second_signal_ends_process_1_at_once(start, tmp_path):
 
 def ignore_hangups(rank):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does before it starts the program
-    launch.STOPS = runpy.run_path(f"{ROOT}/config.py", run_name="config")["STOPS"]
+    anew = runpy.run_path(f"{ROOT}/config.py", run_name="config")
+    config.STOPS = launch.STOPS = anew["STOPS"]
 
 
 def test_nohup_keeps_its_promise(start):
