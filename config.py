@@ -392,15 +392,6 @@ def make_config(given: dict, methods: dict, base: dict):
     return run_class(**{name: value for name, value in values.items() if name in fields})
 
 
-def read_number(config: dict, key: str, flag: str):
-    """A number of a config.json. Raises UserError unless it is above 0 and within the limits of the
-    flag that has this meaning."""
-    f = Config.__dataclass_fields__[flag]
-    value = type(f.default)(config[key])
-    check_limits(f"config.json: {key}", value, f.metadata["limits"] | {"above": 0})
-    return value
-
-
 PATHS = {f"--{name}" for name in "data init_from resume out_dir model input tokenizer out".split()}
 
 
@@ -417,27 +408,3 @@ def check_limits(name: str, value, limits: dict):
     if not (low <= value < below) or value == limits.get("above"):  # also refuses NaN
         bound = f"above {limits['above']}" if "above" in limits else f"at least {low}"
         raise UserError(f"{name} {value}: must be {bound} and below {below:g}")
-
-
-def check_value(name: str, value, example, limits: dict):
-    """Raise UserError unless the value has the type of the example and is within the limits of
-    check_limits()."""
-    kinds = (int, float) if type(example) is float else (type(example),)
-    if type(value) not in kinds:
-        raise UserError(f"{name} is {value!r:.40}, not of type {kinds[-1].__name__}")
-    if not isinstance(value, str):  # an empty text is the default of some flags
-        check_limits(name, value, limits)
-
-
-def check_fields(kind: str, config, limits: dict):
-    """Check each field of a dataclass by the flag of its name."""
-    for f in dataclasses.fields(config):
-        flag = f.metadata or Config.__dataclass_fields__[f.name].metadata
-        value = getattr(config, f.name)
-        if flag["flag"].get("nargs") == "+" and isinstance(value, list):
-            if all(isinstance(word, str) for word in value):
-                continue
-        check_value(kind + f.name, value, f.default, flag["limits"] | limits)
-        choices = flag["flag"].get("choices")
-        if choices and value not in choices:
-            raise UserError(f"{kind}{f.name} is {value!r:.40}, not one of {', '.join(choices)}")
