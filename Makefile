@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 
 train: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 train.py --method edit --shards 2 --device cpu --overwrite
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 4 train.py --method edit --shards 2 --device cpu --overwrite
 
 test: .venv/ready
 	$(BIN)/python -m pytest

@@ -12,7 +12,6 @@ the checkpoint that a run resumes from, else of the --model preset, else its def
 
 import argparse
 import dataclasses
-import errno
 import io
 import json
 import os
@@ -59,30 +58,57 @@ def explain(error: Exception) -> tuple:
     return error.exit_code, str(error)
 
 
-class Terminal(io.FileIO):
-    """Standard output. What a program prints after its terminal was closed is lost, which must not
-    end it: it may still have to save its work."""
+class Output(io.FileIO):
+    """Standard output. A line that cannot be printed is lost, which must not end a training: the
+    terminal was closed, Ctrl-C ended `tee` as well, or the disk of the log is full."""
+
+    told = False
 
     def write(self, line) -> int:
         try:
-            return super().write(line)
+            return super().write(line) or len(line)  # None: a reader that is not ready
         except OSError as error:
-            if error.errno != errno.EIO:
-                raise
+            if not self.told:
+                self.told = True
+                tell_loss(error.strerror)
             return len(line)
+
+
+def tell_loss(reason: str):
+    with suppress(OSError):  # standard error may be lost as well
+        print(f"note    standard output is lost: {reason}", file=sys.stderr, flush=True)
+
+
+def open_output():
+    """Set sys.stdout: on rank 0 an Output, on the other ranks nothing is printed."""
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")
+    elif sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")
+        tell_loss("it is closed")
+    elif not isinstance(sys.stdout.buffer, io.BytesIO):  # which a test reads
+        output = io.BufferedWriter(Output(sys.stdout.fileno(), "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(output, sys.stdout.encoding)
+    sys.stdout.reconfigure(errors="replace", line_buffering=True)  # a terminal may lack characters
+
+
+def leave(number: int, frame):
+    os._exit(128 + number)
+
+
+def end_at_next(number: int):
+    """From here on this signal ends the process at once: without a traceback, and also while a rank
+    waits in gloo. Linux has no default action for process 1 of a container, so that one gets a
+    function."""
+    signal.signal(number, leave if os.getpid() == 1 else signal.SIG_DFL)
 
 
 def run_command(program: str, main):
     """Run a program's main(). Under torchrun only rank 0 prints to standard output. Errors that
     explain() knows end the process with a code and one line, the last of torchrun's report."""
-    rank = os.environ.get("RANK", "0")
-    if rank != "0":
-        sys.stdout = open(os.devnull, "w")
-    elif sys.stdout.isatty():
-        terminal = io.BufferedWriter(Terminal(sys.stdout.fileno(), "w", closefd=False))
-        sys.stdout = io.TextIOWrapper(terminal, sys.stdout.encoding)
-    sys.stdout.reconfigure(errors="replace", line_buffering=True)  # a terminal may lack characters
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, also while a rank waits in gloo
+    open_output()
+    for number in STOPS:
+        end_at_next(number)
     try:
         return main()
     except Exception as error:
@@ -92,9 +118,10 @@ def run_command(program: str, main):
         with suppress(OSError, KeyError):
             report = json.dumps({"message": line, "timestamp": int(time.time())})
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(report)
-        time.sleep(rank != "0")  # rank 0 first: when it has ended, torchrun ends this rank
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(1)  # rank 0 first: when it has ended, torchrun ends this rank
         kind = "error: " if code < 128 else ""  # a signal is none
-        with suppress(OSError):  # a closed terminal
+        with suppress(OSError):  # standard error may be lost
             print(f"{program}: {kind}{line}", file=sys.stderr, flush=True)
     os._exit(code)  # destructors could wait for lost ranks
 
@@ -160,13 +187,14 @@ class Config:
     )
     compile: bool = option(False, "torch.compile each layer")
     recompute: bool = option(False, "recompute blocks in the backward, keep only their inputs")
-    profile: bool = option(False, "trace steps 2 to 4 into OUT_DIR/trace-RANK.json")
     timeline: bool = option(False, "record computing and waiting in OUT_DIR/timeline-RANK.json")
     dry_run: bool = option(False, "print memory and traffic of the run, for any mesh, and exit")
     log_interval: int = option(10, "steps between log lines", low=1)
     eval_interval: int = option(200, "steps between evaluations (at round ends)", low=1)
     eval_batches: int = option(16, "validation batches of 16 windows", low=1, below=10**6)
-    timeout_s: float = option(600.0, "seconds to wait for a silent rank", above=0, below=1e7)
+    timeout_s: float = option(
+        0.0, "wait for a silent rank; 0: 600, with NCCL between machines 3600", below=1e7
+    )
 
     checkpoint_interval: int = option(
         0, "in steps; 0: only one, at the end", group="checkpoints and resuming"
@@ -220,15 +248,10 @@ class Config:
     scale_lr: str = option("", "R:FIRST:LAST:FACTOR, multiplies replica R's lr in these steps")
     flip: str = option("", "R:FIRST:LAST, in these steps replica R syncs progress of wrong sign")
     link_mbps: float = option(0.0, "Mbit/s of each replica's link to the others; 0: no limit")
-    link_latency_ms: float = option(0.0, "latency of that link per hop", below=1e6)
 
     # No flag: what a sync needs beside the method's vectors, in vectors like model.master. A
     # method's dataclass may replace it.
     buffer_vectors = 0.0
-
-    @property
-    def limits_link(self) -> bool:
-        return self.link_mbps > 0 or self.link_latency_ms > 0
 
     def sent_vectors(self, replicas: int) -> float:
         """What a rank sends to other replicas per round, in vectors like model.master."""
@@ -263,8 +286,8 @@ class Config:
 # ---- from the command line to a config ----
 
 # Flags of this machine or this start: a resumed run does not take them from the checkpoint.
-NOT_RESUMED = {"out_dir", "device", "backend", "replicas", "resume", "overwrite", "profile"}
-NOT_RESUMED |= {"dry_run", "init_from", "timeline"}
+NOT_RESUMED = {"out_dir", "device", "backend", "replicas", "resume", "overwrite", "dry_run"}
+NOT_RESUMED |= {"init_from", "timeline"}
 
 
 def parse(argv: list, methods: dict) -> tuple:
@@ -287,26 +310,21 @@ def read_flags(argv: list, methods: dict) -> dict:
         for f in dataclasses.fields(methods[name].Config):
             fields.setdefault(f.name, {})[name] = f
 
-    pairs = zip(argv, argv[1:])
-    help_of_all = any(pair in (("--help", "all"), ("-h", "all")) for pair in pairs)
     parser = Parser(
         usage="%(prog)s [--flag value ...]",
-        description=describe_help(method, methods, help_of_all),
+        description=describe_help(method, methods),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **options,
     )
     titles = group_titles()
-    own_title = "of some methods" if help_of_all else f"of --method {method}"
     groups = {}
     for name, found in fields.items():
-        title = titles.get(name, own_title)
+        title = titles.get(name, f"of --method {method}")
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         f = next(iter(found.values()))
         text = argparse.SUPPRESS
-        if help_of_all:
-            text = describe_meaning(found) + describe_defaults(found, methods)
-        elif method in found:
+        if method in found:
             text = f.metadata["help"]
             if f.default != "":
                 text += f" (default: {f.default})"
@@ -332,39 +350,13 @@ def group_titles() -> dict:
     return titles
 
 
-def describe_help(method: str, methods: dict, help_of_all: bool) -> str:
+def describe_help(method: str, methods: dict) -> str:
     """The text above the flags."""
-    if help_of_all:
-        return "The flags of all methods. If only some methods have a flag, they stand behind it."
-    lines = ["methods (--method NAME --help: the flags of one; --help all: those of all):"]
+    lines = ["methods (--method NAME --help: the flags of one):"]
     for name, method_class in methods.items():
         docstring = sys.modules[method_class.__module__].__doc__ or ""
         lines.append(f"  {name:18}{docstring.splitlines()[0] if docstring else ''}")
     return "\n".join([*lines, "", f"The flags of --method {method}:"])
-
-
-def describe_meaning(found: dict) -> str:
-    """The help text that a flag has in its methods. Where they differ, the remark in brackets at
-    the end is of one method, and is left out. found: method -> the flag's field."""
-    first, *others = [f.metadata["help"] for f in found.values()]
-    if any(text != first for text in others):
-        return re.sub(r" \([^()]*\)$", "", first)
-    return first
-
-
-def describe_defaults(found: dict, methods: dict) -> str:
-    """A flag's defaults and the methods that have them. found: method -> the flag's field."""
-    owners = {}  # default -> methods
-    for name in methods:
-        if name in found:
-            owners.setdefault(str(found[name].default) or "none", []).append(name)
-    if len(found) < len(methods) or len(owners) > 1:
-        parts = []
-        for default, names in owners.items():
-            parts.append(f"{default} in {list_methods(names, methods)}")
-        return f" (default: {'; '.join(parts)})"
-    (default,) = owners
-    return f" (default: {default})" if default != "none" else ""
 
 
 def list_methods(names: list, methods: dict) -> str:
@@ -395,24 +387,6 @@ def make_config(given: dict, methods: dict, base: dict):
     return run_class(**{name: value for name, value in values.items() if name in fields})
 
 
-def lost_flags(saved: dict, config, methods: dict) -> list:
-    """Flags of a checkpoint that this version of the code does not have. saved: name -> value.
-    Those of the checkpoint's method are no loss if the run takes another method."""
-    known = vars(config).keys()
-    if saved["method"] in methods:
-        known |= methods[saved["method"]].Config.__dataclass_fields__.keys()
-    return sorted(saved.keys() - known)
-
-
-def read_number(config: dict, key: str, flag: str):
-    """A number of a config.json. Raises UserError unless it is above 0 and within the limits of the
-    flag that has this meaning."""
-    f = Config.__dataclass_fields__[flag]
-    value = type(f.default)(config[key])
-    check_limits(f"config.json: {key}", value, f.metadata["limits"] | {"above": 0})
-    return value
-
-
 PATHS = {f"--{name}" for name in "data init_from resume out_dir model input tokenizer out".split()}
 
 
@@ -429,27 +403,3 @@ def check_limits(name: str, value, limits: dict):
     if not (low <= value < below) or value == limits.get("above"):  # also refuses NaN
         bound = f"above {limits['above']}" if "above" in limits else f"at least {low}"
         raise UserError(f"{name} {value}: must be {bound} and below {below:g}")
-
-
-def check_value(name: str, value, example, limits: dict):
-    """Raise UserError unless the value has the type of the example and is within the limits of
-    check_limits()."""
-    kinds = (int, float) if type(example) is float else (type(example),)
-    if type(value) not in kinds:
-        raise UserError(f"{name} is {value!r:.40}, not of type {kinds[-1].__name__}")
-    if not isinstance(value, str):  # an empty text is the default of some flags
-        check_limits(name, value, limits)
-
-
-def check_fields(kind: str, config, limits: dict):
-    """Check each field of a dataclass by the flag of its name."""
-    for f in dataclasses.fields(config):
-        flag = f.metadata or Config.__dataclass_fields__[f.name].metadata
-        value = getattr(config, f.name)
-        if flag["flag"].get("nargs") == "+" and isinstance(value, list):
-            if all(isinstance(word, str) for word in value):
-                continue
-        check_value(kind + f.name, value, f.default, flag["limits"] | limits)
-        choices = flag["flag"].get("choices")
-        if choices and value not in choices:
-            raise UserError(f"{kind}{f.name} is {value!r:.40}, not one of {', '.join(choices)}")

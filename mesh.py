@@ -21,9 +21,9 @@ wait. `wait()` blocks the stream on NCCL and the host on gloo and shm (plumbing/
 issue a collective and wait for it on the stream on which its tensors were allocated. In a group of
 one rank an operation does nothing and is not counted (send_receive needs two).
 
-If a rank has died, or is silent for timeout_s, the others raise RankLostError. In a shard group a
-sixth of that time is enough (launch.shorten_timeout). NCCL is different: in every group its
-watchdog ends the process after timeout_s, and prints lines of its own.
+If a rank has died, or is silent for timeout_s, the others raise RankLostError. NCCL is different:
+its watchdog ends the process when an operation has not finished timeout_s after its issue, and
+prints lines of its own.
 """
 
 import re
@@ -47,8 +47,8 @@ def found_in_torch(*names):
 all_gather_single = found_in_torch("all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = found_in_torch("reduce_scatter_single", "reduce_scatter_tensor")
 
-# A collective between machines occupies at most this many SMs of a GPU, see _nccl_options(). Not
-# measured yet.
+# The sync of a round between machines occupies at most this many SMs of a GPU, see
+# _nccl_options(). Not measured yet.
 SYNC_CTAS = 4
 
 
@@ -124,9 +124,9 @@ class Group:
 
 class Mesh:
     """The grid as seen by one rank. backend(ranks, crosses_replicas) names the backend of a group;
-    on_one_machine(ranks): whether they are; alone: ignore the other ranks. Things that travel on
-    the host use torch.distributed's default group, which must be gloo. link: between replicas, a
-    simulate.SimulatedLink or None."""
+    few_sms(ranks): whether NCCL gives that sync group few SMs; alone: ignore the other ranks.
+    Things that travel on the host use torch.distributed's default group, which must be gloo. link:
+    between replicas, a simulate.SimulatedLink or None."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Mesh:
         device,
         timeout_s=600,
         backend=None,
-        on_one_machine=lambda ranks: True,
+        few_sms=lambda ranks: False,
         alone=False,
     ):
         self.world_size = 1
@@ -149,7 +149,7 @@ class Mesh:
         self.timeout = timedelta(seconds=timeout_s)
         self.backend = backend
         self.link = None
-        self.on_one_machine = on_one_machine
+        self.few_sms = few_sms
         grid = torch.arange(self.world_size).view(self.replicas, self.shards)
         self.shard_group = self._group("shard", grid, self.replica)
         self.sync_group = self._group("sync", grid.T, self.shard_index)
@@ -184,11 +184,11 @@ class Mesh:
         return group
 
     def _nccl_options(self, ranks, crosses_replicas):
-        """A sync group between machines gets few SMs, because NCCL's kernels hold them until the
-        slow link has delivered. A shard group gets priority, because the computation of the next
-        layer waits for it."""
+        """A sync group on a slow link gets few SMs, because NCCL's kernels hold them until the link
+        has delivered. A shard group gets priority, because the computation of the next layer waits
+        for it."""
         options = dist.ProcessGroupNCCL.Options()
-        if crosses_replicas and not self.on_one_machine(ranks):
+        if crosses_replicas and self.few_sms(ranks):
             options.config.max_ctas = SYNC_CTAS
         options.is_high_priority_stream = not crosses_replicas
         options._timeout = self.timeout  # new_group() warns if it differs
@@ -212,11 +212,10 @@ class Mesh:
         self.waited_s.update(waited_s)
 
     @contextmanager
-    def _collective(self, group, operation, sent_bytes, hops):
+    def _collective(self, group, operation, sent_bytes):
         """What surrounds the start of every collective: its name in the profiler, errors of lost
         ranks, the ledger, the host's waiting, the simulated link. Yields a Handle, into which the
-        block puts torch's works. This rank sends sent_bytes. hops: how many transfers between
-        replicas follow one another."""
+        block puts torch's works. This rank sends sent_bytes."""
         handle = Handle(name=f"{group.name} {operation}")
         began = time.perf_counter()
         with translate_comm_errors(), record_function(handle.name):
@@ -227,7 +226,7 @@ class Mesh:
             handle.mesh = self
             self.waited("others", began, time.perf_counter())  # shm may wait for a free slot
             if self.link:
-                handle.works = [self.link.carry(handle.works, sent_bytes, hops)]
+                handle.works = [self.link.carry(handle.works, sent_bytes)]
 
     def all_gather(self, whole: torch.Tensor, group: Group) -> Handle:
         """Fill `whole` (flat, group.size equal pieces); this rank's own piece is in place."""
@@ -235,7 +234,7 @@ class Mesh:
             return Handle()
         own = group.own_piece(whole)
         sent_bytes = whole.nbytes * group.elsewhere
-        with self._collective(group, "all-gather", sent_bytes, group.size - 1) as handle:
+        with self._collective(group, "all-gather", sent_bytes) as handle:
             handle.works = [all_gather_single(whole, own, **group.call)]
         return handle
 
@@ -245,7 +244,7 @@ class Mesh:
         if group.size == 1:
             return Handle()
         sent_bytes = whole.nbytes * group.elsewhere
-        with self._collective(group, "reduce-scatter", sent_bytes, group.size - 1) as handle:
+        with self._collective(group, "reduce-scatter", sent_bytes) as handle:
             handle.works = [reduce_scatter_single(part, whole, **group.call)]
         return handle
 
@@ -255,7 +254,7 @@ class Mesh:
             return Handle()
         # A reduce-scatter, then an all-gather.
         sent_bytes = 2 * x.nbytes * group.elsewhere
-        with self._collective(group, "all-reduce", sent_bytes, 2 * (group.size - 1)) as handle:
+        with self._collective(group, "all-reduce", sent_bytes) as handle:
             handle.works = [dist.all_reduce(x, **group.call)]
         return handle
 
@@ -265,7 +264,7 @@ class Mesh:
         if group.size == 1:
             return Handle()
         sent_bytes = pieces.nbytes * group.elsewhere
-        with self._collective(group, "all-to-all", sent_bytes, group.size - 1) as handle:
+        with self._collective(group, "all-to-all", sent_bytes) as handle:
             handle.works = [dist.all_to_all_single(received, pieces, **group.call)]
         return handle
 
@@ -274,7 +273,7 @@ class Mesh:
         peer = group.ranks[partner]
         receive = dist.P2POp(dist.irecv, received, peer, group.process_group)
         send = dist.P2POp(dist.isend, x, peer, group.process_group)
-        with self._collective(group, "send-receive", x.nbytes, 1) as handle:
+        with self._collective(group, "send-receive", x.nbytes) as handle:
             # Both in one call: a send may have to wait for the partner's receive.
             handle.works = dist.batch_isend_irecv([receive, send])
         return handle

@@ -1,7 +1,8 @@
 r"""Train a small Llama-style model with one of several synchronization methods.
 
     python train.py --method minibatch                                      # one process
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 train.py --method edit --shards 2
+    OMP_NUM_THREADS=1 torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 4 \
+        train.py --method edit --shards 2
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 \
         train.py --shards 8    # a shared disk; without one see docs/two_machines.md
 
@@ -117,7 +118,6 @@ class Training:
 
     def at_round_end(self):
         """Evaluate, save and stop, each if it is due."""
-        launch.shorten_timeout(self.mesh)  # the first steps, which may compile, are over
         config = self.config
         last = self.last_progress
         self.last_progress = progress = self.method.progress
@@ -125,12 +125,10 @@ class Training:
         stopping = self.stop.agreed(self.method)
         if due(progress, last, config.eval_interval) and not over:
             val_loss = self.evaluate()
-            write_syncs(self.method, self.log)
-            self.log.eval(self.method, val_loss)
+            self.log_evaluation(val_loss)
         if stopping or over or due(progress, last, config.checkpoint_interval):
             path = self.save(over)
             if stopping and path:
-                self.log.print_lost_layers()
                 raise launch.Stopped(stopping, self.method.steps, path)
 
     def save(self, over: bool) -> Path | None:
@@ -155,10 +153,7 @@ class Training:
         """The last evaluation, model.pt, a sample."""
         self.method.finish()
         val_loss = self.evaluate(self.model.master)  # the parameters to keep
-        write_syncs(self.method, self.log)
-        self.log.eval(self.method, val_loss)
-        if not math.isfinite(val_loss):
-            raise UserError(f"diverged: the validation loss at the end is {val_loss}; {HINT}")
+        self.log_evaluation(val_loss)
         path = Path(self.config.out_dir, "model.pt")
         launch.return_freed_memory()
         if self.mesh.replica == 0:
@@ -173,6 +168,13 @@ class Training:
         elif self.mesh.rank == 0:
             print(f"model   {path}")
             print(f"sample  none at this size: it takes minutes; python sample.py --model {path}")
+
+    def log_evaluation(self, val_loss: float):
+        write_syncs(self.method, self.log)
+        self.log.eval(self.method, val_loss)
+        if not math.isfinite(val_loss):
+            step = self.method.steps
+            raise UserError(f"diverged: the validation loss at step {step} is {val_loss}; {HINT}")
 
     def evaluate(self, parameters=None) -> float:
         """Mean loss over the validation windows, nats per token; the ranks share the work.
@@ -252,7 +254,6 @@ def write_syncs(method, log):
     while row := method.record.take():
         log.sync(row)
         if method.record.lost_rounds == 3:
-            log.print_lost_layers()
             raise UserError(
                 "all replicas were left out of the last 3 syncs, because their updates were not "
                 f"finite: {HINT}"

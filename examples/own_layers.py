@@ -1,7 +1,8 @@
 r"""Layers, data and a training loop of your own, with the methods of this project.
 
     python examples/own_layers.py --method minibatch
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 examples/own_layers.py --shards 2
+    OMP_NUM_THREADS=1 torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 4 \
+        examples/own_layers.py --shards 2
 
 To which of three noisy spirals does a point belong? Replace the first two parts. Then come two
 trainings: a sharded one, whose loop you may change, and a plain one in one process. In fp64 both

@@ -1,7 +1,9 @@
-"""Speed: a step of this repository beside torch's FSDP2 and beside no communication at all.
+r"""Speed: a step of this repository beside torch's FSDP2 and beside no communication at all.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 -m lab.bench --shards 2  # mesh 1x2
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 -m lab.bench --shards 2  # mesh 2x2
+    OMP_NUM_THREADS=1 torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 2 \
+        -m lab.bench --shards 2  # mesh 1x2
+    OMP_NUM_THREADS=1 torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 4 \
+        -m lab.bench --shards 2  # mesh 2x2
     python -m lab.bench --device cuda --model 124m --vocab_size 50304 --batch_size 16 --compile
 
     ours    a step with averaged gradients, as in train.py

@@ -1,4 +1,4 @@
-"""Compute utilization of every method, on paper: a simulated timeline of steps, layers and a link.
+r"""Compute utilization of every method, on paper: a simulated timeline of steps, layers and a link.
 
     compute               |forward 0 1 2|backward 2  1  0 |           |forward 0 1 2| ...
     link, minibatch                              | 2 | 1 | 0 |         # forward waits for all
@@ -29,7 +29,8 @@ Assumptions:
 
 A recorded run beside this simulation:
 
-    torchrun --standalone --nproc_per_node 2 train.py --method edit --timeline --link_mbps 100 ...
+    torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 2 \
+        train.py --method edit --timeline --link_mbps 100 ...
     python -m lab.planner out/edit
 
 explain.html computes the same in a browser, with the same names and three more models.

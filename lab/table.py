@@ -50,7 +50,7 @@ from lab.rows import METHODS, read_run
 # Flags of a start, of its files and of its log: runs that differ in them are alike. The others are
 # what the record says beside the flags; the flags say the same.
 NO_SETTING = {"event", "step", "seed", "out_dir", "resume", "overwrite", "dry_run"}
-NO_SETTING |= {"save_on_exit", "checkpoint_interval", "keep", "profile", "timeline", "timeout_s"}
+NO_SETTING |= {"save_on_exit", "checkpoint_interval", "keep", "timeline", "timeout_s"}
 NO_SETTING |= {"log_interval", "eval_interval"}
 NO_SETTING |= {"world_size", "mesh", "micro_steps", "micro_batch", "n_params"}
 SWITCH = {"no": 0, "yes": 1}  # a switch on the x axis

@@ -35,8 +35,8 @@ from plain.text import model_config, text_training
 from plumbing import simulate
 from plumbing.load_model import open_model
 
-REFUSED = "backend timeout_s compile recompute profile timeline dry_run checkpoint_interval keep"
-REFUSED += " save_on_exit resume tokens_per_step offload link_mbps link_latency_ms"
+REFUSED = "backend timeout_s compile recompute timeline dry_run checkpoint_interval keep"
+REFUSED += " save_on_exit resume tokens_per_step offload link_mbps"
 REPLICAS = 4
 
 

@@ -10,7 +10,6 @@ the ranks share what they have found: either all train, or all end.
     a token id that is not  the rank that reads it ends, the others lose it         2 (others 1)
     in the vocabulary       (the beginning of each file is checked before training)
     a rank is lost          gloo, shm: the others end at once or after --timeout_s  1
-                            (a silent rank of the same replica: after a sixth of that);
                             nccl: after --timeout_s its watchdog ends them
     SIGTERM, Ctrl-C,        at once; with --save_on_exit at the next round end,     128 + signal
     SIGHUP                  after a checkpoint. SIGHUP: the terminal was closed
@@ -26,8 +25,6 @@ signals, so replicas wait for each other there, also in a method without a barri
 
 import ctypes
 import hashlib
-import ipaddress
-import json
 import math
 import os
 import platform
@@ -35,14 +32,13 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from config import STOPS, Config, UserError, explain, lost_flags, make_config
+from config import STOPS, Config, UserError, end_at_next, explain, make_config
 from config import padded_vocabulary, read_flags
 from mesh import Mesh, translate_comm_errors
 from model import has_native_bf16
@@ -53,9 +49,6 @@ from plumbing.plan import Plan
 
 LIBC = ctypes.CDLL(None)
 START_S = 600  # how long ranks wait for the slowest to start
-# What Setup.describe() says beside the flags
-FACTS = {"world_size", "mesh", "micro_steps", "micro_batch", "n_params", "corpus_hash"}
-FACTS |= {"torch", "device_name"}
 
 
 # ---- checking ----
@@ -75,15 +68,13 @@ class Setup:
     and writes nothing. Raises UserError.
 
     config, given: all flags, and those on the command line; corpus, plan;
-    path, saved: of the checkpoint to continue, and its state; lost: those of its flags that
-    this version of the code does not have; source: the model to start from
+    path, saved: of the checkpoint to continue, and its state; source: the model to start from
     """
 
     def __init__(self, argv: list, methods: dict, open_corpus, world_size: int, path=None):
         """open_corpus: data.load; path: the checkpoint that all ranks have agreed on; by default
         this rank chooses it."""
         self.saved = self.source = None
-        self.lost = []
         config, self.given, out_dir, found = read_command(argv, methods)
         alone = Mesh(1, torch.device("cpu"), alone=True)
         self.path = path or checkpoint.newest(found, alone, world_size, self.given.get("shards"))
@@ -98,9 +89,6 @@ class Setup:
                 raise UserError("--overwrite deletes the model of --init_from: change --out_dir")
             base = vars(self.source.config) | {"vocab_size": 0}
         self.config = config = make_config(self.given, methods, base)
-        if self.saved:
-            flags = {name: base[name] for name in base.keys() - FACTS}
-            self.lost = lost_flags(flags, config, methods)
         config.out_dir = out_dir
         if "data" in self.given:  # the checkpoint may be continued from another folder
             config.data = os.path.abspath(config.data)
@@ -125,8 +113,6 @@ class Setup:
         self.plan = Plan(config, methods[config.method], vocab_size, world_size)
         if not config.dry_run:
             self.plan.check_memory()
-        if config.compile and not config.dry_run:
-            check_compiler(config)
         if self.source:
             self.source.check(self.plan.model_config, self.corpus)
         if self.saved:
@@ -144,7 +130,7 @@ class Setup:
             raise UserError(f"{reason}: {origin}; name the corpus with --data") from None
 
     def describe(self, mesh) -> dict:
-        """What the record and the checkpoints say of the run: its flags and the FACTS."""
+        """What the record and the checkpoints say of the run."""
         name = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu"
         return vars(self.config) | {
             "world_size": mesh.world_size,
@@ -153,22 +139,6 @@ class Setup:
             "n_params": self.plan.n_params, "corpus_hash": self.corpus.hash,
             "torch": str(torch.__version__), "device_name": name,
         }  # fmt: skip
-
-
-def check_compiler(config):
-    """Raise UserError unless torch.compile works here. It needs a C++ compiler and Python's header
-    files, and reports what is missing in many ways."""
-    device = torch.device(config.device)
-    if config.device == "cuda":
-        device = torch.device("cuda", local_rank() % torch.cuda.device_count())
-    try:
-        torch.compile(torch.sin)(torch.ones(8, device=device))
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"--compile: torch.compile does not work here ({reason[:200]}); install a C++ compiler "
-            "(g++) and Python's header files, or leave out --compile"
-        ) from None
 
 
 def check_mesh(config, world_size: int):
@@ -224,46 +194,23 @@ def connect() -> Mesh:
     """Start torch.distributed's default group. Returns a mesh of all ranks as one replica, for what
     they tell each other before the run's mesh is known."""
     end_with_torchrun()
-    rank, world_size = place_among_ranks()
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        raise UserError("srun starts several tasks: let it start torchrun, see plumbing/slurm.sh")
     timeout = timedelta(seconds=START_S)
     with translate_comm_errors():
         if world_size > 1:
-            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+            try:
+                store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+            except ValueError as error:  # a variable is missing
+                raise UserError(f"{error}; start with torchrun, which sets them") from None
             store = without_old_keys(store, rank, world_size)
             check_interfaces(store, rank, world_size)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
             )
         return Mesh(world_size, torch.device("cpu"), START_S)
-
-
-def place_among_ranks() -> tuple:
-    """(rank, world size), which torchrun tells in the environment; alone without it. Raises
-    UserError if a launcher has left something out."""
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        # srun starts a step of so many tasks. The shell of a job is one task.
-        tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-        if tasks != "1":
-            raise UserError(
-                f"Slurm has started {tasks} tasks that do not know of each other: let srun start "
-                "torchrun, as plumbing/slurm.sh does, or one task, to train in one process"
-            )
-        return 0, 1
-    names = ["RANK", "WORLD_SIZE"]
-    if os.environ.get("WORLD_SIZE") != "1":
-        names += ["MASTER_ADDR", "MASTER_PORT"]
-    found = {name: os.environ.get(name, "") for name in names}
-    for name in "LOCAL_RANK", "LOCAL_WORLD_SIZE":
-        found[name] = os.environ.get(name, "0")
-    right = found.get("MASTER_ADDR") != ""
-    right = right and all(found[name].isdecimal() for name in found.keys() - {"MASTER_ADDR"})
-    right = right and int(found.get("MASTER_PORT", 0)) < 2**16
-    if not right or int(found["RANK"]) >= int(found["WORLD_SIZE"]):
-        told = ", ".join(f"{name}={value}" for name, value in found.items())
-        raise UserError(
-            f"{told}: these variables do not describe a rank; start with torchrun, which sets them"
-        )
-    return int(found["RANK"]), int(found["WORLD_SIZE"])
 
 
 def end_with_torchrun():
@@ -299,50 +246,32 @@ def without_old_keys(store, rank: int, world_size: int):
 
 
 def check_interfaces(store, rank: int, world_size: int):
-    """Raise UserError on all ranks if gloo would listen where the other machines cannot reach it:
-    it would wait in vain. It takes the address of this machine's own name, which on Debian and
-    Ubuntu is 127.0.1.1. (If MASTER_ADDR is such an address, all ranks are on one machine.)"""
-    machine = shm.machine_id() or socket.gethostname()
-    gloo = "" if os.environ.get("GLOO_SOCKET_IFNAME") else gloo_address()
-    master = resolve(os.environ["MASTER_ADDR"])[:1]
-    closed = is_loopback(gloo) and not any(map(is_loopback, master))
-    store.set(f"interface/{rank}", json.dumps([machine, gloo, closed]))
-    found = store.multi_get([f"interface/{r}" for r in range(world_size)])
-    found = list(map(json.loads, found))
-    if len({machine for machine, *_ in found}) == 1:
+    """Raise UserError on all ranks if one of them would listen where other machines cannot reach
+    it: they would wait in vain. gloo takes the address of the machine's own name, which on Debian
+    and Ubuntu is 127.0.1.1. (If MASTER_ADDR is such an address, all ranks are on one machine.)"""
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         return
-    for other, (_, gloo, closed) in enumerate(found):
-        if closed:
-            line = (
-                f"rank {other} would listen at {gloo}, where other machines cannot reach it: on "
-                "each machine name the interface to the others, export GLOO_SOCKET_IFNAME=eth0 "
-                "(`ip -brief address` lists them; NCCL uses it, unless NCCL_SOCKET_IFNAME is set)"
-            )
-            raise UserError("" if rank else line)
+    closed = is_loopback(socket.gethostname()) and not is_loopback(os.environ["MASTER_ADDR"])
+    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    store.set(f"closed/{rank}", "yes" if closed and not named else "no")
+    found = store.multi_get([f"closed/{r}" for r in range(world_size)])
+    if b"yes" in found:
+        line = (
+            f"rank {found.index(b'yes')} would listen at 127.*, where other machines cannot reach "
+            "it: on each machine name the interface to the others, export GLOO_SOCKET_IFNAME=eth0 "
+            "(`ip -brief address` lists them; NCCL uses it, unless NCCL_SOCKET_IFNAME is set)"
+        )
+        raise UserError("" if rank else line)
 
 
-def gloo_address() -> str:
-    """Where gloo listens unless GLOO_SOCKET_IFNAME says it: the first address of this machine's
-    name that is one of its own, else loopback."""
-    for address in resolve(socket.gethostname()):
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family) as probe, suppress(OSError):
-            probe.bind((address, 0))
-            return address
-    return "127.0.0.1"
-
-
-def resolve(name: str) -> list:
-    """The addresses of a machine's name, as the system orders them."""
+def is_loopback(name: str) -> bool:
+    """Does this name mean the machine itself to itself? (gloo takes an unknown one so.)"""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        first, *_ = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
-        return []
-    return [address[0].split("%")[0] for *_, address in found]
-
-
-def is_loopback(address: str) -> bool:
-    return address != "" and ipaddress.ip_address(address).is_loopback
+        return True
+    address = first[4][0]
+    return address.startswith("127.") or address == "::1"
 
 
 def start(argv: list, methods: dict, open_corpus) -> tuple:
@@ -377,11 +306,14 @@ def check_alike(setup, everyone: Mesh):
         if software != first_software:
             print(f"note    rank {rank} has {software}, rank 0 has {first_software}")
             break
-    for rank, (other, software) in enumerate(found):
-        different = [name for name in first if other.get(name) != first[name]]
-        if different:
-            name = different[0]
-            line = f"{name} is {first[name]} on rank 0 and {other.get(name)} on rank {rank}"
+    for rank, (other, _) in enumerate(found):
+        for name in first:
+            if other.get(name) == first[name]:
+                continue
+            line = (
+                f"{name} is {first[name]} on rank 0 and {other.get(name)} on rank {rank}; give the "
+                "same to both"
+            )
             if name == "--data":
                 line = (
                     f"the corpus of rank {rank} is not that of rank 0; give both a copy of one "
@@ -416,7 +348,7 @@ def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     machine = shm.machine_id()
     if config.backend == "nccl":  # NCCL believes this variable, too
-        machine = os.environ.get("NCCL_HOSTID", machine)
+        machine = os.environ.get("NCCL_HOSTID", machine or socket.gethostname())
     # [start] all-gather of objects, all ranks, once per start
     machines = everyone.all_gather_object(machine)
 
@@ -426,12 +358,24 @@ def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:
     def backend(ranks, crosses_replicas):
         if config.backend != "shm":
             return config.backend
-        background = crosses_replicas and (config.limits_link or not barrier)
+        background = crosses_replicas and (config.link_mbps or not barrier)
         return "shm" if on_one_machine(ranks) and not background else "gloo"
 
-    link = simulate.SimulatedLink(config, config.shards, device) if config.limits_link else None
+    # NCCL counts an operation's time from its issue. The host issues a whole sync or backward at
+    # once, so on a slow link the last operation is legitimately old.
+    several = not on_one_machine(range(everyone.world_size))
+    timeout_s = config.timeout_s or (3600 if several and config.backend == "nccl" else 600)
+
+    def few_sms(ranks):
+        # In a round only syncs cross machines, and they may take the time of many steps. Averaged
+        # gradients are needed at once. (The warm-up of a method with rounds has the groups of its
+        # rounds. Not measured: no machine with two nodes of GPUs.)
+        has_rounds = hasattr(config, "sync_warmup_steps")
+        return has_rounds and not on_one_machine(ranks)
+
+    link = simulate.SimulatedLink(config, config.shards, device) if config.link_mbps else None
     with translate_comm_errors():
-        mesh = Mesh(config.shards, device, config.timeout_s, backend, on_one_machine)
+        mesh = Mesh(config.shards, device, timeout_s, backend, few_sms)
     if dist.is_initialized():
         dist.group.WORLD.set_timeout(mesh.timeout)
     mesh.spans = [] if config.timeline else None
@@ -457,14 +401,6 @@ def return_freed_memory():
 
 
 # ---- ending ----
-
-
-def shorten_timeout(mesh):
-    """Ranks of a replica are in step, so a silent one is soon known to be lost. Replicas may wait
-    for each other for --timeout_s. With NCCL an operation's time counts from its issue: one that is
-    queued behind a sync with a slow replica would seem lost. So there --timeout_s stays."""
-    if mesh.shard_group.size > 1 and mesh.shard_group.backend != "nccl":
-        mesh.shard_group.process_group.set_timeout(mesh.timeout / 6)
 
 
 def leave_together():
@@ -512,7 +448,7 @@ class StopRequest:
         # once for each of them. The next one must not count as the second signal.
         signal_at_death_of_parent(0)
         for each in STOPS:
-            signal.signal(each, signal.SIG_DFL)
+            end_at_next(each)
 
     def agreed(self, method) -> int:
         """At a round end: the signal with which all ranks stop here, or 0."""

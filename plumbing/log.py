@@ -8,8 +8,7 @@ Rank 0 writes the rows: one JSON object each, whose first key is `event`.
     resume  the same and step: a run continues from a checkpoint here. Rows that were written after
             that checkpoint are removed, so every step is in the file once
     step    step, tokens, loss, lr, grad_norm, step_ms, train_s, tokens_per_s, shard_bytes,
-            sync_bytes (sent so far); on a known GPU in bf16: mfu, the share of its peak (each
-            rank has a GPU of its own)
+            sync_bytes (sent so far)
     sync    round, step, tau, steps, loss, pseudo_grad_norm, weight, dropped, rolled_back,
             clip, stall_ms, wait_others_ms, wait_link_ms, sync_bytes
     eval    step, tokens, train_s, val_loss, bits_per_byte, sync_bytes; NoLoCo: spread, the root
@@ -27,6 +26,9 @@ wait_link_ms for a simulated link (plumbing/simulate.py); the rest is arithmetic
 timeline-RANK.json, with --timeline: {"replica": ..., "spans": [[name, begin, end], ...]}, seconds
 since 1970. Names: step, wait for others, wait for link, link (a transfer on the simulated link).
 
+To profile some steps: `with torch.profiler.profile() as profiler:` around train.main([...]), then
+profiler.export_chrome_trace("trace.json"). Layers and collectives have their names in it.
+
 To read a record: pandas.read_json("out/edit/metrics.jsonl", lines=True). To see it in TensorBoard
 (pip install tensorboard):
 
@@ -39,9 +41,8 @@ Plain version: plain/record.py.
 import json
 import math
 import os
-import re
 import time
-from collections import Counter, deque
+from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -178,15 +179,9 @@ class Log:
         self.at_start = setup.saved or NEW_RUN  # state.json of the checkpoint that is continued
         self.tokens = self.at_start["tokens"]
         self.last = self.at_start  # the last row `step`
-        self.rolled_back = Counter()  # layer -> rounds of this start
-        self.profiler = None
-        if self.config.profile:
-            trace = f"{self.config.out_dir}/trace-{mesh.rank}.json"
-            self.profiler = torch.profiler.profile(
-                schedule=torch.profiler.schedule(wait=0, warmup=1, active=3, repeat=1),
-                on_trace_ready=lambda profiler: profiler.export_chrome_trace(trace),
-            )
-            self.profiler.start()  # step 1 warms it up
+        # Rounds in a row in which most layers left a replica out, of each replica.
+        self.sick_rounds = [0] * mesh.replicas
+        self.told_sick = False
 
         path = Path(self.config.out_dir, "metrics.jsonl")
         continues = setup.saved and setup.path.parent.samefile(path.parent)
@@ -199,9 +194,6 @@ class Log:
         if continues:
             self.file.truncate(min(self.file.tell(), setup.saved["metrics_bytes"]))
         description = setup.describe(mesh)
-        self.peak_flops = 0.0
-        if not self.config.virtual_clock:  # whose seconds are no seconds
-            self.peak_flops = peak_flops(description["device_name"], self.config.dtype)
         if self.file.tell() == 0:
             self.write("config", description)
         if setup.saved:
@@ -221,9 +213,6 @@ class Log:
             if was != now.get(name):
                 line += f"; --{name} {was} -> {now.get(name)}"
         print(line)
-        if self.setup.lost:
-            lost = ", ".join(f"--{name} {saved[name]}" for name in self.setup.lost)
-            print(f"resume  dropped flags that this version does not have: {lost}")
 
     def write(self, event: str, row: dict):
         row = json.loads(json.dumps(row), parse_constant=lambda name: None)  # JSON has no NaN
@@ -250,8 +239,6 @@ class Log:
 
     def step(self, method, lr: float, metrics):
         """metrics: shard.Metrics. Reading them waits for the step."""
-        if self.profiler:
-            self.profiler.step()
         step = method.steps
         max_steps = self.config.max_steps
         due = step % self.config.log_interval == 0 or step in (1, max_steps)
@@ -268,17 +255,12 @@ class Log:
         row["tokens_per_s"] = tokens_per_s
         for group, count in self.mesh.sent.items():
             row[f"{group}_bytes"] = round(count)
-        mfu = ""
-        if self.peak_flops:
-            flops = tokens_per_s * self.setup.plan.flops_per_token()
-            row["mfu"] = flops / (self.peak_flops * self.mesh.world_size)
-            mfu = f"mfu {row['mfu']:.0%} | "
         self.write("step", row)
 
         minutes, seconds = divmod(round((max_steps - method.progress) * step_s), 60)
         print(
             f"step {step:05d}/{max_steps:05d} | loss {loss:.4f} | lr {lr:.1e} | "
-            f"gnorm {grad_norm:.2f} | {1e3 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s | {mfu}"
+            f"gnorm {grad_norm:.2f} | {1e3 * step_s:.0f} ms | {tokens_per_s:,.0f} tok/s | "
             f"{minutes}m{seconds:02d}s left"
         )
 
@@ -291,7 +273,6 @@ class Log:
         weights = f"[{min(row['weight']):.2f} .. {max(row['weight']):.2f}]"
         dropped = counts(row["dropped"])
         if lost := row["rolled_back"]:
-            self.rolled_back.update(lost)
             dropped += f" (rolled back: layer {', '.join(map(str, lost))})"
         print(
             f"sync {row['round']:04d} | tau {counts(row['steps'])} | pseudo-grad {norms} | "
@@ -299,6 +280,21 @@ class Log:
             f"{size(row['sync_bytes'])} | stall {row['stall_ms']:.0f} ms "
             f"(others {row['wait_others_ms']:.0f}, link {row['wait_link_ms']:.0f})"
         )
+        self.note_sick(row["dropped"])
+
+    def note_sick(self, dropped: list):
+        """Say once that a replica is sick. dropped: layers that have left it out, per replica."""
+        layers = self.config.n_layer + 2
+        for replica, count in enumerate(dropped):
+            self.sick_rounds[replica] += 1
+            if count <= layers / 2:
+                self.sick_rounds[replica] = 0
+            if self.sick_rounds[replica] == 3 and not self.told_sick:
+                self.told_sick = True
+                print(
+                    f"note    most layers have left out replica {replica} in 3 syncs in a row: its "
+                    "steps count for nothing. Look at its data, its --lr, its machine"
+                )
 
     def eval(self, method, val_loss: float):
         bits = val_loss / math.log(2) / self.setup.corpus.bytes_per_token  # of token files: NaN
@@ -318,7 +314,6 @@ class Log:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
         if self.mesh.device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated()
-        self.print_lost_layers()
         row = self.now(method)
         row["tokens_per_s"] = row.pop("tokens") / row["train_s"]
         row |= {"val_loss": val_loss, "peak_memory_bytes": peak_bytes, "exit": "done"}
@@ -329,36 +324,12 @@ class Log:
             f"peak {size(peak_bytes)} on rank 0"
         )
 
-    def print_lost_layers(self):
-        """At the end, however the run ends."""
-        if self.rolled_back:
-            found = [f"layer {l} in {n} rounds" for l, n in sorted(self.rolled_back.items())]
-            print(f"note    rolled back, because all replicas were left out: {', '.join(found)}")
-
     def write_timeline(self):
         zero = time.time() - time.perf_counter()  # one scale for all machines
         spans = [(name, begin + zero, end + zero) for name, begin, end in self.mesh.spans]
         path = Path(self.config.out_dir, f"timeline-{self.mesh.rank}.json")
         path.unlink(missing_ok=True)  # nothing is written through a link
         path.write_text(json.dumps({"replica": self.mesh.replica, "spans": spans}))
-
-
-# FLOP/s of dense bf16 matrix products, from NVIDIA's data sheets; patterns of a device's name. (An
-# H100 or H200 with another ending is slower.)
-PEAK_FLOPS = {
-    r"\bA100\b": 312e12,
-    r"\bH100 80GB HBM3$": 989e12,
-    r"\bH200$": 989e12,
-    r"\bB200$": 2250e12,
-}
-
-
-def peak_flops(device_name: str, dtype: str) -> float:
-    """FLOP/s of a GPU that is in the table, in bf16; 0 for all others."""
-    for pattern, flops in PEAK_FLOPS.items():
-        if dtype == "bf16" and re.search(pattern, device_name):
-            return flops
-    return 0.0
 
 
 def counts(found: list) -> str:

@@ -17,29 +17,28 @@ warm-up (with minibatch always) nothing changes: replicas must stay equal there.
 syncs use the schedule's. `--flip R:FIRST:LAST`: in the syncs after these steps the replica's
 progress has the wrong sign: x <- 2 anchor - x. Its norm stays as it is.
 
-The slow link. `--link_mbps`, `--link_latency_ms`: every replica reaches the others through one link
-of that rate, shared by its N ranks. A collective between replicas really happens, at the speed of
-this machine, but its wait() returns no earlier than the link would allow:
+The slow link. `--link_mbps`: every replica reaches the others through one link of that rate, shared
+by its N ranks. A collective between replicas really happens, at the speed of this machine, but its
+wait() returns no earlier than the link would allow. The link has no latency:
 
     begin_k  = max(all its ranks have arrived, free)     # free: when the link has sent
                                                          #   what was queued before
     free     = begin_k + bytes_k * FRAMING / (rate / N)  # bytes as mesh.py's ledger counts them
-    finish_k = free + latency * hops_k                   # hops: 2 (M-1) for an all-reduce, M-1 for
-                                                         #   all-gather, all-to-all; 1: send-receive
+    wait() of k returns when it is `free`
 
 Nothing blocks in between, so traffic that a method overlaps stays overlapped. Groups with a
 simulated link use gloo or NCCL, which have threads or streams of their own. Everything is off by
 default and then costs nothing.
 
     export OMP_NUM_THREADS=1
-    torchrun --standalone --nproc_per_node 2 train.py --method a_edit --slow_replica 1:2.0
-    torchrun --standalone --nproc_per_node 2 train.py --method edit --random_tokens 1:300:315
-    torchrun --standalone --nproc_per_node 2 train.py --method minibatch --link_mbps 100
+    alias run="torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 2 train.py"
+    run --method a_edit --slow_replica 1:2.0
+    run --method edit --random_tokens 1:300:315
+    run --method minibatch --link_mbps 100
 
 Plain version: plain/train.py, with a virtual clock.
 """
 
-import math
 import operator
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -218,20 +217,19 @@ class SimulatedLink:
     """One replica's link to the others; this rank has 1/N of its rate."""
 
     def __init__(self, config, ranks: int, device: torch.device):
-        self.bytes_per_s = config.link_mbps * 1e6 / 8 / ranks or math.inf
-        self.latency_s = config.link_latency_ms / 1e3
+        self.bytes_per_s = config.link_mbps * 1e6 / 8 / ranks
         self.on_cuda = device.type == "cuda"
         self.free = 0.0  # when it has sent what was queued
         self.note = None  # Mesh.note
         self.thread = ThreadPoolExecutor(max_workers=1)  # so collectives are carried in order
 
-    def carry(self, works: list, sent_bytes: float, hops: int) -> Transfer:
+    def carry(self, works: list, sent_bytes: float) -> Transfer:
         """Queue a collective in flight, torch's works, behind what is on the link already."""
         seconds = sent_bytes * FRAMING / self.bytes_per_s
-        finish = self.thread.submit(self._finish, works, seconds, hops * self.latency_s)
+        finish = self.thread.submit(self._finish, works, seconds)
         return Transfer(works, self.on_cuda, finish)
 
-    def _finish(self, works, seconds, latency_s) -> float:
+    def _finish(self, works, seconds) -> float:
         """Wait until the collective has really happened. Then compute when the link would have
         finished it."""
         for work in works:
@@ -243,4 +241,4 @@ class SimulatedLink:
         begin = max(time.perf_counter(), self.free)
         self.free = begin + seconds
         self.note("link", begin, self.free)
-        return self.free + latency_s
+        return self.free

@@ -14,4 +14,7 @@ HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # A node that joins gives the others 30 s to end their round (--tau 128) and save. If that is too short, the run
 # continues from its last checkpoint.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # torch 2.13 cannot let a node join without it
+# If NCCL waits for --timeout_s in vain, each rank writes its last operations to a file (~/.cache/torch/comm_lib_trace_rank_N,
+# or what TORCH_FR_DUMP_TEMP_FILE says). Compare them: the operation that one rank lacks is the culprit.
+export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1
 srun --kill-on-bad-exit=0 torchrun --nnodes "1:$SLURM_NNODES" --max-restarts 5 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint "$HOST:29500" train.py --model 1b --data my_corpus --shards 8 --tokens_per_step 786432 --checkpoint_interval 1000 --resume auto --save_on_exit

@@ -291,15 +291,11 @@ class ImaginedMesh(Mesh):
         self.world_size = 4
         self.shards = 2
         self.replicas = 2
-        self.timeouts = {"shard": self.timeout, "sync": self.timeout}
         self.shard_group = self.make("shard", [0, 1])
         self.sync_group = self.make("sync", [0, 2])
 
     def make(self, name, ranks):
-        def set_timeout(timeout):
-            self.timeouts[name] = timeout
-
-        return Group(name, ranks, 0, SimpleNamespace(set_timeout=set_timeout))
+        return Group(name, ranks, 0, None)
 
     def late(self, operation, group, *tensors):
         work = LateWork(operation, group, tensors)

@@ -1,4 +1,4 @@
-"""Two machines on one: network namespaces, a link of 100 Mbit/s and 20 ms, no shared folder. Needs
+"""Two machines on one: network namespaces, a link of 100 Mbit/s, no shared folder. Needs
 root (and ip, tc, unshare: iproute2, util-linux). Not part of the test suite. It runs what
 docs/two_machines.md says:
 
@@ -10,8 +10,7 @@ docs/two_machines.md says:
     4  B's programs are killed, with --max-restarts: only B is started again
     5  the machines change places: a line names --node_rank
 
-The losses of 3 and 4 must be those of 2, bit for bit. The latency is --link_latency_ms: few kernels
-have netem.
+The losses of 3 and 4 must be those of 2, bit for bit.
 """
 
 import json
@@ -30,8 +29,7 @@ ADDRESSES = "10.68.0.1", "10.68.0.2"
 PORT = 29500
 TRAIN = "--n_layer 2 --n_embd 64 --block_size 32 --method edit --tau 8 --sync_warmup_steps 8 "
 TRAIN += "--max_steps 64 --eval_interval 32 --log_interval 1 --device cpu --dtype fp32 "
-TRAIN += "--data ../corpus --out_dir run --checkpoint_interval 8 --resume auto --timeout_s 20 "
-TRAIN += "--link_latency_ms 20"
+TRAIN += "--data ../corpus --out_dir run --checkpoint_interval 8 --resume auto --timeout_s 20"
 
 
 def sh(line: str):

@@ -108,8 +108,8 @@ def _write_to(folder, rank):
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(f"{folder}/{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
-    sys.stdout = os.fdopen(1, "w", buffering=1)
-    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")  # as Python's own
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # as Python's
 
 
 def script(argv, rank, world_size, port, folder, path, cwd):
@@ -300,7 +300,7 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
 
 def _mesh(config, transport):
     link = None
-    if config.limits_link:
+    if config.link_mbps:
         link = simulate.SimulatedLink(config, config.shards, CPU)
     overlaps = link or not train.METHODS[config.method].barrier  # as in plumbing/launch.py
 

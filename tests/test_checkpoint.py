@@ -30,7 +30,7 @@ STREAMING_METHODS = "streaming_diloco", "streaming_edit"
 STREAMING = LOCAL | dict(tau=8, fragments=2, alpha=0.5, max_steps=15)
 VIRTUAL = dict(tau_time_s=4.0, virtual_clock=True, slow_replica="1:2")  # rounds of 4 and 2 steps
 SLOW = dict(link_mbps=2.0)
-UNEVEN = dict(link_mbps=20, link_latency_ms=2, slow_replica="0:1.5")
+UNEVEN = dict(link_mbps=20, slow_replica="0:1.5")
 TIGHT = dict(anomaly_warmup_rounds=2, anomaly_threshold=0.05, min_lr_ratio=1.0)  # drops
 CASES = [  # flags; ranks; round ends; where to resume; a simulation that changes nothing
     (dict(method="minibatch", max_steps=4), 2, [1, 2, 3, 4], [2], UNEVEN),

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib
 import io
 import json
 import math
@@ -15,10 +14,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import Counter
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -31,7 +28,7 @@ import train
 from config import Config, UserError, make_config, option, parse, run_command
 from mesh import Mesh, RankLostError, translate_comm_errors
 from model import Llama, ModelConfig
-from plumbing import checkpoint, launch, load_model, posix
+from plumbing import checkpoint, launch, load_model
 from plumbing.log import Clock, Log, RoundRecord
 from plumbing.plan import Plan
 from ranks import ROOT, Launch, flags, method_alone
@@ -39,23 +36,16 @@ from ranks import ROOT, Launch, flags, method_alone
 WRONG = """
 train --learning_rate 1                 | --learning_rate
 train --lr fast                         | --lr
-train --method adam                     | --method
 train edit                              | edit
 train --method diloco --anomaly_threshold 5 --quantize sign | --method diloco does not have --anomaly_threshold (a flag of edit, a_edit, streaming_edit, one_bit_edit), --quantize (a flag of streaming_diloco,
 train --method minibatch --tau 16       | minibatch does not have --tau (a flag of all but minibatch, a_edit)
 train --density 0.1                     | --method edit does not have --density (a flag of sparse_loco, top_k)
-train --method diloco --no-refresh | does not have --refresh (a flag of zero_one_adam)
 train --tau 0                           | --tau 0: must be at least 1
-train --lr nan                          | --lr nan
 train --outer_lr=-1                     | --outer_lr -1
 train --pseudo_grad_clip 0              | --pseudo_grad_clip 0.0: must be above 0
 train --max_steps DIGITS                | --max_steps 999
-train --beta1 1                         | --beta1 1.0: must be at least 0 and below 1
-train --timeout_s 1e14                  | --timeout_s 1000
 train --batch_size 2000000000           | a rank needs about
-train --block_size 1000000000           | lower --block_size
 train --shards 3                        | error: --shards 3: 1 ranks do not form replicas of 3; change --nproc_per_node or give --shards 1
-train --replicas 2                      | --replicas 2 --shards 1: that takes 2 ranks, but there are 1; start 2
 train --replicas 2 --shards 3           | --replicas 2 --shards 3: that takes 6 ranks, but there are 1; start 6
 train --replicas 100000 --shards 100000 --dry_run | 10,000,000,000 ranks
 train --link_mbps 1e-300                | --link_mbps 1e-300: must be 0 or at least
@@ -63,46 +53,25 @@ train --lr 1e-320 --optimizer muon      | muon's rate follows its schedule
 train --data xNEWLINEy                     | x\\ny: No such file
 train --data EMPTY                      | --data is empty, as of an unset variable
 train --init_from EMPTY                 | --init_from is empty
-train --resume EMPTY                    | --resume is empty
-train --out_dir EMPTY                   | --out_dir is empty
-data --input EMPTY --out new            | --input is empty
-data --input IN/text.txt EMPTY --out new | --input is empty
 data --input IN/text.txt --out EMPTY    | --out is empty
-sample --model EMPTY                    | --model is empty
-export --model EMPTY --out new          | --model is empty
-export --model IN/half.pt --out EMPTY   | --out is empty
 train --n_head 2 --n_embd 6             | --n_embd 6
 train --slow_replica 1:2                | --slow_replica 1:2: must be R:F, R below 1, 1 <= F < 1e9
-train --slow_replica 0:0.5              | --slow_replica 0:0.5
-train --slow_replica fast               | --slow_replica fast: must be R:F
-train --random_tokens 1:2:3             | --random_tokens 1:2:3: must be R:FIRST:LAST, R below 1
 train --random_tokens 0:3:2             | must be R:FIRST:LAST, R below 1, 1 <= F < 1e9, 0 <= FACTOR < 1e9, 0 <= FIRST <= LAST
 train --method zero_one_adam --sync_warmup_steps 0 | needs --sync_warmup_steps above 0
-train --method zero_one_adam --average_moments | no --average_moments
 train --method zero_one_adam --optimizer muon | --optimizer muon: zero_one_adam needs AdamW's variance
 train --optimizer muon --average_moments | give --average_moments m
 train --optimizer muon --lr 0 --muon_lr 0 | raise --lr, or give --optimizer adamw
 train --schedule wsd --decay_share 0.95 | of 1 steps the decay would begin at step 0, in the rate's warm-up of 3
-train --schedule wsd --decay_share 1.5  | --decay_share 1.5: must be
-train --optimizer sgd                   | --optimizer: invalid choice
 train --method top_k --density 0        | --density 0.0: must be above 0
 train --method zero_one_adam --tau_schedule 2:96,4            | --tau_schedule 2:96,4: write 2:96,4:384 for rounds of
-train --method zero_one_adam --tau_schedule 0:96             | --tau_schedule 0:96: write 2:96,4:384
-train --method zero_one_adam --tau_schedule 2:96:5,4:384       | --tau_schedule 2:96:5,4:384: write 2:96,4:384
-train --method zero_one_adam --tau_schedule ,                  | --tau_schedule ,: write 2:96,4:384
-train --average_moments v               | --average_moments: invalid choice
-train --flip 0:5:4                      | must be R:FIRST:LAST
 train --flip 3:1:2                      | --flip 3:1:2: must be R:FIRST:LAST
 train --method top_k --flip 0:1:2       | top_k has no anchor
-train --method streaming_edit --flip 0:1:2 | or syncs within a round
-train --scale_lr 0:1:2                  | must be R:FIRST:LAST:FACTOR
 train --virtual_clock --method co2      | replicas of co2 do not wait for each other
 train --resume nowhere                  | --resume nowhere: there is no checkpoint
 train --out_dir NAME                    | File name too long
 train --out_dir /dev/null/run           | error: /dev/null/run: Not a directory
 train --overwrite --resume auto         | --resume, --overwrite: give only one of them
 train --tokens_per_step 100             | --tokens_per_step 100: must be a multiple of 8
-train --tokens_per_step 3               | --tokens_per_step 3: must be a multiple of 8
 train --tokens_per_step 96 --accum 2    | leave out --accum
 train --backend nccl                    | --backend nccl
 train --device cuda                     | use --device cpu
@@ -110,14 +79,9 @@ train --data nowhere                    | nowhere: No such file
 train --data IN/text.txt                | is no folder: python data.py --input FILE --out FOLDER makes one
 train --data IN                         | no train.bin, val.bin, meta.json: data.py makes
 train --vocab_size 9                    | its vocabulary has 9 tokens
-train --data IN/loop/corpus             | corpus: Too many levels of symbolic links
-train --resume IN/loop/run              | there is no checkpoint
-train --out_dir IN/loop/run             | run: Too many levels of symbolic links
 train --method streaming_diloco --tau 8 --fragments 3 | --fragments 3: must divide --tau 8
-train --method streaming_diloco --tau 8 --fragments 2 --delay 4 | below tau / fragments = 4
 train --method streaming_diloco --tau 8 --delay 2 | --delay 2: must be below tau / fragments = 2
 train --method streaming_diloco --tau 8 --fragments 8 --delay 0 | at most one per layer
-train --method streaming_diloco --alpha 1.5 | --alpha 1.5: must be at least 0
 train --method noloco                   | --method noloco: it needs at least two replicas
 data                                    | --out
 data --input IN/nowhere --out new       | No such file
@@ -128,10 +92,7 @@ data --input IN/bad.jsonl --out new     | line 2 is not a JSON object
 data --input IN/a.Json --out new        | not a .txt, .jsonl or .parquet: the head of data.py
 data --input IN/text.txt --out new --tokenizer gpt3 | gpt3/tokenizer.json: No such file
 data --input IN/text.txt --out IN       | exists already
-data --input IN/text.txt --out IN/loop  | exists already
 data --input IN/text.txt --out new --tokenizer EMPTY | --tokenizer is empty, as of an unset
-data --input IN/text.txt --out NAME     | File name too long
-data --input IN/text.txt --out IN/loop/new | Too many levels of symbolic links
 train --init_from IN/nowhere            | nowhere'): name a model.pt of train.py
 train --init_from IN/foreign.pt         | is not a model (KeyError: 'model_config'): name a model.pt
 export                                  | --model
@@ -139,12 +100,8 @@ export --model IN --out new             | this needs a package: pip install tran
 export --model IN/half.pt --out new     | is not a model (RuntimeError: PytorchStreamReader failed reading
 sample                                  | --model
 sample --model IN/nowhere               | No such file
-sample --model IN                       | this needs a package: pip install transformers
-sample --model IN/text.txt              | is not a model
 sample --model IN/half.pt               | is not a model
-sample --model IN/foreign.pt            | is not a model
 sample --model IN/pickle.pt             | is not a model
-sample --model IN/path.pt               | is not a model (UnpicklingError: Weights only load failed
 sample --model x --seed DIGITS          | --seed
 """
 TABLE = [[part.strip() for part in line.split("|")] for line in WRONG.strip().splitlines()]
@@ -225,7 +182,7 @@ def test_loss_that_is_not_finite_at_the_end_is_a_divergence(
 ):
     argv = flags(method="minibatch", lr=1e12, lr_warmup_steps=0, max_steps=1, data=corpus_folder)
     assert run_here("train", [*argv, "--dtype", "fp32", "--out_dir", str(tmp_path)]) == 2
-    assert "diverged: the validation loss at the end is nan; lower" in capsys.readouterr().err
+    assert "diverged: the validation loss at step 1 is nan; lower" in capsys.readouterr().err
     assert not (tmp_path / "model.pt").exists()
 
 
@@ -242,18 +199,11 @@ def test_divergence_names_its_step_also_if_the_metrics_are_known_a_step_late(kno
 @pytest.mark.parametrize(
     "variables, message",
     [
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "Slurm has started 2 tasks that do not know of each other"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR=, .* start with torchrun"),
-        ({"RANK": "1"}, "RANK=1, WORLD_SIZE=, "),
-        ({"WORLD_SIZE": "2"}, "RANK=, WORLD_SIZE=2"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=2"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "y"}, "_PORT=y"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "65536"}, "=65536"),
-        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE=two"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK=x"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "let it start torchrun, see plumbing/slurm.sh"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR expected, but not set; start with torchrun"),
     ],
 )
-def test_environment_that_describes_no_rank_is_refused_in_a_line(
+def test_start_without_torchrun_is_refused_in_a_line(
     variables, message, run_here, monkeypatch, capsys
 ):
     for name, value in variables.items():
@@ -261,18 +211,7 @@ def test_environment_that_describes_no_rank_is_refused_in_a_line(
     assert run_here("train", ["--dry_run"]) == 2
     written = capsys.readouterr()
     (error,) = written.err.splitlines()
-    assert re.search(message, error) and written.out == ""
-
-
-def test_shell_of_a_slurm_job_trains_in_one_process(monkeypatch):
-    """It is one task, of a job that may have more."""
-    for name in "RANK", "WORLD_SIZE":
-        monkeypatch.delenv(name, raising=False)
-    for name, value in dict(SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1").items():
-        monkeypatch.setenv(name, value)
-    assert launch.place_among_ranks() == (0, 1)
-    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
-    assert launch.place_among_ranks() == (0, 1)
+    assert message in error and written.out == ""
 
 
 def test_rank_ends_if_torchrun_died_before_the_rank_asked_for_its_signal(monkeypatch):
@@ -319,12 +258,6 @@ def test_windows_gets_all_but_the_training_and_there_a_line(tmp_path):
     assert run.lines("out")[-1].startswith("abc")
 
 
-def test_peak_memory_has_the_unit_of_the_system(monkeypatch):
-    for system, unit in ("darwin", 1), ("linux", 1024):
-        monkeypatch.setattr(sys, "platform", system)
-        assert importlib.reload(posix).MAXRSS_BYTES == unit
-
-
 def test_error_of_gloo_is_told_without_its_source_files():
     text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
     text += "[127.0.0.1]:5133. This means that the peer has crashed. GLHF!\nmore"
@@ -351,18 +284,6 @@ def test_rank_whose_neighbours_are_lost_leaves_without_destroying_its_groups(mon
     with pytest.raises(SystemExit) as done:
         launch.leave_together()
     assert done.value.code == 0 and left == ["lost"]
-
-
-@pytest.mark.slow
-def test_compiler_that_is_missing_is_told_in_a_line(run_here, corpus_folder, tmp_path, capsys):
-    torch._dynamo.reset()
-    argv = [*flags(data=corpus_folder, max_steps=1, dtype="fp32"), "--compile"]
-    argv += ["--out_dir", str(tmp_path / "out")]
-    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
-        assert run_here("train", argv) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "--compile: torch.compile does not work here" in error and "leave out --compile" in error
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -549,12 +470,13 @@ def test_every_rank_exits_with_2_after_one_line(function, argv, message, tmp_pat
 
 
 @pytest.mark.slow
-def test_full_and_closed_output_and_torchrun_give_one_line_or_none(corpus_folder, tmp_path):
+def test_full_and_closed_output_end_nothing_and_torchrun_gives_one_line(corpus_folder, tmp_path):
     train = f"{sys.executable} train.py --dry_run --device cpu --data {corpus_folder}"
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2"
     cases = [  # shell line; exit code; the line of error
-        (f"{train} > /dev/full", 2, "No space left"),
-        (f"{train} | true", 2, "output: Broken pipe"),  # as with `| head -1`
+        (f"{train} > /dev/full", 0, "output is lost: No space left"),
+        (f"{train} | true", 0, "output is lost: Broken pipe"),  # as with `| head -1`
+        (f"{train} >&-", 0, "output is lost: it is closed"),
         (f"{torchrun} train.py --method adam", 1, "--method"),  # one rank prints; and torchrun
     ]
     shell = ["bash", "-o", "pipefail", "-c"]
@@ -562,10 +484,9 @@ def test_full_and_closed_output_and_torchrun_give_one_line_or_none(corpus_folder
     started = [subprocess.Popen([*shell, line], cwd=ROOT, **options) for line, *_ in cases]
     for process, (line, code, message) in zip(started, cases):
         errors = process.communicate(timeout=900)[1]
-        lines = [error for error in errors.splitlines() if ".py: error: " in error]
-        assert process.returncode == code and len(lines) == bool(message), (line, errors)
-        assert message in "".join(lines) and 'train.py", line' not in errors
-        assert message or not errors
+        ours = [each for each in errors.splitlines() if re.match(r"train.py: error: |note ", each)]
+        assert process.returncode == code and len(ours) == 1, (line, errors)
+        assert message in ours[0] and 'train.py", line' not in errors
 
 
 def show_help(capsys, *argv):
@@ -599,26 +520,10 @@ def test_help_of_a_method_lists_its_flags_with_its_defaults(method, capsys):
 def test_help_alone_is_that_of_the_default_method(capsys):
     alone = show_help(capsys)
     assert alone == show_help(capsys, "--method", Config.method)
-    assert "--help all" in alone
     for name in ranks.OUR_METHODS:
         method = train.METHODS[name]
         first_line = sys.modules[method.__module__].__doc__.splitlines()[0]
         assert f"{name} {first_line}" in alone
-
-
-def test_help_all_says_which_method_has_which_default(capsys):
-    text = show_help(capsys, "all")
-    configs = [Config, *(method.Config for method in train.METHODS.values())]
-    known = {f.name for config in configs for f in dataclasses.fields(config)}
-    assert listed_in(text) >= known
-    assert "inner steps per round (default: 16 in all but minibatch, a_edit)" in text
-    assert "(default: 0.125 in sparse_loco; 0.0156 in top_k)" in text
-    assert "inner steps (default: 700)" in text
-    assert "outer learning rate (default: " in text  # no paper: each method has its own
-    for argv in ["--help", "all", "--method", "edit"], ["--method", "edit", "-h", "all"]:
-        with pytest.raises(SystemExit):
-            parse(argv, train.METHODS)
-        assert " ".join(capsys.readouterr().out.split()) == text
 
 
 def test_flag_of_an_own_method_may_have_the_name_of_another_methods_flag():
@@ -650,25 +555,9 @@ def test_resumed_run_has_the_flags_of_its_checkpoints_method(
     # in the warm-up the method may change: flags that it does not have are no mistake
     assert run_here("train", [*resume, "--max_steps", "4", "--method", "edit"]) is None
     printed = capsys.readouterr().out
-    assert "--method top_k -> edit" in printed and "dropped flags" not in printed
+    assert "--method top_k -> edit" in printed
     assert run_here("train", [*resume, "--max_steps", "5", "--density", "0.25"]) == 2
     assert "--method edit does not have --density" in capsys.readouterr().err
-
-
-def test_resumed_run_names_flags_that_the_code_no_longer_has(
-    corpus_folder, tmp_path, run_here, capsys, monkeypatch
-):
-    monkeypatch.setattr(checkpoint, "lock", lambda *_: os.open(os.devnull, os.O_RDONLY))
-    argv = [*flags(data=corpus_folder, max_steps=2), "--out_dir", str(tmp_path)]
-    assert run_here("train", argv) is None
-    (path,) = tmp_path.glob("checkpoint-*/*.pt")
-    saved = torch.load(path, weights_only=True)
-    # EDiT has no density (any more)
-    saved["state"]["flags"] |= {"outer_speed": 0.3, "density": 0.5}
-    torch.save(saved, path)
-    assert run_here("train", [*argv, "--max_steps", "4", "--resume", "auto"]) is None
-    line = "resume  dropped flags that this version does not have: --density 0.5, --outer_speed 0.3\n"
-    assert line in capsys.readouterr().out
 
 
 def test_presets_set_what_is_not_given():
@@ -756,7 +645,7 @@ def test_three_lost_rounds_end_the_training_if_they_are_in_a_row(capsys):
     mesh = Mesh(1, torch.device("cpu"))
     log = Log.__new__(Log)
     log.file = io.StringIO()
-    log.rolled_back = Counter()
+    log.note_sick = lambda dropped: None
     record = RoundRecord(mesh)
     row = dict.fromkeys("round clip sync_bytes tau wait_others_ms wait_link_ms".split(), 0)
     row |= dict(steps=[1], dropped=[0], rolled_back=[1, 0], stall_ms=[], pseudo_grad_norm=[math.nan])
@@ -764,17 +653,7 @@ def test_three_lost_rounds_end_the_training_if_they_are_in_a_row(capsys):
     with pytest.raises(UserError, match="left out of the last 3 syncs"):
         train.write_syncs(SimpleNamespace(record=record), log)
     assert log.file.getvalue().count("[null]") == 6  # JSON has no NaN
-    assert "because all replicas were left out: layer 0 in 6 rounds\n" in capsys.readouterr().out
-
-
-def test_stall_counts_for_one_round():
-    record = RoundRecord(Mesh(1, torch.device("cpu")))
-    rows = SimpleNamespace(steps=torch.ones(1), losses=torch.ones(1))
-    method = SimpleNamespace(rounds=1, steps=1, rows=rows)
-    record.stalls.append((1.0, 3.0))
-    for stall_ms in 2000.0, 0.0:
-        record.done(method)
-        assert record.take()["stall_ms"] == stall_ms
+    assert capsys.readouterr().out.count("(rolled back: layer 0)") == 6
 
 
 def test_run_leaves_a_record_and_a_model(tmp_path, corpus_folder, run_here, capsys):

@@ -129,9 +129,6 @@ def run(method, device, folder, corpus_folder, monkeypatch, gpu=None, **more):
         train.Training(setup, mesh, launch.StopRequest(False)).run()
     monkeypatch.undo()
 
-    # a dead neighbour is soon known
-    assert mesh.timeouts["shard"].total_seconds() == 100
-    assert mesh.timeouts["sync"].total_seconds() == 600
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     last = checkpoint.list_checkpoints(folder)[-1]
     own = last / "replica-0-of-2-shard-0-of-2.pt"

@@ -249,7 +249,7 @@ def test_averaging_in_every_second_round_is_averaging_in_rounds_twice_as_long(co
 
     # 5 rounds: the last one, an odd one, ends without an average, and with a checkpoint
     common = (
-        "torchrun --standalone --nproc_per_node 2 train.py --device cpu --dtype fp32 "
+        "torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 2 train.py --device cpu --dtype fp32 "
         "--max_steps 40 --sync_warmup_steps 0 --log_interval 1 --eval_interval 16 "
         "--eval_batches 1 --overwrite"
     )

@@ -53,14 +53,6 @@ def use_group(mesh, group):
     }
 
 
-def check_timeouts(mesh):
-    """shorten_timeout() shortens that of the shard group only. (With gloo it is torch's.)"""
-    launch.shorten_timeout(mesh)
-    for group, seconds in (mesh.shard_group, 10), (mesh.sync_group, 60):
-        if group.size > 1:
-            assert group.process_group.timeout_s == seconds
-
-
 def collectives(shards, backend):
     """Results, and what the mesh has counted."""
     mesh = Mesh(shards, CPU, 60, lambda ranks, crosses_replicas: backend)
@@ -68,8 +60,6 @@ def collectives(shards, backend):
     sync = use_group(mesh, mesh.sync_group)
     ranks = mesh.all_gather_object({"rank": mesh.rank})
     total = mesh.sum_over_ranks(odd_numbers(mesh.rank)).tolist()
-    if backend == "shm":
-        check_timeouts(mesh)
 
     sent = dict(mesh.sent)
     waited_s = dict(mesh.waited_s)
@@ -199,10 +189,10 @@ def test_waits_for_a_simulated_link_and_for_others_are_told_apart(monkeypatch):
     ]
 
     # shm may wait for a free slot when an operation starts: between replicas that counts.
-    with mesh._collective(mesh.shard_group, "", 0, 1):
+    with mesh._collective(mesh.shard_group, "", 0):
         wait()
     assert mesh.waited_s["others"] == 0.25
-    with mesh._collective(mesh.sync_group, "", 0, 1):
+    with mesh._collective(mesh.sync_group, "", 0):
         wait()
     assert mesh.waited_s["others"] == 1.0
 
@@ -223,15 +213,15 @@ def test_fault_of_this_ranks_gpu_is_no_lost_rank(error):
         raise error("x")
 
 
-def test_link_carries_what_crosses_replicas_with_its_bytes_and_hops(monkeypatch):
+def test_link_carries_what_crosses_replicas_with_its_bytes(monkeypatch):
     """Four replicas of two shards; 48 bytes."""
     for name in "all_reduce", "all_to_all_single", "P2POp", "batch_isend_irecv":
         monkeypatch.setattr(dist, name, lambda *args, **options: None)
     monkeypatch.setattr(mesh_module, "all_gather_single", lambda *args, **options: None)
     carried = []
 
-    def carry(works, sent_bytes, hops):
-        carried.append((sent_bytes, hops))
+    def carry(works, sent_bytes):
+        carried.append(sent_bytes)
 
     mesh = Mesh(1, CPU, alone=True)
     mesh.replicas = 4
@@ -246,7 +236,7 @@ def test_link_carries_what_crosses_replicas_with_its_bytes_and_hops(monkeypatch)
     mesh.all_gather(x, mesh.sync_group)
     mesh.all_to_all(x, x, mesh.sync_group)
     mesh.send_receive(x, x, 1, mesh.sync_group)
-    assert carried == [(72, 6), (36, 3), (36, 3), (48, 1)]
+    assert carried == [72, 36, 36, 48]
 
 
 # ---- backends ----
@@ -264,8 +254,8 @@ def groups_made(monkeypatch, backend, machines="aabb"):
     replace_functions(monkeypatch, dist, is_initialized=True, get_world_size=4, get_rank=0)
     replace_functions(monkeypatch, dist, get_backend=backend, all_reduce=None)
     monkeypatch.setattr(dist, "new_group", lambda *args: made.append(args))
-    one_machine = lambda ranks: len({machines[r] for r in ranks}) == 1
-    mesh = Mesh(2, CPU, 7, lambda ranks, crosses_replicas: backend, on_one_machine=one_machine)
+    several = lambda ranks: len({machines[r] for r in ranks}) > 1
+    mesh = Mesh(2, CPU, 7, lambda ranks, crosses_replicas: backend, few_sms=several)
     ranks = [args[0] for args in made]
     assert ranks == [[0, 1], [2, 3], [0, 2], [1, 3]]  # no third communicator
     for args in made:
@@ -289,10 +279,6 @@ def test_nccl_takes_few_sms_between_machines_and_has_no_third_communicator(
         assert options.is_high_priority_stream == (group == "shard")
         assert options._timeout == timedelta(seconds=7)
 
-    # Its watchdog counts from the moment of issue, so a short timeout would end healthy runs.
-    mesh.shard_group.process_group = SimpleNamespace(set_timeout=pytest.fail)
-    launch.shorten_timeout(mesh)
-
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch has no NCCL")
 def test_torch_knows_the_options_of_nccl_that_we_set():
@@ -301,7 +287,7 @@ def test_torch_knows_the_options_of_nccl_that_we_set():
     assert hasattr(fresh.config, "max_ctas")
     for name in "is_high_priority_stream", "_timeout":
         assert hasattr(fresh, name)
-    mesh = Mesh(1, CPU, on_one_machine=lambda ranks: False)
+    mesh = Mesh(1, CPU, few_sms=lambda ranks: True)
     options = mesh._nccl_options([0, 1], crosses_replicas=True)
     assert options.config.max_ctas == 4 and not options.is_high_priority_stream
     assert mesh._nccl_options([0, 1], crosses_replicas=False).is_high_priority_stream
@@ -312,30 +298,30 @@ def launch_flags(device, backend):
     config.dry_run = False
     config.shards = 1
     config.timeout_s = 1.0
-    config.limits_link = False
+    config.link_mbps = 0
     config.timeline = False
     return config
 
 
 @pytest.mark.parametrize(
-    "backend, limits_link, barrier, machines, expected",
+    "backend, link_mbps, barrier, machines, expected",
     [
         # rank 0 .. 3 on machine a or b
-        ("auto", False, True, "aabb", ["shm", "shm", "gloo"]),
-        ("auto", True, True, "aaaa", ["shm", "gloo", "gloo"]),
-        ("auto", False, False, "aaaa", ["shm", "gloo", "gloo"]),
-        ("auto", False, True, [""] * 4, ["gloo"] * 3),  # shm does not run on these machines
-        ("shm", False, True, "aaaa", ["shm"] * 3),
-        ("gloo", False, True, "aaaa", ["gloo"] * 3),
+        ("auto", 0, True, "aabb", ["shm", "shm", "gloo"]),
+        ("auto", 9, True, "aaaa", ["shm", "gloo", "gloo"]),
+        ("auto", 0, False, "aaaa", ["shm", "gloo", "gloo"]),
+        ("auto", 0, True, [""] * 4, ["gloo"] * 3),  # shm does not run on these machines
+        ("shm", 0, True, "aaaa", ["shm"] * 3),
+        ("gloo", 0, True, "aaaa", ["gloo"] * 3),
     ],
 )
 def test_groups_use_shm_within_a_machine(
-    monkeypatch, backend, limits_link, barrier, machines, expected
+    monkeypatch, backend, link_mbps, barrier, machines, expected
 ):
     monkeypatch.setattr(simulate, "SimulatedLink", lambda *args: SimpleNamespace())
-    everyone = SimpleNamespace(all_gather_object=lambda own: list(machines))
+    everyone = SimpleNamespace(all_gather_object=lambda own: list(machines), world_size=4)
     config = launch_flags("cpu", backend)
-    config.limits_link = limits_link
+    config.link_mbps = link_mbps
     launch.resolve_device(config)
     mesh = launch.make_mesh(config, everyone, barrier)
     assert mesh.device == CPU
@@ -343,6 +329,31 @@ def test_groups_use_shm_within_a_machine(
     assert mesh.backend([0, 1], crosses_replicas=False) == in_replica
     assert mesh.backend([0, 1], crosses_replicas=True) == between_replicas
     assert mesh.backend([1, 2], crosses_replicas=True) == between_machines
+
+
+@pytest.mark.parametrize(
+    "machines, given, rounds, expected_s, few",
+    [
+        ("aabb", 0, True, 3600, True),
+        ("aabb", 0, False, 3600, False),  # minibatch: its sums are needed at once
+        ("aaaa", 0, True, 600, False),
+        ("aabb", 7, True, 7, True),
+    ],
+)
+def test_nccl_between_machines_waits_an_hour_and_syncs_with_few_sms(
+    monkeypatch, machines, given, rounds, expected_s, few
+):
+    """Its watchdog counts from the issue, and the host issues a whole sync at once."""
+    replace_functions(monkeypatch, torch.cuda, device_count=1, set_device=None)
+    monkeypatch.setattr(os, "environ", {})
+    config = launch_flags("cuda", "nccl")
+    config.timeout_s = given
+    if rounds:
+        config.sync_warmup_steps = 0
+    everyone = SimpleNamespace(all_gather_object=lambda own: list(machines), world_size=4)
+    mesh = launch.make_mesh(config, everyone)
+    assert mesh.timeout == timedelta(seconds=expected_s)
+    assert mesh.few_sms([0, 2]) == few
 
 
 @pytest.mark.parametrize("given", [None, "0"])

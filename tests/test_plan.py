@@ -1,4 +1,4 @@
-"""The plan of a run equals what the run takes: memory, traffic, parameters. The profile."""
+"""The plan of a run equals what the run takes: memory, traffic, parameters."""
 
 import itertools
 import json
@@ -301,20 +301,3 @@ def test_vocabulary_of_large_presets_is_padded_unless_it_is_given(corpus_folder,
         plan.show(data.load(corpus_folder))
         noted = "257 tokens is padded to 320, a multiple of 64" in capsys.readouterr().out
         assert noted == (expected == 320)
-
-
-def test_profile_names_layers_and_collectives(corpus_folder, tmp_path):
-    options = dict(shards=2, max_steps=9, sync_warmup_steps=0, tau=3)
-    planned(corpus_folder, 4, profile=True, max_steps=4)  # as few as it needs
-    theirs = tmp_path / "theirs"
-    theirs.write_text("kept")
-    (tmp_path / "trace-0.json").symlink_to(theirs)
-    run_training(4, corpus_folder, out_dir=tmp_path, profile=True, **options)
-    assert theirs.read_text() == "kept"
-    assert len(list(tmp_path.glob("trace-*.json"))) == 4
-    events = json.loads((tmp_path / "trace-3.json").read_text())["traceEvents"]
-    expected = {f"{part}, layer {l}" for part in ("forward", "backward", "sync") for l in range(4)}
-    operations = {f"shard {name}" for name in ("all-gather", "reduce-scatter", "all-reduce")}
-    operations |= {"sync all-reduce", "sync all-gather"}
-    expected |= operations | {f"wait: {name}" for name in operations}
-    assert expected <= {event.get("name") for event in events}

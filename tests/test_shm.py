@@ -101,3 +101,14 @@ def test_machines_that_cannot_share_memory_have_no_id(monkeypatch):
         limit = lambda kind: (4096 if kind == limited else resource.RLIM_INFINITY,) * 2
         monkeypatch.setattr(resource, "getrlimit", limit)
         assert shm.machine_id() == ""
+
+
+def test_system_without_a_boot_id_trains_over_gloo(monkeypatch):
+    """Some sandboxes have no such file."""
+
+    def missing(path, *rest):
+        raise FileNotFoundError(path)
+
+    assert shm.machine_id() != ""
+    monkeypatch.setattr(shm, "open", missing, raising=False)
+    assert shm.machine_id() == ""
