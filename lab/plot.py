@@ -165,7 +165,7 @@ def default_x(runs, columns) -> str:
     return "sync_bytes"
 
 
-def columns_by_method(runs, without) -> dict:
+def columns_by_method(runs, without=()) -> dict:
     """Method -> the columns in which its runs differ."""
     found = {}
     for method in dict.fromkeys(run.flags["method"] for run in runs):
@@ -178,11 +178,12 @@ def curves(runs, columns, x, y="val_loss") -> list:
     """Rows of lab.plot. The runs of a line have the same x at the same evaluation: their mean. A
     line's name says in what it differs from the other lines of its method. y: val_loss, or `over`,
     the distances in percent, of runs that are one point each."""
-    own_columns = columns_by_method(runs, [x])
+    own_columns = columns_by_method(runs)
     rows = []
     for found in find_lines(runs, columns).values():
         method = found[0].flags["method"]
-        variant = short_label(own_columns[method], found[0])
+        names = [name for name in own_columns[method] if name != x]
+        variant = short_label(names, found[0])
         count = min(len(run.curve["val_loss"]) for run in found)
         at = [[SWITCH.get(run.flags.get(x), run.flags.get(x))] for run in found]
         if x in CURVES:
