@@ -78,6 +78,7 @@ class Panel:
     log: bool = False  # is the x axis logarithmic?
     first: float = -math.inf  # draw only the points from this x on
     ticks: dict | None = None  # name -> x, in place of numbers
+    joined: bool = True  # are the points of a line joined?
 
 
 def lines_of(rows, panel) -> dict:
@@ -118,7 +119,10 @@ def draw_panel(axes, panel, lines):
     for number, (case, points) in enumerate(lines.items()):
         form, look = style_of(*case, number, alone)
         x, y, lowest, highest = np.transpose(points)
-        axes.plot(x, y, form, markevery=max(1, len(x) // 6), **look)
+        if panel.joined:
+            axes.plot(x, y, form, markevery=max(1, len(x) // 6), **look)
+        else:
+            axes.plot(x, y, form[0], **look)
         if any(lowest < highest):
             axes.vlines(x, lowest, highest, color=look["color"], linewidth=0.8)
     axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
@@ -128,8 +132,10 @@ def draw_panel(axes, panel, lines):
         axes.minorticks_off()
         low, high = axes.get_xlim()
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
-    if panel.log or axes.get_xlim()[1] >= 1000:
+    if axes.get_xlim()[1] >= 1000:
         axes.xaxis.set_major_formatter(EngFormatter())  # 100 M, not 10^8
+    elif panel.log:
+        axes.xaxis.set_major_formatter("{x:g}")
     if panel.ticks:
         axes.set_xticks(list(panel.ticks.values()), list(panel.ticks))
     at = sorted({x for points in lines.values() for x, *_ in points})
@@ -256,6 +262,8 @@ def draw_runs(runs, columns, x, first, base, path) -> str:
         panel = Panel(x, y, AXES.get(x, x), ylabel, log=bool(far_apart), first=first)
         if any(run.flags.get(x) in SWITCH for run in runs):
             panel.ticks = SWITCH
+        # Steps of one gain need not be alike: a line through them would go up and down.
+        panel.joined = x != "gain"
         draw(rows, panel, path)
     except ModuleNotFoundError as error:
         return f"picture none: pip install {error.name}"
