@@ -50,7 +50,7 @@ from types import SimpleNamespace
 
 from config import Parser, UserError, run_command
 from lab import plot
-from lab.rows import METHODS, in_order, read_run
+from lab.rows import METHODS, by_method, read_run
 from lab.timeline import read_timeline
 from plumbing.simulate import FRAMING, read_disturbance
 
@@ -260,7 +260,7 @@ def compare(folder):
 def table(rows) -> str:
     """Markdown."""
     lines = [["method", "model", *LEVELS], ["---"] * (2 + len(LEVELS))]
-    for row in in_order(needed(rows)):
+    for row in by_method(needed(rows)):
         rates = [f"{row[level]:g}" if level in row else "" for level in LEVELS]
         lines.append([METHODS[row["method"]][0], row["model"], *rates])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -270,9 +270,13 @@ def write(found, path):
     """The rows as PATH.csv, and those of four methods with one model as PATH.svg."""
     panel = plot.Panel(
         "gbit_per_s", "utilization", "Gbit/s between replicas", "compute utilization",
-        title="10 billion parameters", where={"model": "10b"}, log=True, first=0.3,
+        log=True, first=0.3,
     )  # fmt: skip
-    plot.draw([row for row in found if row["method"] in DRAWN], [panel], path.with_suffix(".svg"))
+    drawn = []
+    for row in found:
+        if row["method"] in DRAWN and row["model"] == "10b":
+            drawn.append(row | {"variant": ""})
+    plot.draw(drawn, panel, path.with_suffix(".svg"))
     with open(path.with_suffix(".csv"), "w", newline="") as file:
         writer = csv.DictWriter(file, found[0])
         writer.writeheader()

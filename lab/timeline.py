@@ -17,8 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from config import Parser, UserError, run_command
-from lab.rows import DAMAGED, METHODS, in_order, read_run
-from lab.svg import new_figure, save
+from lab.plot import new_figure, save
+from lab.rows import METHODS, by_method, read_run
 
 SPANS = {  # name -> color, text in the legend; in a bar the later ones cover the earlier ones
     "step": ("#0072b2", "computes"),
@@ -40,10 +40,7 @@ def read_timeline(folder) -> list:
     record = read_run(folder)
     found = {}
     for path in sorted(Path(folder).glob("timeline-*.json")):
-        try:
-            row = replica_row(record, **json.loads(path.read_text()))
-        except DAMAGED as error:
-            raise UserError(f"{path} is damaged ({error})") from None
+        row = replica_row(record, **json.loads(path.read_text()))
         found[row["replica"]] = row  # ranks of a replica are alike
     if not found:
         raise UserError(f"{folder}: the run has no timeline; train with --timeline")
@@ -174,7 +171,7 @@ def main(argv):
     rows = []
     for folder in args.runs:
         rows += read_timeline(folder)
-    rows = in_order(rows)
+    rows = by_method(rows)
     path = Path(args.out).with_suffix(".svg")
     draw_part = draw_overlap if args.sync else draw
     draw_part(rows, path)

@@ -1,5 +1,6 @@
 # What does EDiT's penalty do when a replica is sick? Replica 3 trains with 100 or 3 times its
-# learning rate, or on random tokens, or sends its progress with the wrong sign.
+# learning rate, or on random tokens, or sends its progress with the wrong sign. The outer step is
+# that of tau.sh.
 set -e
 run="--tau 16 --batch_size 4 --sync_warmup_steps 32 --eval_interval 16 --device cpu --seed 1 2 3"
 diloco="--method diloco --lr 0.0045 --outer_lr 1 --outer_momentum 0 $run"

@@ -1,4 +1,5 @@
 # What does one slow replica cost, by the virtual clock (a step takes 1 s) and by the real one?
+# EDiT has the outer step of tau.sh, which A-EDiT takes over.
 set -e
 run="--batch_size 4 --max_steps 448 --sync_warmup_steps 32 --lr 0.0045 --outer_lr 0.9"
 run="$run --outer_momentum 0.3 --eval_interval 448 --log_interval 64 --device cpu --seed 1 2 3"

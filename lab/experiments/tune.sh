@@ -3,10 +3,10 @@
 #     sh lab/experiments/tune.sh --data my_corpus --model 10m --seed 7
 #     sh lab/experiments/tune.sh --data my_corpus --max_steps 2000 --sync_warmup_steps 32 --plain
 # These are 48 runs.
-# So: take the lowest loss of each tau, and compare methods on other seeds. EDiT's best outer step
-# fits DiLoCo, too. A short tau wants little momentum: the picture shows the loss over the gain of
-# the outer step (lab/gain.py).
+# So: take the lowest loss of each tau, and compare methods on other seeds (or let lab.sweep --best
+# do both). EDiT's best outer step fits DiLoCo, too. A short tau wants little momentum: the picture
+# shows the loss over the gain of the outer step.
 set -e
 python -m lab.sweep tune --method edit --tau 4 16 64 --outer_lr 0.5 0.7 0.9 1 \
-    --outer_momentum 0 0.3 0.5 0.8 "$@" || [ $? = 1 ] # 1: a run has failed, and the table says so
-python -m lab.gain out/sweep/tune/*/ --out out/sweep/tune/gain
+    --outer_momentum 0 0.3 0.5 0.8 "$@"
+python -m lab.table out/sweep/tune/*/ --x gain --out out/sweep/tune/gain

@@ -14,7 +14,8 @@ import data
 import export
 import sample
 import test_ladder
-from lab import bench, planner, plot, sweep, table, timeline
+from lab import bench, planner, sweep, table, timeline
+from lab.rows import read_csv
 from ranks import ROOT
 from test_readme import RESULTS, TEXT, read_flags
 from train import METHODS
@@ -77,7 +78,6 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
         data.main,
         sample.main,
         export.main,
-        plot.main,
         lambda: planner.main(["--help"]),
         lambda: timeline.main(["--help"]),
         lambda: sweep.read_command(["x", "--help"]),
@@ -185,8 +185,8 @@ def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
     """Means over the paired seeds; one_bit_edit with Muon, beside averaged gradients with Muon."""
     runs = []
     for name in "frontier", "frontier_others":
-        runs += table.read_csv(ROOT / f"lab/results/{name}.csv")
-    muon = table.read_csv(ROOT / "lab/results/frontier_muon.csv")
+        runs += read_csv(ROOT / f"lab/results/{name}.csv")
+    muon = read_csv(ROOT / "lab/results/frontier_muon.csv")
     muon_bases = {run.seed: run.loss for run in muon if run.flags["method"] == "minibatch"}
     for run in muon:
         if run.flags["method"] == "one_bit_edit" and run.flags.get("quantize") != "two_bits":
@@ -210,7 +210,8 @@ def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
         assert len(distances) in (1, 4, 8)
         expected = f"{statistics.mean(distances):+.1%}"
         if len(distances) > 1:
-            expected += f" ({table.standard_error(distances):.1%})"
+            error = statistics.stdev(distances) / len(distances) ** 0.5
+            expected += f" ({error:.1%})"
         if method == "one_bit_edit":
             expected += " ‡"
         assert loss == expected
