@@ -125,8 +125,6 @@ class Setup:
             config.vocab_size = self.corpus.vocab_size  # that of the model, see check() below
         vocab_size = padded_vocabulary(config, self.corpus.vocab_size)
         self.plan = Plan(config, methods[config.method], vocab_size, world_size)
-        if not config.dry_run:
-            self.plan.check_memory()
         if config.compile and not config.dry_run:
             check_compiler(config)
         if self.source:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from config import UserError, explain
-from lab import planner, plot, rows, timeline
+from lab import plot, rows, timeline
 from lab.svg import checksum
 from ranks import run_training
 
@@ -181,7 +181,6 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(monkeypatch, tmp_path):
         lambda: plot_runs(monkeypatch, tmp_path),
         lambda: plot_runs(monkeypatch, tmp_path, "--tensorboard"),
         lambda: timeline.main([str(tmp_path)]),
-        lambda: planner.main([str(tmp_path)]),
     ]
     for command in commands:
         with pytest.raises(FileNotFoundError) as caught:
@@ -260,7 +259,7 @@ def test_timeline_counts_whole_rounds(tmp_path):
     assert first["spans"]["link"][:2] == [(-0.6, -0.1), (1.4, 1.9)]
 
 
-def test_timeline_of_a_run_is_predicted_and_drawn(tmp_path, corpus_folder, monkeypatch, capsys):
+def test_timeline_of_a_run_is_drawn(tmp_path, corpus_folder):
     began = time.time()
     options = {"method": "diloco", "tau": 2, "max_steps": 9, "timeline": True}
     options |= {"sync_warmup_steps": 1, "eval_interval": 100}
@@ -272,11 +271,6 @@ def test_timeline_of_a_run_is_predicted_and_drawn(tmp_path, corpus_folder, monke
     for row in slow:
         assert 0 < row["computing"] < 1
         assert len(row["spans"]["link"]) >= 4
-
-    capsys.readouterr()
-    planner.compare(tmp_path)
-    printed = capsys.readouterr().out
-    assert re.findall(r"replica (\d): measured .*%, predicted .*%\n", printed) == ["0", "1"]
 
     fast = tmp_path / "fast"
     run_training(4, corpus_folder, out_dir=fast, **options)  # no link, four replicas
