@@ -31,7 +31,7 @@ from a_edit import AEDiT
 from config import UserError, run_command
 from diloco import DiLoCo
 from edit import EDiT
-from export import save_model
+from hf import save_model
 from minibatch import MiniBatch
 from model import initialize, make_layer
 from optimizer import AdamW, Muon

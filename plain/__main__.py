@@ -12,7 +12,7 @@ that only train.py has, are refused. The clock of a_edit and of --slow_replica i
 takes 1 s, on a slow replica its factor.
 
 OUT_DIR is out/plain/METHOD by default. It gets metrics.jsonl, which lab reads, and model.pt, which
-sample.py and export.py read.
+sample.py and hf.py read.
 
 The methods of the sharded twins are imported for their flags only. Sharded twin: train.py.
 """
@@ -29,7 +29,7 @@ import diloco
 import edit
 import minibatch
 from config import UserError, make_config, read_flags, run_command
-from export import write_model
+from hf import write_model
 from model import has_native_bf16, make_layer
 from plain.record import Record
 from plain.train import Training, model_config
@@ -109,7 +109,7 @@ def make_folder(f):
 
 
 def save_model(path, training, record):
-    """A model.pt as that of export.py."""
+    """A model.pt as that of hf.py."""
     weights = {name: p.float().cpu().clone() for name, p in training.model.items()}
     saved = {"model": weights, "model_config": vars(training.config)}
     saved |= {"tokenizer": training.corpus.tokenizer, "config": record.describe()}

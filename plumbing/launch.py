@@ -45,11 +45,11 @@ import torch.distributed as dist
 
 from config import STOPS, Config, UserError, explain, lost_flags, make_config
 from config import padded_vocabulary, read_flags
+from hf import open_model
 from mesh import Mesh, translate_comm_errors
 from model import has_native_bf16
 from plumbing import checkpoint, shm, simulate
 from plumbing.checkpoint import alike
-from plumbing.load_model import open_model
 from plumbing.plan import Plan
 
 LIBC = ctypes.CDLL(None)

@@ -358,7 +358,7 @@ def describe(run: Run) -> str:
     step = costs(run, "minibatch")
     slowest_s = max(step["round_s"], run.step_s + edit["link_s"])
     lines.append(
-        f"NCCL    give --timeout_s {math.ceil(2 * slowest_s)} or more: twice a step of the warm-up, "
+        f"NCCL    give --timeout_s {math.ceil(2 * slowest_s)} or more: twice a step of warm-up, "
         "or a sync.\n        Its clock starts when the host issues an operation"
     )
     one = needed_mbps(M, run.bits) / 1000

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import export
+import hf
 import train
 from config import UserError
 from mesh import Mesh
@@ -908,7 +908,7 @@ def test_nothing_is_written_or_deleted_through_a_link(saved_run, tmp_path, corpu
     assert checkpoint.write(run, mesh, {}, state).name == "checkpoint-00000012"
     assert saved_steps(run) == [12]  # the link is gone, too
     model = method_alone().model
-    export.save_model(run / "model.pt", model, "byte", {})
+    hf.save_model(run / "model.pt", model, "byte", {})
     assert (theirs / "file").read_text() == "kept" and len(list(theirs.iterdir())) == 1
     assert not (run / "model.pt").is_symlink()
 
@@ -945,5 +945,5 @@ def test_disk_has_every_file_before_the_checkpoint_gets_its_name(tmp_path, monke
     files = ["disk has rank-00000.pt", "disk has state.json", "disk has checkpoint.tmp"]
     assert events == [*files, "name checkpoint-00000004", "disk has run"]
     events.clear()
-    export.save_model(folder / "model.pt", method_alone().model, "byte", {})
+    hf.save_model(folder / "model.pt", method_alone().model, "byte", {})
     assert events == ["disk has model.pt.tmp", "name model.pt", "disk has run"]

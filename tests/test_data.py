@@ -26,7 +26,7 @@ from tiktoken_ext import openai_public
 import data
 import train
 from config import UserError, explain, parse
-from plumbing import load_model, text, tokenizer
+from plumbing import text, tokenizer
 from ranks import ROOT
 
 
@@ -476,10 +476,6 @@ PIPES = {  # a pipe -> what opens it
     "tokens/tokenizer.json": lambda folder: data.load(str(folder / "tokens")),
     "hf/tokenizer.json": lambda folder: text.read_tokenizer(str(folder / "hf")),
     "hf/config.json": lambda folder: text.read_tokenizer(str(folder / "hf")),
-    "model.pt": lambda folder: load_model.open_model(str(folder / "model.pt")),
-    "llama/config.json": lambda folder: load_model.open_model(str(folder / "llama")),
-    "llama/tokenizer.json": lambda folder: load_model.open_model(str(folder / "llama")),
-    "llama/model.safetensors": lambda folder: load_model.open_model(str(folder / "llama")),
 }
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 import pytest
 
 import data
-import export
+import hf
 import sample
 import test_ladder
 from lab import bench, planner, plot, sweep, table, timeline
@@ -75,7 +75,7 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
         lambda: read_flags("--method minibatch --help all".split(), {"minibatch": bench.Bench}),
         data.main,
         sample.main,
-        export.main,
+        hf.main,
         plot.main,
         lambda: planner.main(["--help"]),
         lambda: timeline.main(["--help"]),
