@@ -3,22 +3,24 @@
 Also from a folder in Hugging Face's Llama format.
 """
 
-from dataclasses import replace
-
 import torch
 
 from config import Parser, UserError, check_limits, printable, run_command
-from plumbing.load_model import make_llama, open_model
-from plumbing.tokenizer import make_tokenizer
+from hf import make_llama, open_model
+from plumbing.tokenizer import UNKNOWN, make_tokenizer
 
 
 def load(path: str):
-    """(Llama, tokenizer) from a model.pt or a folder of export.py. Raises UserError."""
+    """(Llama, tokenizer) from a model.pt or a folder of hf.py. The tokenizer of a model that was
+    trained on token files may be None: its logits need none. Raises UserError.
+
+        model, _ = load("out/edit/model.pt")
+        logits = model(torch.tensor([[1, 2, 3]]))  # (B, T, V)
+    """
     source = open_model(path)
-    tokenizer = make_tokenizer(source.tokenizer)
-    # The rotary angles of a longer context would take gigabytes.
-    config = replace(source.config, block_size=min(source.config.block_size, 2**16))
-    return make_llama(config, source.tensors).float(), tokenizer
+    known = source.tokenizer != UNKNOWN
+    tokenizer = make_tokenizer(source.tokenizer) if known else None
+    return make_llama(source.config, source.tensors).float(), tokenizer
 
 
 @torch.no_grad()
@@ -38,7 +40,10 @@ def generate(model, tokens: list, count: int, temperature=0.8, top_k=50, seed=0,
 
 
 def continue_text(model, encoding, prompt: str, **options) -> str:
-    """The prompt and the model's continuation. An empty prompt starts a new document."""
+    """The prompt and the model's continuation. An empty prompt starts a new document. Raises
+    UserError if there is no tokenizer (None)."""
+    if encoding is None:
+        raise UserError("the tokenizer of this model is not known: it has logits, but no text")
     prompt = prompt.encode(errors="replace").decode()  # a terminal may send what is no UTF-8
     tokens = encoding.encode(prompt).tolist()
     # What stood in front of each document in training, if anything. Else the end of another one.
@@ -54,7 +59,7 @@ def print_sample(path):
     """A short text from a model that train.py has just written."""
     try:
         model, encoding = load(path)
-        prompt = "def " if encoding.name == "byte" else "The "
+        prompt = "def " if getattr(encoding, "name", "") == "byte" else "The "
         text = continue_text(model, encoding, prompt, count=100)
     except (UserError, ModuleNotFoundError) as error:  # offline: the run itself is fine
         text = f"none: {error}"
@@ -65,7 +70,7 @@ def print_sample(path):
 def main():
     parser = Parser(description="Continue a prompt with a model trained by train.py.")
     add = parser.add_argument
-    add("--model", required=True, metavar="FILE", help="a run's model.pt, or a folder of export.py")
+    add("--model", required=True, metavar="FILE", help="a run's model.pt, or a folder of hf.py")
     add("--prompt", default="", help="text to continue (default: a new document)")
     add("--tokens", type=int, default=200, help="number of tokens to write (default: 200)")
     add("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")

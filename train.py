@@ -29,7 +29,7 @@ import torch
 
 import data
 from config import UserError, run_command
-from export import save_model
+from hf import save_model
 from methods import METHODS
 from model import initialize, make_layer, mixed_seed
 from optimizer import AdamW, Muon

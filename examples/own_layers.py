@@ -75,7 +75,7 @@ def train_sharded(config, mesh, layers) -> ShardedModel:
             method.end_round()
         while row := method.record.take():  # a sync is complete
             print(f"round {row['round']}, step {row['step']}: losses {row['loss']}")
-    method.finish()  # model.master is the result; export.whole_model() gathers it
+    method.finish()  # model.master is the result; hf.whole_model() gathers it
     return model
 
 

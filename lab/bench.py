@@ -168,7 +168,6 @@ def main(argv: list):
         launch.check_mesh(config, everyone.world_size)
         launch.resolve_device(config)
         plan = Plan(config, MiniBatch, config.vocab_size, everyone.world_size)
-        plan.check_memory()
     mesh = launch.make_mesh(config, everyone)
     print(f"{mesh.replicas} replicas x {mesh.shards} shards, {config.dtype}, {plan.model_config}")
     print(compare(plan, mesh), flush=True)

@@ -14,7 +14,7 @@ takes 1 s, on a slow replica its factor.
 --init_from starts from a model.pt or a Hugging Face Llama folder, as in train.py.
 
 OUT_DIR is out/plain/METHOD by default. It gets metrics.jsonl, which lab reads, and model.pt, which
-sample.py, export.py and --init_from read.
+sample.py, hf.py and --init_from read.
 
 The methods of the sharded twins are imported for their flags only. Sharded twin: train.py.
 """
@@ -27,13 +27,12 @@ import torch
 
 import data
 from config import UserError, make_config, read_flags, run_command
-from export import write_model
+from hf import open_model, write_model
 from methods import METHODS, check_plain
 from model import has_native_bf16, make_layer
 from plain.record import Record
 from plain.text import model_config, text_training
 from plumbing import simulate
-from plumbing.load_model import open_model
 
 REFUSED = "backend timeout_s compile recompute timeline dry_run checkpoint_interval keep"
 REFUSED += " save_on_exit resume tokens_per_step offload link_mbps"
@@ -121,7 +120,7 @@ def open_source(f, corpus):
 
 
 def save_model(path, model, shape, corpus, flags):
-    """A model.pt as that of export.py. model: name -> parameter; shape: its ModelConfig."""
+    """A model.pt as that of hf.py. model: name -> parameter; shape: its ModelConfig."""
     weights = {name: p.float().cpu().clone() for name, p in model.items()}
     saved = {"model": weights, "model_config": vars(shape)}
     saved |= {"tokenizer": corpus.tokenizer, "config": flags}

@@ -40,11 +40,11 @@ import torch.distributed as dist
 
 from config import STOPS, Config, UserError, end_at_next, explain, make_config
 from config import padded_vocabulary, read_flags
+from hf import open_model
 from mesh import Mesh, translate_comm_errors
 from model import has_native_bf16
 from plumbing import checkpoint, shm, simulate
 from plumbing.checkpoint import alike
-from plumbing.load_model import open_model
 from plumbing.plan import Plan
 
 LIBC = ctypes.CDLL(None)
@@ -111,8 +111,6 @@ class Setup:
             config.vocab_size = self.corpus.vocab_size  # that of the model, see check() below
         vocab_size = padded_vocabulary(config, self.corpus.vocab_size)
         self.plan = Plan(config, methods[config.method], vocab_size, world_size)
-        if not config.dry_run:
-            self.plan.check_memory()
         if self.source:
             self.source.check(self.plan.model_config, self.corpus)
         if self.saved:

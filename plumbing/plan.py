@@ -1,32 +1,34 @@
-"""Memory per rank, tokens and traffic per round of a run, computed before it starts.
+"""What a run takes, computed before it starts: memory, bytes, seconds.
 
-    python train.py --model 7b --replicas 8 --shards 8 --device cuda --dry_run --link_mbps 100000
+    python train.py --model 7b --replicas 2 --shards 8 --device cuda --dry_run --link_mbps 10000
 
-Every run prints this first. With --dry_run it is all that happens, for any mesh, on any machine.
+Every run prints its memory and its bytes first. With --dry_run nothing else happens, for any mesh,
+on any machine, and the seconds are printed, too. The function for the seconds, costs(), is that of
+lab/planner.py, which asks without a corpus and has flags for the speed of a GPU. explain.html
+simulates what costs() computes.
 
-P: elements of a layer's flat vector. Not counted: the program itself (on CPUs the 230 MB that
-`import torch` takes), the corpus, what the allocator does not give back.
+P: elements of a layer's flat vector. Not counted in the memory: the program itself (on CPUs torch
+takes some 300 MB), NCCL (0.5 to 2 GB), the corpus, what the allocator does not give back.
 """
 
 import math
-import os
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 import model
-from config import UserError
+from config import PRESETS, UserError
 from model import ModelConfig
-from plumbing.shm import SLOTS
 from plumbing.simulate import FRAMING
 from shard import Layout
 
-# Numbers that a block's backward needs, per token and channel: counted, see tests/test_plan.py.
-KEPT = 24
-KERNEL_BYTES = 75e6  # on CPUs: torch's kernels and threads, gloo; measured after a first step
-NCCL_BYTES = 2e9  # its buffers and kernels take 0.5 to 2 GB
-HOST = " (host)"  # in host memory, with --offload
+KEPT = 24  # numbers that a block's backward needs, per token and channel: counted, see test_plan.py
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+TFLOPS = 989  # peak of an H100 in bf16, without sparsity
+MFU = 0.4  # the share of it that trainings of large models reach
+BITS = {"streaming_edit": 4.125, "one_bit_edit": 1.125}  # per element; 32 in other methods
+ENOUGH = 0.9  # share of computing
 
 
 class Plan:
@@ -81,60 +83,30 @@ class Plan:
         self.micro_batch = max(d for d in divisors if d <= self.micro_batch)
         self.micro_steps = sequences // self.micro_batch
 
+    # ---- bytes ----
+
     def memory(self) -> dict:
         """About how many bytes one rank holds at its peak, by kind."""
         config = self.config
         vector = self.shard_bytes  # 4 sum P/N
         layer = max(layout.padded for layout in self.layouts)  # max P
-        embedding, block, *_, head = self.layouts
-        muon = config.optimizer == "muon"
-        kinds = {"parameters": vector, "gradient": vector}
-        if muon:  # exp_avg_sq has no matrices of blocks
+        kinds = {"parameters": vector, "gradient": vector, "AdamW": 2 * vector}
+        if config.optimizer == "muon":  # the blocks' matrices have one moment, not two
+            embedding, *_, head = self.layouts
             squares = (embedding.shard_size + head.shard_size) * self.master.itemsize
-            kinds["Muon and AdamW"] = vector + squares
-        else:
-            kinds["AdamW"] = 2 * vector
-        place = ""
-        if getattr(config, "offload", False) and not self.on_cpu:
-            place = HOST
+            kinds["Muon and AdamW"] = kinds.pop("AdamW") - vector + squares
+        on_host = getattr(config, "offload", False) and not self.on_cpu
         for name in self.method.shared:
-            kinds[name + place] = vector
+            kinds[name + " (host)" * on_host] = vector
         for name in self.method.private:
             kinds[name] = vector
         kinds["sync buffers"] = config.buffer_vectors * vector
         if self.shards > 1 or self.dtype != self.master:  # else a layer is a view of parameters
             kinds["two whole layers"] = 2 * layer * self.dtype.itemsize
-        elif muon:
-            kinds["Muon's buffer, a block"] = block.padded * self.dtype.itemsize
         if self.shards > 1:
             kinds["a layer's gradient"] = layer * self.master.itemsize
-        if config.backend == "shm":
-            kinds["shared memory"] = self.slot_bytes(layer)
-        if self.on_cpu:
-            kinds["torch's kernels"] = KERNEL_BYTES
-        if config.backend == "nccl" and self.shards * self.replicas > 1:
-            kinds["NCCL"] = NCCL_BYTES
         kinds["activations"] = self.activations()
         return {kind: count for kind, count in kinds.items() if count}
-
-    def slot_bytes(self, layer: int) -> float:
-        """Memory of the shm slots that a rank reads or writes, its own and its neighbours'. layer:
-        P of the largest one."""
-        M, N = self.replicas, self.shards
-        count = 0.0
-        if N > 1:  # gathers, and sums of the own gradient with a piece of each other rank's
-            count += layer * (self.dtype.itemsize + (2 - 1 / N) * self.master.itemsize)
-        if M > 1 and self.method.barrier:
-            count += layer * self.master.itemsize * M / N
-        return SLOTS * count
-
-    def flops_per_token(self) -> float:
-        """FLOPs of forward and backward, as PaLM counts them (arXiv 2204.02311): 6 for each
-        parameter in a matrix product, and 12 n_layer C T for attention. What is recomputed does
-        not count."""
-        config = self.config
-        multiplied = self.n_params - self.layouts[0].used  # the embedding is looked up
-        return 6 * multiplied + 12 * config.n_layer * config.n_embd * config.block_size
 
     def activations(self) -> int:
         """Bytes of the activations of one micro-step, at their peak."""
@@ -154,38 +126,41 @@ class Plan:
         gradient = max(layout.used for layout in self.layouts) * self.dtype.itemsize  # of a layer
         return numbers * self.dtype.itemsize + max(logits * self.master.itemsize, gradient)
 
-    def model_bytes(self) -> float:
-        """What rank 0 takes more at the end, on the host: the whole model in fp32, for model.pt. On
-        CPUs it takes the place of the sync buffers."""
-        free = self.config.buffer_vectors * self.shard_bytes * self.on_cpu
-        return max(0, 4 * self.n_params - free)
-
-    def check_memory(self):
-        """Raise UserError if the ranks of this machine, or the rank of a GPU, need more memory than
-        it has. On a GPU activations do not count: how many there are depends on its kernels."""
-        kinds = self.memory()
-        kinds.pop("shared memory", None)  # shared
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        found = f"{ranks} here have {size(there)} together"
-        kinds["model.pt"] = self.model_bytes() / ranks  # on rank 0
-        if not self.on_cpu:
-            ranks = 1
-            there = torch.cuda.get_device_properties(0).total_memory  # all are alike
-            found = f"its GPU has {size(there)}"
-            del kinds["activations"], kinds["model.pt"]
-        needed = sum(count for kind, count in kinds.items() if not kind.endswith(HOST))
-        if ranks * needed > there:
-            raise UserError(
-                f"a rank needs about {size(needed)} of memory, and {found}: "
-                "lower --batch_size or the model's size, or use more --shards"
-            )
-
     def sync_bytes(self) -> float:
         """What one rank sends over the slow links at a sync, without the row of scalars."""
         M = self.replicas
         moments = len(self.config.averaged_moments()) * 2 * (M - 1) / M
         return (self.config.sent_vectors(M) + moments) * self.shard_bytes
+
+    # ---- seconds ----
+
+    def flops_per_token(self) -> float:
+        """FLOPs of forward and backward, as PaLM counts them (arXiv 2204.02311): 6 for each
+        parameter in a matrix product, and 12 n_layer C T for attention. What is recomputed does
+        not count."""
+        config = self.config
+        multiplied = self.n_params - self.layouts[0].used  # the embedding is looked up
+        return 6 * multiplied + 12 * config.n_layer * config.n_embd * config.block_size
+
+    def step_seconds(self, tflops: float = TFLOPS, mfu: float = MFU) -> float:
+        """Seconds of computing in a step, if each rank is a GPU with this peak."""
+        tokens = self.tokens_per_step / (self.replicas * self.shards)
+        return tokens * self.flops_per_token() / (tflops * 1e12 * mfu)
+
+    def run(self, step_s: float, bits: float = 32):
+        """The Run whose costs lab/planner.py and --dry_run print."""
+        config = self.config
+        if hasattr(config, "tau_time_s"):  # A-EDiT's rounds end by the clock
+            tau = max(1, round(config.tau_time_s / step_s))
+        else:
+            tau = getattr(config, "tau", PRESETS[config.model].get("tau", 16))  # minibatch has none
+        warmup = 0 if math.isinf(config.sync_warmup_steps) else config.sync_warmup_steps
+        return Run(
+            self.n_params, config.n_layer, step_s, self.replicas, tau, config.link_mbps, bits,
+            self.tokens_per_step, config.max_steps, min(warmup, config.max_steps),
+        )  # fmt: skip
+
+    # ---- printing ----
 
     def show(self, corpus):
         config, M, N = self.config, self.replicas, self.shards
@@ -199,17 +174,10 @@ class Plan:
             f"model   {self.n_params:,} parameters: {self.model_config}\n"
             f"data    {data}: {len(corpus):,} tokens ({corpus.hash})\n"
             f"        {corpus.describe()}\n"
-            f"memory  per rank, about: {kinds}; for model.pt {size(self.model_bytes())} more on "
-            "rank 0\n"
+            f"memory  per rank, about: {kinds}; for model.pt {size(4 * self.n_params)} on rank 0\n"
             f"step    {M * N} ranks x {self.micro_steps} micro-steps x {self.micro_batch} "
             f"sequences x {config.block_size} tokens = {self.tokens_per_step:,} tokens"
         )
-        if self.model_config.vocab_size > corpus.vocab_size:
-            print(
-                f"note    the vocabulary of {corpus.vocab_size:,} tokens is padded to "
-                f"{self.model_config.vocab_size:,}, a multiple of 64; --vocab_size "
-                f"{corpus.vocab_size} leaves it as it is"
-            )
         warmup = config.sync_warmup_steps
         if 0 < warmup < math.inf:  # minibatch's never ends
             then = f"{config.method} begins"
@@ -217,7 +185,6 @@ class Plan:
                 then = "the run is over"
             last = min(warmup, config.max_steps)
             print(f"warm-up steps 1 to {last} average gradients, then {then}")
-        self.show_note(warmup)
         if M > 1:
             sent = self.sync_bytes()
             print(
@@ -225,27 +192,192 @@ class Plan:
                 f"{size(sent)} per rank over the slow links"
             )
             if config.link_mbps:
-                sync_s = N * sent * 8 * FRAMING / (config.link_mbps * 1e6)
                 print(
                     f"link    at {config.link_mbps:,.0f} Mbit/s per replica a sync takes "
-                    f"{sync_s:.3g} s"
+                    f"{seconds(link_seconds(N * sent, config.link_mbps))}"
                 )
+        if M > 1 and config.dry_run:
+            print(self.describe_seconds())
         print(flush=True)
 
-    def show_note(self, sync_warmup: float):
-        """A line if the learning rate rises for longer than one would expect."""
-        config = self.config
-        if config.lr_warmup_steps > config.max_steps:
-            print(
-                f"note    --lr_warmup_steps {config.lr_warmup_steps}: the run ends after "
-                f"{config.max_steps} steps, so the learning rate never reaches --lr"
-            )
-        elif config.lr_warmup_steps > sync_warmup:
-            print(
-                f"note    --lr_warmup_steps {config.lr_warmup_steps}: rounds begin after "
-                f"{sync_warmup} steps, while the learning rate still rises"
-            )
+    def describe_seconds(self) -> str:
+        if not self.config.link_mbps:
+            return "seconds give --link_mbps, the rate between the replicas"
+        if self.on_cpu:
+            return "seconds on CPUs: python -m lab.planner --step_s S, the time of a step of yours"
+        step = f"a GPU makes {TFLOPS * MFU:.0f} TFLOP/s, an H100 at {MFU:.0%} of its peak"
+        return f"seconds if {step} (others: lab.planner)\n{describe(self.run(self.step_seconds()))}"
+
+
+# ---- seconds of a run, on paper ----
+
+
+@dataclass
+class Run:
+    """What the seconds depend on. The M replicas have equal speeds and links, the L layers equal
+    sizes. A backward takes twice a forward. A replica has one link, without latency, and sends one
+    layer after the other. Traffic inside a replica, outer steps and norms take no time."""
+
+    parameters: float
+    layers: int  # L
+    step_s: float  # seconds that a replica computes in a step
+    replicas: int  # M
+    tau: int
+    link_mbps: float  # of each replica to the others
+    bits: float = 32  # per element; streaming_edit and one_bit_edit have their own
+    tokens_per_step: int = 0  # of all replicas
+    max_steps: int = 0
+    warmup_steps: int = 0  # of averaged gradients
+
+
+def costs(run: Run, method: str) -> dict:
+    """What a steady round of a method costs:
+
+    link_s    seconds on the link for what it sends
+    round_s   seconds of a round
+    share     compute time / all time, 0 to 1
+    worth     M x share: so many machines that never wait make as many steps
+    run_s, run_bytes    of all steps with the warm-up; bytes of each replica
+    """
+    tau = 1 if method == "minibatch" else run.tau
+    bits = BITS.get(method, run.bits)
+    sent = sent_bytes(run, bits)
+    link_s = link_seconds(sent, run.link_mbps)
+    round_s = round_seconds(method, tau, run.step_s, link_s, run.layers)
+    share = tau * run.step_s / round_s
+    found = {"link_s": link_s, "round_s": round_s, "share": share, "worth": run.replicas * share}
+
+    warmup, rounds = 0, run.max_steps / tau
+    if method != "minibatch":
+        warmup, rounds = run.warmup_steps, (run.max_steps - run.warmup_steps) / tau
+    vector = sent_bytes(run, run.bits)  # a step of averaged gradients
+    vector_s = link_seconds(vector, run.link_mbps)
+    step_s = round_seconds("minibatch", 1, run.step_s, vector_s, run.layers)
+    found["warmup_s"] = warmup * step_s
+    found["warmup_bytes"] = warmup * vector
+    found["run_s"] = found["warmup_s"] + rounds * round_s
+    found["run_bytes"] = found["warmup_bytes"] + rounds * sent
+    return found
+
+
+def round_seconds(method: str, tau: int, step_s: float, link_s: float, layers: int) -> float:
+    """Seconds of a round of tau steps, if what it sends takes link_s on the link.
+
+    L layers; c = link_s / L, a layer on the link; f = step_s / 3 / L, the forward of a layer
+
+    minibatch       a layer is sent when its backward (2 f) is done; the next forward waits for all:
+                    max(step_s + c, L f + 2 f + L c)
+    edit, a_edit,   layer l of the next forward waits for layer l:
+    one_bit_edit    tau step_s + max(c, L c - (L-1) f), see edit.py
+    co2, eager      the mean travels during the next round: max(tau step_s, L c)
+    streaming_...   F = 4 fragments, each due some steps after it was sent (at most 2):
+                    tau step_s + F max(0, L c / F - delay step_s)
+    others          tau step_s + L c
+    """
+    c = link_s / layers
+    f = step_s / 3 / layers
+    if method == "minibatch":
+        return max(step_s + c, layers * f + 2 * f + link_s)
+    if method in ("edit", "a_edit", "one_bit_edit"):
+        return tau * step_s + max(c, link_s - (layers - 1) * f)
+    if method in ("co2", "eager"):
+        return max(tau * step_s, link_s)
+    if method.startswith("streaming"):
+        F = min(4, tau)
+        delay = min(2, tau // F - 1)
+        return tau * step_s + F * max(0, link_s / F - delay * step_s)
+    return tau * step_s + link_s
+
+
+def sent_bytes(run: Run, bits: float) -> float:
+    """What a replica sends in an all-reduce of all parameters. Each of its N ranks sends 1/N."""
+    return 2 * (run.replicas - 1) / run.replicas * run.parameters * bits / 8
+
+
+def link_seconds(sent: float, link_mbps: float) -> float:
+    return sent * 8 * FRAMING / (link_mbps * 1e6)
+
+
+def smallest_tau(run: Run, method: str) -> int:
+    """The smallest power of two with which a replica computes for 90% of the time."""
+    tau = 1
+    while costs(Run(**vars(run) | {"tau": tau}), method)["share"] < ENOUGH and tau < 2**40:
+        tau *= 2
+    return tau
+
+
+def needed_mbps(replicas: int, bits: float = 32) -> float:
+    """The link with which averaged gradients compute for 90% of the time, for a model of 10^9
+    parameters and a step of 1 s. Multiply by the parameters, divide by the step's seconds. From
+    round_seconds(), for many layers: 1/3 + link_s = 1 / 0.9."""
+    one = Run(1e9, 1, 1.0, replicas, 1, 1.0)
+    return link_seconds(sent_bytes(one, bits), 1.0) / (1 / ENOUGH - 1 / 3)
+
+
+NAMES = {
+    "minibatch": "averaged gradients",
+    "diloco": "DiLoCo",
+    "edit": "EDiT",
+    "streaming_edit": "Streaming EDiT",
+    "one_bit_edit": "EDiT in 1 bit",
+}
+
+
+def describe(run: Run) -> str:
+    """The costs as a table, and what follows from them."""
+    M = run.replicas
+    lines = [
+        f"        a step of {run.tokens_per_step:,} tokens computes for {seconds(run.step_s)}; "
+        f"rounds of {run.tau} steps; {M} replicas, each with {run.link_mbps:,.0f} Mbit/s",
+        f"{'method':20}{'bits':>6}{'a sync':>10}{'computes':>10}{'worth':>8}{'tau for 90%':>13}"
+        f"{f'{run.max_steps:,} steps':>14}{'sent':>10}",
+    ]
+    for method, name in NAMES.items():
+        found = costs(run, method)
+        tau = "" if method == "minibatch" else smallest_tau(run, method)
+        lines.append(
+            f"{name:20}{BITS.get(method, run.bits):>6g}{seconds(found['link_s']):>10}"
+            f"{found['share']:>10.1%}{found['worth']:>8.2f}{tau:>13}"
+            f"{seconds(found['run_s']):>14}{size(found['run_bytes']):>10}"
+        )
+    lines.append(
+        f"worth   {M} x the share of computing: so many machines that never wait make as many "
+        "steps.\n        What rounds cost in loss is not in it: RESULTS.md"
+    )
+    edit = costs(run, "edit")
+    if run.warmup_steps:
+        alone_s = run.warmup_steps * M * run.step_s
+        lines.append(
+            f"warm-up {run.warmup_steps:,} of these steps average gradients: "
+            f"{seconds(edit['warmup_s'])}, and {size(edit['warmup_bytes'])} from each replica.\n"
+            f"        On one replica alone: {seconds(alone_s)}, and nothing is sent "
+            "(docs/two_machines.md)"
+        )
+    step = costs(run, "minibatch")
+    slowest_s = max(step["round_s"], run.step_s + edit["link_s"])
+    lines.append(
+        f"NCCL    give --timeout_s {math.ceil(2 * slowest_s)} or more: twice a step of warm-up, "
+        "or a sync.\n        Its clock starts when the host issues an operation"
+    )
+    one = needed_mbps(M, run.bits) / 1000
+    here = one * run.parameters / 1e9 / run.step_s
+    rounded = f"{here:,.0f}" if here >= 100 else f"{here:.3g}"
+    lines.append(
+        f"link    below {one:.0f} Gbit/s for each 10^9 parameters and second of step take rounds; "
+        f"here:\n        below {rounded} Gbit/s averaged gradients compute for less than "
+        f"{ENOUGH:.0%} of the time"
+    )
+    return "\n".join(lines)
 
 
 def size(count: float) -> str:
+    if count >= 1e12:
+        return f"{count / 1e12:.2f} TB"
     return f"{count / 1e6:.1f} MB" if count < 1e10 else f"{count / 1e9:.2f} GB"
+
+
+def seconds(count: float) -> str:
+    for unit, name in (86400, "days"), (3600, "h"), (60, "min"):
+        if count >= 2 * unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.3g} s"

@@ -3,7 +3,7 @@ this module ends the program with a line. (The other programs need nothing of it
 
 import sys
 
-HERE = "python -m plain; one_page.py, data.py, sample.py, export.py"  # what runs on any system
+HERE = "python -m plain; one_page.py, data.py, sample.py, hf.py"  # what runs on any system
 
 try:
     import fcntl

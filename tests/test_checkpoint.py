@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import hf
 import ranks
 import train
 from config import UserError

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import data
-import export
+import hf
 import method as method_module
 import ranks
 import sample
@@ -28,7 +28,7 @@ import train
 from config import Config, UserError, make_config, option, parse, run_command
 from mesh import Mesh, RankLostError, translate_comm_errors
 from model import Llama, ModelConfig
-from plumbing import checkpoint, launch, load_model
+from plumbing import checkpoint, launch
 from plumbing.log import Clock, Log, RoundRecord
 from plumbing.plan import Plan
 from ranks import ROOT, Launch, flags, method_alone
@@ -44,7 +44,6 @@ train --tau 0                           | --tau 0: must be at least 1
 train --outer_lr=-1                     | --outer_lr -1
 train --pseudo_grad_clip 0              | --pseudo_grad_clip 0.0: must be above 0
 train --max_steps DIGITS                | --max_steps 999
-train --batch_size 2000000000           | a rank needs about
 train --shards 3                        | error: --shards 3: 1 ranks do not form replicas of 3; change --nproc_per_node or give --shards 1
 train --replicas 2 --shards 3           | --replicas 2 --shards 3: that takes 6 ranks, but there are 1; start 6
 train --replicas 100000 --shards 100000 --dry_run | 10,000,000,000 ranks
@@ -54,6 +53,8 @@ train --data xNEWLINEy                     | x\\ny: No such file
 train --data EMPTY                      | --data is empty, as of an unset variable
 train --init_from EMPTY                 | --init_from is empty
 data --input IN/text.txt --out EMPTY    | --out is empty
+hf --model EMPTY --out new          | --model is empty
+hf --model IN/half.pt --out EMPTY   | --out is empty
 train --n_head 2 --n_embd 6             | --n_embd 6
 train --slow_replica 1:2                | --slow_replica 1:2: must be R:F, R below 1, 1 <= F < 1e9
 train --random_tokens 0:3:2             | must be R:FIRST:LAST, R below 1, 1 <= F < 1e9, 0 <= FACTOR < 1e9, 0 <= FIRST <= LAST
@@ -95,9 +96,9 @@ data --input IN/text.txt --out IN       | exists already
 data --input IN/text.txt --out new --tokenizer EMPTY | --tokenizer is empty, as of an unset
 train --init_from IN/nowhere            | nowhere'): name a model.pt of train.py
 train --init_from IN/foreign.pt         | is not a model (KeyError: 'model_config'): name a model.pt
-export                                  | --model
-export --model IN --out new             | this needs a package: pip install transformers
-export --model IN/half.pt --out new     | is not a model (RuntimeError: PytorchStreamReader failed reading
+hf                                      | --model
+hf --model IN --out new             | this needs a package: pip install transformers
+hf --model IN/half.pt --out new     | is not a model (RuntimeError: PytorchStreamReader failed reading
 sample                                  | --model
 sample --model IN/nowhere               | No such file
 sample --model IN/half.pt               | is not a model
@@ -108,7 +109,7 @@ TABLE = [[part.strip() for part in line.split("|")] for line in WRONG.strip().sp
 PROGRAMS = {
     "train": lambda argv: run_command("train.py", lambda: train.main(argv)),
     "data": lambda argv: run_command("data.py", data.main),
-    "export": lambda argv: run_command("export.py", export.main),
+    "hf": lambda argv: run_command("hf.py", hf.main),
     "sample": lambda argv: run_command("sample.py", sample.main),
 }
 
@@ -237,7 +238,7 @@ def on_windows(argv, rank, *more):
         delattr(signal, name)
     del os.sched_getaffinity
     runpy.run_path(str(ROOT / "one_page.py"))
-    runpy.run_path(str(ROOT / "export.py"))
+    runpy.run_path(str(ROOT / "hf.py"))
     make_corpus = f"--input {folder}/a.txt --out {folder}/corpus"
     ranks.script(make_corpus.split(), rank, *more, ROOT / "data.py", ROOT)
     for line in f"sample.py --model {folder}/model.pt --prompt abc --tokens 1", "train.py":
@@ -354,7 +355,7 @@ def test_corpus_that_was_made_elsewhere_has_no_bits_per_byte(run_here, tmp_path,
 
 def test_model_is_saved_although_its_folder_was_removed(tmp_path):
     model = train.make_model(ModelConfig(1, 1, 8, 8, 11), Mesh(1, torch.device("cpu")))
-    export.save_model(tmp_path / "removed" / "model.pt", model, "byte", {})
+    hf.save_model(tmp_path / "removed" / "model.pt", model, "byte", {})
     assert (tmp_path / "removed" / "model.pt").exists()
 
 
@@ -441,10 +442,10 @@ def test_disk_without_room_for_the_model_is_named_and_gets_its_room_back(
     open_full, tmp_path, monkeypatch
 ):
     model = train.make_model(ModelConfig(1, 1, 8, 8, 11), Mesh(1, torch.device("cpu")))
-    monkeypatch.setattr(export, "open", lambda path, mode: open_full(), raising=False)
+    monkeypatch.setattr(hf, "open", lambda path, mode: open_full(), raising=False)
     (tmp_path / "model.pt.tmp").touch()
     with pytest.raises(UserError, match="model.pt could not be written: .*No space left on device"):
-        export.save_model(tmp_path / "model.pt", model, "byte", {})
+        hf.save_model(tmp_path / "model.pt", model, "byte", {})
     assert not list(tmp_path.iterdir())
 
 
@@ -607,15 +608,15 @@ def test_model_and_corpus_must_have_the_same_tokens():
         ("byte", "byte", 300, False),
         ("{a", "{b", 257, False),
         ("{a", "gpt2", 257, True),
-        ("gpt2", load_model.UNKNOWN, 257, True),
+        ("gpt2", hf.UNKNOWN, 257, True),
     ]
     for ours, theirs, vocab_size, fits in cases:
-        source = load_model.Source("", ModelConfig(), ours, {})
+        source = hf.Source("", ModelConfig(), ours, {})
         corpus = SimpleNamespace(tokenizer=theirs, vocab_size=vocab_size)
         refused = pytest.raises(UserError, match="another vocabulary")
         with contextlib.nullcontext() if fits else refused:
             source.check(ModelConfig(block_size=4), corpus)
-        assert corpus.tokenizer == (ours if theirs == load_model.UNKNOWN else theirs)
+        assert corpus.tokenizer == (ours if theirs == hf.UNKNOWN else theirs)
 
 
 @pytest.mark.parametrize(
@@ -625,7 +626,7 @@ def test_model_and_corpus_must_have_the_same_tokens():
 def test_model_of_a_large_preset_has_a_padded_vocabulary_and_fits_its_corpus(
     ours, theirs, tokens, padded
 ):
-    source = load_model.Source("", ModelConfig(vocab_size=tokens), ours, {})
+    source = hf.Source("", ModelConfig(vocab_size=tokens), ours, {})
     corpus = SimpleNamespace(tokenizer=theirs, vocab_size=257)
     assert source.is_padded(corpus) == padded
 

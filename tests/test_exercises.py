@@ -12,9 +12,8 @@ import torch
 
 import edit
 import ranks
-from lab import planner
+from plumbing.plan import FRAMING, Run, costs, round_seconds
 from ranks import ROOT
-from test_planner import MORE_MODELS
 
 pytestmark = pytest.mark.slow
 TEXT = (ROOT / "EXERCISES.md").read_text()
@@ -149,50 +148,42 @@ def test_outer_step_of_one_replica_costs_loss_and_with_1_and_0_is_adamw(copy):
 
 @pytest.mark.parametrize("tau, percent", [(1, 97), (16, 70), (128, 23)])
 def test_share_of_waiting_is_the_planners(tau, percent):
-    large = planner.Model(7e9, 32, 3.0)
-    share = 1 - planner.utilization(planner.Schedule(tau), large, 1.0)
-    assert round(100 * share) == percent
+    run = Run(7e9, 32, 3.0, 2, tau, 1000 * FRAMING, 16)
+    assert round(100 * (1 - costs(run, "diloco")["share"])) == percent
 
 
 @pytest.mark.parametrize("c", [0.5, 1.0, 4.0])
 def test_waits_of_diloco_and_edit_are_the_planners(c):
     """c: how long a layer travels, in forwards of a layer."""
-    model = MORE_MODELS["124m"]
-    plans = planner.schedules(16)
-    L = model.layers
-    forward_s = model.step_s / 3 / L
-    bits = planner.sent_bytes(plans["edit"], model) * 8
-    gbit_per_s = bits / L / (c * forward_s) / 1e9
+    L, f, tau = 12, 0.25, 16
+    for method, wait in ("diloco", L * c), ("edit", max(c, L * c - (L - 1))):
+        found_s = round_seconds(method, tau, 3 * L * f, L * c * f, L) - tau * 3 * L * f
+        assert found_s == pytest.approx(wait * f, rel=1e-6)
 
-    busy_s = 16 * model.step_s
-    for name, wait in ("diloco", L * c), ("edit", max(c, L * c - (L - 1))):
-        found_s = planner.costs(plans[name], model, gbit_per_s)["round_s"] - busy_s
-        assert found_s == pytest.approx(wait * forward_s, rel=1e-6)
+
+# As the text counts: 16 bits an element, no framing.
+SMALL, LARGE = (124e6, 12, 0.5), (7e9, 32, 0.6)
 
 
 @pytest.mark.parametrize(
-    "method, gbit_per_s",
-    [
-        ("minibatch", 6.8),
-        ("edit", 3.8),
-        ("one_bit_edit", 0.26),
-    ],
+    "method, gbit_per_s", [("minibatch", 6.8), ("edit", 3.8), ("one_bit_edit", 0.26)]
 )
 def test_slowest_link_of_95_percent_computing_is_the_planners(method, gbit_per_s):
-    model = MORE_MODELS["124m"]
-    plan = planner.schedules(16)[method]
     links = [10 ** (k / 12) for k in range(-36, 37)]
-    fast_enough = [link for link in links if planner.utilization(plan, model, link) >= 0.95]
+
+    def computing(link):
+        return costs(Run(*SMALL, 2, 16, 1000 * link * FRAMING, 16), method)["share"]
+
+    fast_enough = [link for link in links if computing(link) >= 0.95]
     assert fast_enough[0] == pytest.approx(gbit_per_s, rel=0.01)
 
 
 @pytest.mark.parametrize("method, tau", [("edit", 74), ("one_bit_edit", 4)])
 def test_shortest_round_of_80_percent_computing_is_the_planners(method, tau):
-    def utilization(tau):
-        plan = planner.schedules(tau)[method]
-        return planner.utilization(plan, MORE_MODELS["7b"], 10)
+    def computing(tau):
+        return costs(Run(*LARGE, 2, tau, 1e4 * FRAMING, 16), method)["share"]
 
-    assert utilization(tau - 1) < 0.8 <= utilization(tau)
+    assert computing(tau - 1) < 0.8 <= computing(tau)
 
 
 @pytest.mark.parametrize("healthy, sick, weight", [(1.0, 3.0, 0.04), (10.0, 30.0, 0.0)])

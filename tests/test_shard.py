@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from export import whole_model
+from hf import whole_model
 from mesh import Mesh
 from model import Llama, ModelConfig
 from ranks import run_ranks, run_training

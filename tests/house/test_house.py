@@ -59,8 +59,8 @@ def test_imports_point_one_way():
     assert graph["method"] <= {"config"}
 
     methods = {"method", "minibatch", "diloco", "edit", "a_edit"}
-    programs = {"train", "data", "sample", "export"}
-    may_import_plumbing = {*programs, "plumbing", "plain", "lab"}
+    programs = {"train", "data", "sample"}
+    may_import_plumbing = {*programs, "hf", "plumbing", "plain", "lab"}
     for name, imported in graph.items():
         folder = name.split(".")[0]
         if folder != "lab":

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 import data
-import export
+import hf
 import sample
 import test_ladder
 from lab import bench, planner, sweep, table, timeline
@@ -77,7 +77,7 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
         lambda: read_flags("--method minibatch --help".split(), {"minibatch": bench.Bench}),
         data.main,
         sample.main,
-        export.main,
+        hf.main,
         lambda: planner.main(["--help"]),
         lambda: timeline.main(["--help"]),
         lambda: sweep.read_command(["x", "--help"]),
@@ -166,19 +166,6 @@ def test_table_of_relatives_has_every_method_and_its_file():
         module = sys.modules[METHODS[method].__module__]
         assert path.name == file
         assert path == (ROOT / module.__file__).resolve()
-
-
-def test_shares_on_the_first_screen_are_the_planners():
-    first_screen = TEXT[: TEXT.index("![")]
-    shown = [int(share) for share in re.findall(r"(\d+)%", first_screen)]
-    found = []
-    for step_s in 3.5, 0.6:
-        model = planner.Model(7e9, 32, step_s)
-        for method, tau in ("minibatch", 1), ("edit", 16), ("edit", 128):
-            plan = planner.schedules(tau)[method]
-            plan.bits = planner.SENT_BITS[plan.bits]
-            found.append(round(100 * planner.utilization(plan, model, 10)))
-    assert shown == [found[0], 100 - found[0], found[1], found[2], 40, *found[3:]]
 
 
 def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
