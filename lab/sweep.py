@@ -327,7 +327,8 @@ def make_all(runs, jobs) -> list:
                 for path in folder.glob("checkpoint-*"):
                     shutil.rmtree(path)  # model.pt stays
             left = round((time.monotonic() - began) / done * (len(runs) - done))
-            print(f"{done}/{len(runs)} | {folder.name} | {result} | {seconds:.0f} s | {left} s left")
+            times = f"{seconds:.0f} s | {left} s left"
+            print(f"{done}/{len(runs)} | {folder.name} | {result} | {times}")
     except BrokenProcessPool:
         raise Ended(1, "a process was killed (memory?); the same command line goes on") from None
     finally:

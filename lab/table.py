@@ -14,12 +14,14 @@ values of all other columns. (A flag that one of the two methods lacks is no dif
 averaged over the seeds. --base names flags of the base; without it, it is the first value of the
 first column. Losses on two texts have no distance.
 
-Behind +- stands half of a 95% interval, t s / sqrt(n). Few seeds say little about their own scatter,
-so all lines of the table share one standard deviation s:
+Behind +- stands half of a 95% interval, t s / sqrt(n). Few seeds say little about their own
+scatter, so all lines of the table share one standard deviation s:
 
-    s^2 = sum over lines, sum over seeds (x - mean of the line)^2 / df,    df = sum over lines (n - 1)
+    s^2 = sum over lines, sum over seeds (x - mean of the line)^2 / df
+    df  = sum over lines (n - 1)
 
-and t is Student's for df. Losses have one s, distances another. A line with one seed has no interval.
+and t is Student's for df. Losses have one s, distances another. A line with one seed has no
+interval.
 
 --at STEP compares the runs at their last evaluation up to this step. --only leaves out all other
 runs. --show adds columns: local_bytes (sent after the warm-up), train_s, tokens_per_s (after the

@@ -610,7 +610,7 @@ def test_damaged_file_ends_all_ranks_with_one_line_before_the_training(
     damage(run / "checkpoint-00000009" / OF_RANK[1])
     record = (run / "metrics.jsonl").read_text()
     names = sorted(os.listdir(run))
-    launched = Launch(2, tmp_path / "log", "--resume", str(run), "--device", "cpu")
+    launched = Launch(2, tmp_path / "log", f"--resume={run}", "--device=cpu", "--timeout_s=20")
     assert launched.wait() == [2, 2]
     line, other = errors(launched)
     assert "rank 1: " in line and "checkpoint-00000009 cannot be read" in line and other == ""

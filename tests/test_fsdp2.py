@@ -236,6 +236,12 @@ def drain(model, edit):
     edit.drain()
 
 
+def see_two_means_in_flight(model, edit):
+    """After a sync has begun. The forward has ended the last one, layer by layer."""
+    begun = edit.rounds > 0 and edit.local_steps == 0
+    assert len(edit.in_flight) == (2 if begun else 0)
+
+
 def unshard_early(model, edit):
     """As FSDP2's tutorial does, to start the first gathers before the forward."""
     for layer in model.layers:
@@ -252,6 +258,7 @@ VARIANTS = {
     "hold, evaluate before": {"hold": True, "evaluate": "before"},
     "early": {"after_step": unshard_early},
     "drain": {"after_step": drain},
+    "two means": {"after_step": see_two_means_in_flight},
     "eager": {"compile": "eager"},
     "aot_eager": {"compile": "aot_eager"},
 }

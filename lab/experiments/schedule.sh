@@ -1,6 +1,6 @@
-# What does a sync cost in the constant phase of a schedule, and what in its decay? For each schedule
-# the learning rate of averaged gradients is the best of three, found on seed 7, as is the outer step
-# of each tau.
+# What does a sync cost in the constant phase of a schedule, and what in its decay? For each
+# schedule the learning rate of averaged gradients is the best of three, found on seed 7, as is the
+# outer step of each tau.
 set -e
 run="--plain --jobs 2 --device cpu --n_layer 4 --n_embd 64 --n_head 2 --batch_size 4 --replicas 4"
 run="$run --max_steps 448 --schedule cosine wsd --eval_interval 32 --best 7 --seed 1 2 3"
