@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import hf
 import ranks
 import train
 from config import UserError

@@ -15,7 +15,7 @@ import hf
 import train
 from config import UserError
 from lab import plot
-from model import Llama, ModelConfig
+from model import Llama
 from plumbing import launch, tokenizer
 from ranks import ROOT, Launch, run_training
 from sample import continue_text, load

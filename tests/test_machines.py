@@ -1,7 +1,6 @@
 """Two machines without a shared disk: each keeps the files of its own ranks, and they go on
 together from a checkpoint that both have. Here a machine is a working folder and a machine id."""
 
-import json
 import os
 import re
 import shutil

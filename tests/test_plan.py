@@ -6,11 +6,11 @@ import os
 import resource
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+import data
 import train
 from config import UserError
 from plumbing import launch

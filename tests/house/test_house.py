@@ -5,7 +5,6 @@ import ast
 import graphlib
 import re
 import sys
-from pathlib import Path
 
 import pytest
 

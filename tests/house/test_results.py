@@ -1,6 +1,5 @@
 """lab/: each experiment makes the runs whose results are kept, and RESULTS.md shows these results."""
 
-import csv
 import math
 import os
 import re
