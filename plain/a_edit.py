@@ -1,8 +1,7 @@
 """A-EDiT (arXiv 2412.07210): EDiT whose rounds end by the clock.
 
 So replicas take unequal numbers of steps. Here the clock is virtual: a step takes 1 s, on a slow
-replica its factor (train.py ends the rounds). Two functions correct the penalty for the steps of a
-replica.
+replica its factor (train.py ends the rounds). The penalty is corrected for the steps of a replica.
 Sharded twin: a_edit.py.
 """
 
@@ -20,11 +19,9 @@ class AEDiT(EDiT):
     def sync(self):
         kept = 1 - self.f.anomaly_ema
         self.longest = [max(kept * most, steps) for most, steps in zip(self.longest, self.steps)]
-        return super().sync()
-
-    def lengths(self, i):
         # The statistics are of G_i / steps_i, and the limit of G_i is for the longest round.
-        return self.steps[i], self.longest[i]
+        self.length = self.steps
+        return super().sync()
 
     def norms_for_weights(self, norms):
         if self.f.step_weighting != "norm_per_step":

@@ -1,7 +1,8 @@
 """EDiT (arXiv 2412.07210): DiLoCo with a penalty, layer by layer.
 
 Read EDiT.sync first: for each layer norms, flags, weights, a weighted mean, clip, outer step. The
-statistics are computed from the list of all norms so far, not updated in place.
+statistics are computed from the list of all norms so far, not updated in place. Another detector or
+other weights: a subclass that replaces limit() or weights().
 Sharded twin: edit.py. There the layers' outer steps run inside the next forward pass, which changes
 when something is sent, but no number.
 """
@@ -33,12 +34,15 @@ class EDiT(Method):
         # samples[l][i]: the norms of replica i's layer l so far, but those that were flagged
         self.samples = [[[] for _ in self.replicas] for _ in self.layers]
         self.verdicts = []
+        # Steps of each replica's round, and of its longest one. EDiT's rounds are equally long;
+        # A-EDiT sets both.
+        self.length = self.longest = [1] * self.M
 
     def sync(self):
         d = self.d()
         for l, layer in enumerate(self.layers):
             d_l = [d_i[layer] for d_i in d]
-            verdict = self.judge(l, d_l)
+            verdict = self.flag_and_weigh(l, d_l)
             # dbar = sum_i w_i d_i
             dbar = weighted_sum(d_l, verdict.w)
             self.penalized_step(l, dbar, verdict)
@@ -46,20 +50,16 @@ class EDiT(Method):
         self.set_all(self.a)
         return self.row()
 
-    def lengths(self, i):
-        """Inner steps of replica i in this round and in its longest round so far. In EDiT all
-        rounds are equally long, so ignore both: they are 1. A-EDiT has others."""
-        return 1, 1
-
-    def judge(self, l, d):
+    def flag_and_weigh(self, l, d):
         """Flags and weights of layer l. d: the pseudo-gradients d_i of the layer."""
         norms = norms_of(d)  # G_i = ||d_i||
         flagged = []
         for i, (G_i, samples) in enumerate(zip(norms, self.samples[l])):
-            length, longest = self.lengths(i)
-            flagged.append(is_anomaly(G_i / longest, samples, self.f))
-            if not flagged[-1]:
-                samples.append(G_i / length)
+            # flag if (G - mu) / sigma > delta
+            flag = not math.isfinite(G_i) or G_i > self.longest[i] * self.limit(samples)
+            if not flag:
+                samples.append(G_i / self.length[i])
+            flagged.append(flag)
         if all(flagged):  # not all can be outliers: norms have grown, so the limits start anew
             for G_i, samples in zip(norms, self.samples[l]):
                 if math.isfinite(G_i):  # else the norm says nothing about its limit
@@ -68,6 +68,13 @@ class EDiT(Method):
         verdict = Verdict(l, norms, flagged, w)
         self.verdicts.append(verdict)
         return verdict
+
+    def limit(self, samples):
+        """The largest norm that is no anomaly after `samples`, the norms before it."""
+        warmup = max(self.f.anomaly_warmup_rounds, 2)  # a variance takes two samples
+        if not self.f.anomaly_elimination or len(samples) < warmup:
+            return math.inf
+        return float(anomaly_limit(samples, warmup, self.f))
 
     def norms_for_weights(self, norms):
         return norms
@@ -110,17 +117,6 @@ class EDiT(Method):
             "weight": weights.mean(axis=1),
             "clip": mean([verdict.clip for verdict in done]),
         }
-
-
-def is_anomaly(G, samples, f):
-    """Is the norm G not finite, or too large after `samples`, the norms before it?"""
-    if not math.isfinite(G):
-        return True
-    warmup = max(f.anomaly_warmup_rounds, 2)  # a variance takes two samples
-    if not f.anomaly_elimination or len(samples) < warmup:
-        return False
-    # flag if (G - mu) / sigma > delta
-    return bool(G > anomaly_limit(samples, warmup, f))
 
 
 def anomaly_limit(samples, warmup, f):

@@ -120,7 +120,7 @@ class NoLoCo(Method):
                 new_anchors[i] = self.anchors[i] - self.u[i]
         self.anchors = new_anchors
 
-    def judged(self):
+    def evaluation_model(self):
         return mean(self.anchors)
 
     def spread(self):
@@ -162,7 +162,7 @@ class Eager(Method):
         self.anchors[i] = self.anchors[i] - self.f.outer_lr * (u + mu * self.b[i])
         self.replicas[i].x[:] = self.anchors[i]
 
-    def judged(self):
+    def evaluation_model(self):
         return mean(self.anchors)
 
     def finish(self, k):

@@ -95,7 +95,7 @@ class Method:
     def finish(self, k):
         """The end of the training, after k inner steps since the warm-up."""
 
-    def judged(self):
+    def evaluation_model(self):
         """The parameters to evaluate, at the end of a round."""
         return self.replicas[0].x
 

@@ -85,7 +85,7 @@ class OneBitEDiT(EDiT):
         d = self.d()
         verdicts = []
         for l, layer in enumerate(self.layers):
-            verdict = self.judge(l, [d_i[layer] for d_i in d])
+            verdict = self.flag_and_weigh(l, [d_i[layer] for d_i in d])
             verdicts.append(verdict)
             # e_i <- 0 if replica i is flagged;  E <- 0 if all are
             for i in range(self.M):

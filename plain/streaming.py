@@ -82,15 +82,15 @@ class StreamingDiLoCo(Method):
                 self.send(p, k)
                 self.land(k)
 
-    def judged(self):
+    def evaluation_model(self):
         return self.a
 
 
 class StreamingEDiT(StreamingDiLoCo, EDiT):
-    """The schedule is Streaming DiLoCo's; judge() and penalized_step() are EDiT's."""
+    """The schedule is Streaming DiLoCo's; flag_and_weigh() and penalized_step() are EDiT's."""
 
     def mean_of(self, l, d):
-        verdict = self.judge(l, d)
+        verdict = self.flag_and_weigh(l, d)
         # dbar = sum_i w_i C(d_i)
         dbar = quantized_mean(d, self.N, self.f.quantize, verdict.w)
         return dbar, verdict

@@ -135,7 +135,7 @@ class Training:
             self.sync()
             if self.progress >= f.max_steps:
                 self.method.finish(self.taken[0] - f.sync_warmup_steps)
-            self.end_round(self.method.judged(), self.method.spread())
+            self.end_round(self.method.evaluation_model(), self.method.spread())
 
     def end_round(self, x, more):
         """Evaluate the parameters x, if it is due. more: for the record."""

@@ -293,8 +293,6 @@ def test_rank_whose_neighbours_are_lost_leaves_without_destroying_its_groups(mon
     [
         ("--method minibatch", "", "warm-up steps"),
         ("--method edit", "then edit begins", "note"),
-        ("--lr_warmup_steps 701", "note    --lr_warmup_steps 701: the run ends after 700", "rounds begin"),
-        ("--lr_warmup_steps 201", "note    --lr_warmup_steps 201: rounds begin after 200", "the run ends"),
     ],
 )
 def test_header_says_what_the_warm_ups_do(argv, said, unsaid, run_here, corpus_folder, capsys):

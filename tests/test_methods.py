@@ -428,7 +428,7 @@ def assert_each_round_sends_what_its_docstring_promises(run, f, M):
 def watch_verdicts(method):
     """[(layer, whether it has had a limit, Verdict), ...] of a plain method with a penalty."""
     found = []
-    judge = getattr(method, "judge", None)
+    judge = getattr(method, "flag_and_weigh", None)
 
     def judge_and_look(l, d):
         known = min(map(len, method.samples[l])) >= method.f.anomaly_warmup_rounds
@@ -437,7 +437,7 @@ def watch_verdicts(method):
         return verdict
 
     if judge:
-        method.judge = judge_and_look
+        method.flag_and_weigh = judge_and_look
     return found
 
 
