@@ -363,7 +363,7 @@ def describe(run: Run) -> str:
     here = one * run.parameters / 1e9 / run.step_s
     rounded = f"{here:,.0f}" if here >= 100 else f"{here:.3g}"
     lines.append(
-        f"link    below {one:.0f} Gbit/s for each 10^9 parameters and second of step take rounds; "
+        f"link    take rounds below {one:.0f} Gbit/s x 10^9 parameters / seconds of a step; "
         f"here:\n        below {rounded} Gbit/s averaged gradients compute for less than "
         f"{ENOUGH:.0%} of the time"
     )

@@ -159,4 +159,4 @@ def test_dry_run_knows_the_seconds_of_every_method(corpus_folder, capsys, method
     argv += ["--dry_run", "--data", str(corpus_folder)]
     setup = launch.Setup(argv, train.METHODS, train.data.load, 1)
     setup.plan.show(setup.corpus)
-    assert "below 44 Gbit/s for each 10^9 parameters" in capsys.readouterr().out
+    assert "take rounds below 44 Gbit/s x 10^9 parameters" in capsys.readouterr().out

@@ -92,7 +92,7 @@ def test_planner_answers_in_a_few_lines(capsys):
     assert run.step_s == pytest.approx(2**19 / 32 * flops / (0.4 * 989e12))
     share = costs(run, "edit")["share"]
     assert re.search(rf"\nEDiT +32 .* {share:.1%} +{4 * share:.2f} ", printed)
-    assert "below 66 Gbit/s for each 10^9 parameters and second of step take rounds" in printed
+    assert "take rounds below 66 Gbit/s x 10^9 parameters / seconds of a step" in printed
     assert "--timeout_s 7 or more" in printed and len(printed.splitlines()) < 20
 
 

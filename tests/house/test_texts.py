@@ -16,6 +16,7 @@ import sample
 import test_ladder
 from lab import bench, planner, sweep, table, timeline
 from lab.rows import read_csv
+from plumbing.simulate import FRAMING
 from ranks import ROOT
 from test_readme import RESULTS, TEXT, read_flags
 from train import METHODS
@@ -94,9 +95,10 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
 
 
-# What runs are made of needs no text.
+# What runs, optimizers and models are made of needs no text.
 UNTOLD = set("log_interval eval_interval eval_batches checkpoint_interval timeout_s".split())
-UNTOLD |= set("anomaly_ema delay alpha offload".split())
+UNTOLD |= set("anomaly_ema delay alpha offload beta1 beta2 weight_decay min_lr_ratio".split())
+UNTOLD |= set("n_hidden norm_eps rope_base".split())
 
 
 def test_every_flag_has_a_reader():
@@ -207,3 +209,37 @@ def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
 
 def test_table_says_which_method_does_not_take_muon():
     assert "`zero_one_adam` takes AdamW only" in RELATIVES
+
+
+# ---- the table on the first screen ----
+
+
+def test_losses_and_minutes_of_the_first_screen_follow_from_kept_runs():
+    """Minutes of 2,000 steps: computing, and the bytes over the link, with the headers of TCP and
+    Ethernet. One machine alone needs four times as long for a step as four together."""
+    runs = read_csv(ROOT / "lab/results/frontier.csv")
+    step_s = 0.054  # beside the table
+    assert "a measured step of 54 ms" in TEXT.replace("\n", " ")
+    found = {}
+    for method in "minibatch", "edit", "diloco":
+        own = [run for run in runs if run.flags["method"] == method and run.seed in (5, 6, 8, 9)]
+        assert len(own) == 4
+        found[method] = statistics.mean(run.loss for run in own), own[0].results["sync_bytes"]
+
+    def minutes(bytes_sent, mbps):
+        return (2000 * step_s + bytes_sent * 8 * FRAMING / (mbps * 1e6)) / 60
+
+    alone = 4 * 2000 * step_s / 60
+    loss, sent = found["minibatch"]
+    edit_loss, edit_sent = found["edit"]
+    rows = [
+        f"| one of the machines alone | {loss:.3f} | {alone:.1f} | {alone:.1f} |",
+        f"| averaged gradients (DDP) on all four | {loss:.3f} | {minutes(sent, 100):.0f} "
+        f"| {minutes(sent, 10):.0f} |",
+        f"| EDiT on all four | {edit_loss:.3f} | {minutes(edit_sent, 100):.1f} "
+        f"| {minutes(edit_sent, 10):.0f} |",
+    ]
+    for row in rows:
+        assert row in TEXT
+    higher = [found[method][0] / loss - 1 for method in ("edit", "diloco")]
+    assert f"{higher[0]:.1%} higher here (DiLoCo: {higher[1]:.1%})" in TEXT.replace("\n", " ")
