@@ -97,7 +97,10 @@ class Plan:
             kinds["Muon and AdamW"] = kinds.pop("AdamW") - vector + squares
         on_host = getattr(config, "offload", False) and not self.on_cpu
         for name in self.method.shared:
-            kinds[name + " (host)" * on_host] = vector
+            if on_host:  # torch rounds a pinned block up to a power of two
+                kinds[f"{name} (host)"] = 1 << (vector - 1).bit_length()
+            else:
+                kinds[name] = vector
         for name in self.method.private:
             kinds[name] = vector
         kinds["sync buffers"] = config.buffer_vectors * vector
