@@ -67,7 +67,7 @@ def test_flags_of_the_slurm_script_are_valid():
 
 
 NAMED = {
-    "README": {"train.py", "data.py", "sample.py", "export.py", "lab.timeline", "lab.sweep", "lab.table"},
+    "README": {"train.py", "data.py", "sample.py", "lab.sweep", "lab.table"},
     "RESULTS": {"lab/experiments/tau.sh"},
 }
 
