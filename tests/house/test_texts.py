@@ -97,20 +97,6 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
 
 
-# What runs are made of needs no text.
-UNTOLD = set("log_interval eval_interval eval_batches checkpoint_interval timeout_s".split())
-UNTOLD |= set("anomaly_ema delay alpha offload".split())
-
-
-def test_every_flag_has_a_reader():
-    told = TEXT + RESULTS + RELATIVES
-    for pattern in "EXERCISES.md", "docs/*.md", "lab/experiments/*.sh":
-        told += "".join(path.read_text() for path in ROOT.glob(pattern))
-    for method in METHODS.values():
-        for name in method.Config.__dataclass_fields__.keys() - UNTOLD:
-            assert re.search(rf"--(no-)?{name}\b", told), name
-
-
 # ---- the ladder ----
 
 
@@ -208,7 +194,3 @@ def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
         assert row[4] == found.get(method, ""), method
         share = f"1/{sent['minibatch'] / sent[method]:.0f}" if method in sent else ""
         assert row[5] == share, method
-
-
-def test_table_says_which_method_does_not_take_muon():
-    assert "`zero_one_adam` takes AdamW only" in RELATIVES
