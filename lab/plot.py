@@ -181,7 +181,7 @@ def columns_by_method(runs, without=()) -> dict:
 
 
 def curves(runs, columns, x, y="val_loss") -> list:
-    """Rows of lab.plot. The runs of a line have the same x at the same evaluation: their mean. A
+    """Rows of draw(). The runs of a line have the same x at the same evaluation: their mean. A
     line's name says in what it differs from the other lines of its method. y: val_loss, or `over`,
     the distances in percent, of runs that are one point each."""
     own_columns = columns_by_method(runs)
@@ -209,7 +209,7 @@ def curves(runs, columns, x, y="val_loss") -> list:
 
 
 def gain_curves(runs) -> list:
-    """Rows of lab.plot: how much the loss of each outer step, a mean over seeds, is above the
+    """Rows of draw(): how much the loss of each outer step, a mean over seeds, is above the
     lowest of its line, in percent, over its gain. A line is a setting of all other flags."""
     runs = [run for run in runs if run.flags.keys() >= set(OUTER)]  # not those of minibatch
     own_columns = columns_by_method(runs, OUTER)

@@ -1,6 +1,6 @@
 """The record of a plain run: a line for each round, and OUT_DIR/metrics.jsonl.
 
-The rows are those of the sharded twin, plumbing/log.py, so lab.plot and lab.table read them. But in
+The rows are those of the sharded twin, plumbing/log.py, so lab.table reads them. But in
 one process nothing is sent. `sync_bytes` is what a rank of the sharded run would send, as the
 method's flags estimate it: padding, norms and losses do not count.
 """

@@ -29,11 +29,10 @@ since 1970. Names: step, wait for others, wait for link, link (a transfer on the
 To profile some steps: `with torch.profiler.profile() as profiler:` around train.main([...]), then
 profiler.export_chrome_trace("trace.json"). Layers and collectives have their names in it.
 
-To read a record: pandas.read_json("out/edit/metrics.jsonl", lines=True). To see it in TensorBoard
-(pip install tensorboard):
+To read a record and to plot it, with pandas and matplotlib:
 
-    python -m lab.plot --tensorboard out/edit    # writes event files into the folder
-    tensorboard --logdir out
+    rows = pandas.read_json("out/edit/metrics.jsonl", lines=True)
+    rows[rows.event == "step"].plot("step", "loss")
 
 Plain version: plain/record.py.
 """
@@ -61,7 +60,7 @@ class Clock:
         self.started = time.perf_counter()
 
     def start_at(self, saved: dict):
-        """Continue a checkpoint. saved: its state.json."""
+        """Continue a checkpoint. saved: its state."""
         self.started = time.perf_counter() - saved["train_s"]
 
     def train_s(self) -> float:
@@ -176,7 +175,7 @@ class Log:
         self.config = setup.config
         self.mesh = mesh
         self.clock = clock
-        self.at_start = setup.saved or NEW_RUN  # state.json of the checkpoint that is continued
+        self.at_start = setup.saved or NEW_RUN  # the state of the checkpoint that is continued
         self.tokens = self.at_start["tokens"]
         self.last = self.at_start  # the last row `step`
         # Rounds in a row in which most layers left a replica out, of each replica.

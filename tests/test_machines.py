@@ -20,8 +20,9 @@ import torch.distributed as dist
 import ranks
 import train
 from config import UserError
+from lab import planner
 from plumbing import checkpoint, launch, shm
-from plumbing.plan import Run, smallest_tau
+from plumbing.plan import costs, smallest_tau
 from ranks import TINY, Launch, agent_store
 from test_launch import FULL, assert_same, break_in, command, errors, finish
 
@@ -404,7 +405,7 @@ def test_another_model_on_one_machine_is_refused(machines, undisturbed):
 
 
 class Agents:
-    """The torchruns of the page's two commands, on small models, in two working folders."""
+    """The torchruns of the page's command, on small models, in two working folders."""
 
     def __init__(self, folder, corpus_folder, more=""):
         self.folder = folder
@@ -415,12 +416,13 @@ class Agents:
         small += "--checkpoint_interval 8 --data ../my_corpus".split() + more.split()
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
+        (line,) = re.findall("^torchrun (.* out/two .*)", page, re.MULTILINE)
+        line = line.replace("192.168.1.10", "127.0.0.1").replace("29500", str(port))
+        line = line.replace("train.py", f"{ranks.ROOT}/train.py")
         self.commands = []
-        for line in re.findall("^torchrun (.* out/two .*)", page, re.MULTILINE):
-            line = line.replace("192.168.1.10", "127.0.0.1").replace("29500", str(port))
-            line = line.replace("train.py", f"{ranks.ROOT}/train.py")
-            self.commands.append([*line.split(), *small])
-        assert len(self.commands) == 2
+        for node_rank in "--node_rank 0", "--node_rank 1":
+            own = line.replace("--node_rank 0", node_rank)
+            self.commands.append([*own.split(), *small])
         self.running = [self.start(number) for number in (0, 1)]
 
     def start(self, number, *launcher):
@@ -455,24 +457,37 @@ def test_commands_of_the_page_continue_after_one_machine_was_switched_off(tmp_pa
     assert_same(*(tmp_path / name / "machine-0" / "out" / "two" for name in ("kill", "whole")))
 
 
-def test_table_of_the_page_is_the_planners():
+def test_figures_of_the_page_are_the_planners(capsys):
+    """And the default of --timeout_s is too short for its last command, which gives enough."""
     page = (ranks.ROOT / "docs" / "two_machines.md").read_text()
-    head, *rows = [line for line in page.splitlines() if line.startswith("| ")]
-    speeds = [float(speed) for speed in re.findall(r"(\d+) Mbit/s", head)]
-    assert len(rows) == 5 and len(speeds) == 4
-    for row in rows:
-        _, _, parameters, layers, step, *cells, _ = row.split("|")
-        size = float(parameters.strip().removesuffix("M")) * 1e6
-        step_s = float(step.strip().removesuffix(" s"))
-        for speed, cell in zip(speeds, cells, strict=True):
-            run = Run(size, int(layers), step_s, 2, 1, speed)
-            found = [str(smallest_tau(run, method)) for method in ("edit", "one_bit_edit")]
-            assert cell.split() == [found[0], "/", found[1]], (row, speed)
+    (words,) = re.findall("^python -m lab.planner (.*)$", page, re.MULTILINE)
+    run = planner.read_command(words.split())
+    pattern = r"here (\d+) for `edit`, (\d+) for `streaming_edit`.* (\d+) for `one_bit_edit`"
+    taus = re.search(pattern, page, re.S)
+    for tau, method in zip(taus.groups(), ("edit", "streaming_edit", "one_bit_edit")):
+        assert int(tau) == smallest_tau(run, method)
+    by_hand = 9 * costs(run, "edit")["link_s"] / run.step_s
+    assert by_hand == pytest.approx(9 * 34e-6 * run.parameters / run.link_mbps, rel=0.001)
+    assert by_hand / 2 < smallest_tau(run, "diloco") / 2 < by_hand <= smallest_tau(run, "diloco")
+
+    printed = []
+    for link in 100, 1000, 10_000:
+        planner.main(["--model", "7b", "--link_mbps", str(link)])
+        printed.append(capsys.readouterr().out)
+    (needed,) = re.findall(r"--timeout_s (\d+) or more", printed[0])
+    (given,) = re.findall(r"--compile --timeout_s (\d+)", page)
+    assert f"{needed} s" in page and 3600 < int(needed) < int(given)
+    for text, link in (printed[1], "1 Gbit/s"), (printed[2], "10 Gbit/s"):
+        (time,) = re.findall(r"average gradients: (.*), and", text)
+        (alone,) = re.findall(r"On one replica alone: (.*), and", text)
+        assert f"{time} on {link}" in page and f"{alone} on" in " ".join(page.split())
 
 
 def test_flags_of_the_page_exist():
     page = (ranks.ROOT / "docs" / "two_machines.md").read_text()
-    known = set("nnodes standalone local_addr nproc_per_node node_rank master_addr master_port max-restarts out".split())
+    known = set("nnodes standalone local_addr nproc_per_node node_rank master_addr".split())
+    known |= set("master_port max-restarts input out".split())  # of torchrun and data.py
+    known |= set("parameters layers step_s".split())  # of lab.planner
     for method in train.METHODS.values():
         known |= method.Config.__dataclass_fields__.keys()
-    assert set(re.findall(r"--([a-z][\w-]*)", page.replace("--input", ""))) <= known
+    assert set(re.findall(r"--([a-z][\w-]*)", page)) <= known

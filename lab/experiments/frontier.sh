@@ -12,6 +12,7 @@ python -m lab.sweep frontier --method sparse_loco --outer_lr 1.3 $adamw $four
 python -m lab.sweep frontier --method zero_one_adam --tau_schedule 2:96,4:192,8:384 $adamw $four
 python -m lab.table out/sweep/frontier/*/ --base method=minibatch --x sync_bytes \
     --out lab/results/frontier
+python -m lab.table lab/results/frontier.csv --base method=edit
 
 muon="--optimizer muon --lr 0.0045 --muon_lr 0.01 $run"
 one="--method one_bit_edit --tau 16 --warmup_format int8 $muon $eight"

@@ -10,5 +10,6 @@ python -m lab.sweep schedule --method edit --tau 16 64 --sync_warmup_steps 32 --
 python -m lab.table out/sweep/schedule_tune/*/ --out lab/results/schedule_tune
 python -m lab.table out/sweep/schedule/*/ --base method=minibatch --x step --first 192 \
     --out lab/results/schedule
+python -m lab.table lab/results/schedule.csv --base schedule=cosine
 python -m lab.table out/sweep/schedule/*/ --base method=minibatch --at 352 \
     --out lab/results/schedule_352

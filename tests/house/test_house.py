@@ -97,7 +97,7 @@ def test_every_method_has_a_plain_version():
 @pytest.mark.parametrize("name", METHODS)
 def test_docstring_of_a_method_names_the_file_of_its_plain_version(name):
     last_line = sys.modules[METHODS[name].__module__].__doc__.splitlines()[-1]
-    assert last_line == f"Plain version: {PLAIN.file(name)}."
+    assert last_line.startswith(f"Plain version: {PLAIN.file(name)}.")
 
 
 def test_plain_files_and_their_sharded_twins_name_each_other():

@@ -1,11 +1,10 @@
-"""README.md, RESULTS.md, EXERCISES.md and the READMEs of folders are true: file tree, links, flags,
+"""README.md, RESULTS.md, EXERCISES.md and the pages of folders are true: file tree, links, flags,
 equation map, ladder, tables."""
 
 import re
 import statistics
 import subprocess
 import sys
-from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -14,16 +13,16 @@ import data
 import hf
 import sample
 import test_ladder
-from lab import bench, planner, sweep, table, timeline
+from lab import bench, planner, rows, sweep, table, timeline
 from lab.rows import read_csv
+from methods import METHODS
 from plumbing.simulate import FRAMING
 from ranks import ROOT
 from test_readme import RESULTS, TEXT, read_flags
-from train import METHODS
 
 RELATIVES = (ROOT / "relatives" / "README.md").read_text()
-DOCS = (ROOT / "docs" / "README.md").read_text()
-EXERCISES = (ROOT / "EXERCISES.md").read_text()
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "relatives/README.md"]
+PAGES = sorted([*PAGES, ROOT / "lab/LOG.md"])
 DIAGRAMS = re.findall(r"```text\n(.*?)```", TEXT, re.S)
 LADDER = ["minibatch", "post_local_sgd", "diloco", "edit", "a_edit"]
 
@@ -55,20 +54,25 @@ def diagram_with(part):
 
 
 def test_equation_map_names_real_functions():
-    rows = re.findall(r"`([\w/]+\.py):(\w+)`", TEXT)
-    assert len(rows) > 8
-    for file, function in rows:
+    named = re.findall(r"`([\w/]+\.py):(\w+)`", TEXT)
+    assert len(named) > 8
+    for file, function in named:
         assert f"def {function}(" in (ROOT / file).read_text(), (file, function)
 
 
-@pytest.mark.parametrize(
-    "folder, text",
-    [(".", TEXT), (".", RESULTS), (".", EXERCISES), ("relatives", RELATIVES), ("docs", DOCS)],
-    ids=["README", "RESULTS", "EXERCISES", "relatives", "docs"],
-)
-def test_links_lead_to_files(folder, text):
-    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
-        assert (ROOT / folder / target).exists(), target
+def anchors(path) -> set:
+    """Of the headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)", path.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(path):
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", path.read_text()):
+        file = path.parent / target if target else path
+        assert file.exists(), target
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), (target, anchor)
 
 
 def test_flags_in_the_text_exist(capsys, monkeypatch):
@@ -93,21 +97,6 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
     text = re.sub(launchers, "", TEXT + RESULTS + RELATIVES, flags=re.M)
     for flag in set(re.findall(r"--[a-z][\w-]*", text)):
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
-
-
-# What runs, optimizers and models are made of needs no text.
-UNTOLD = set("log_interval eval_interval eval_batches checkpoint_interval timeout_s".split())
-UNTOLD |= set("anomaly_ema delay alpha offload beta1 beta2 weight_decay min_lr_ratio".split())
-UNTOLD |= set("n_hidden norm_eps rope_base".split())
-
-
-def test_every_flag_has_a_reader():
-    told = TEXT + RESULTS + RELATIVES
-    for pattern in "EXERCISES.md", "docs/*.md", "lab/experiments/*.sh":
-        told += "".join(path.read_text() for path in ROOT.glob(pattern))
-    for method in METHODS.values():
-        for name in method.Config.__dataclass_fields__.keys() - UNTOLD:
-            assert re.search(rf"--(no-)?{name}\b", told), name
 
 
 # ---- the ladder ----
@@ -152,17 +141,17 @@ def test_every_step_of_the_ladder_is_a_claim_of_the_ladders_test():
 def rows_of_relatives():
     """The table's cells, by row."""
     lines = [line for line in RELATIVES.splitlines() if line.startswith("| `")]
-    rows = []
+    found = []
     for line in lines[1:]:  # the first one is the header
         cells = line.split("|")[1:-1]
-        rows.append([cell.strip() for cell in cells])
-    return rows
+        found.append([cell.strip() for cell in cells])
+    return found
 
 
 def test_table_of_relatives_has_every_method_and_its_file():
-    rows = rows_of_relatives()
-    assert [row[0].split("`")[1] for row in rows] == list(METHODS)
-    for method, row in zip(METHODS, rows):
+    found = rows_of_relatives()
+    assert [row[0].split("`")[1] for row in found] == list(METHODS)
+    for method, row in zip(METHODS, found):
         file, target = re.fullmatch(r"\[(.*)\]\((.*)\)", row[1]).groups()
         path = (ROOT / "relatives" / target).resolve()
         module = sys.modules[METHODS[method].__module__]
@@ -170,45 +159,43 @@ def test_table_of_relatives_has_every_method_and_its_file():
         assert path == (ROOT / module.__file__).resolve()
 
 
-def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
-    """Means over the paired seeds; one_bit_edit with Muon, beside averaged gradients with Muon."""
+def kept_lines(*names) -> list:
+    """The runs of each line of the table of these kept files, with distances to minibatch."""
     runs = []
-    for name in "frontier", "frontier_others":
-        runs += read_csv(ROOT / f"lab/results/{name}.csv")
-    muon = read_csv(ROOT / "lab/results/frontier_muon.csv")
-    muon_bases = {run.seed: run.loss for run in muon if run.flags["method"] == "minibatch"}
-    for run in muon:
-        if run.flags["method"] == "one_bit_edit" and run.flags.get("quantize") != "two_bits":
-            runs.append(run)
-    found = defaultdict(list)
+    for name in names:
+        runs += rows.read_csv(ROOT / f"lab/results/{name}.csv")
+    table.page(runs, ["method=minibatch"], [])
+    return list(rows.find_lines(runs, rows.find_columns(runs)[0]).values())
+
+
+def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
+    """With intervals as lab.table prints them. A loss of one seed has none and is not shown;
+    one_bit_edit is compared with averaged gradients with Muon."""
+    found = {}
+    for names in ["frontier"], ["frontier_muon"]:
+        lines = kept_lines(*names)
+        others = [line for line in lines if line[0].why != "base"]
+        spread = table.Spread.of([table.distances_of(line) for line in others])
+        for line in others:
+            method = line[0].flags["method"]
+            ours = method != "edit" and line[0].flags.get("quantize") != "two_bits"
+            if names == ["frontier"] or ours:
+                over = table.distances_of(line)
+                half = spread.half_interval(len(over))
+                found[method] = f"{statistics.mean(over):+.1%} +- {half:.1%}"
+    found["one_bit_edit"] += " ‡"
+    found["a_edit"] = "(d) in [RESULTS](../RESULTS.md)"
+
     sent = {}
-    for run in runs:
-        found[run.flags["method"]].append(run)
-        sent[run.flags["method"]] = run.results["sync_bytes"]
-    bases = {run.seed: run.loss for run in found["minibatch"]}
+    for line in kept_lines("frontier", "frontier_others") + kept_lines("frontier_muon"):
+        sent[line[0].flags["method"]] = line[0].results["sync_bytes"]
+    sent["one_bit_edit"] = min(
+        run.results["sync_bytes"] for line in kept_lines("frontier_muon") for run in line
+    )
     for method, row in zip(METHODS, rows_of_relatives()):
-        loss, bytes_sent = row[4:6]
-        if method == "a_edit":
-            assert loss.startswith("see (d)")
-            continue
-        if method == "qsr":  # it was not compared
-            assert loss == bytes_sent == ""
-            continue
-        compared = muon_bases if method == "one_bit_edit" else bases
-        distances = [run.loss / compared[run.seed] - 1 for run in found[method]]
-        assert len(distances) in (1, 4, 8)
-        expected = f"{statistics.mean(distances):+.1%}"
-        if len(distances) > 1:
-            error = statistics.stdev(distances) / len(distances) ** 0.5
-            expected += f" ({error:.1%})"
-        if method == "one_bit_edit":
-            expected += " ‡"
-        assert loss == expected
-        assert bytes_sent == f"1/{sent['minibatch'] / sent[method]:.0f}"
-
-
-def test_table_says_which_method_does_not_take_muon():
-    assert "`zero_one_adam` takes AdamW only" in RELATIVES
+        assert row[4] == found.get(method, ""), method
+        share = f"1/{sent['minibatch'] / sent[method]:.0f}" if method in sent else ""
+        assert row[5] == share, method
 
 
 # ---- the table on the first screen ----
