@@ -837,7 +837,8 @@ def test_replicas_on_processors_that_round_differently_train_save_and_keep_their
     options = dict(method="edit", n_embd=64, block_size=32, dtype="fp32", tau=4, timeout_s=60)
     options |= dict(sync_warmup_steps=warmup, checkpoint_interval=4, keep=9, data=corpus_folder)
     rank = "if [ $RANK = 1 ]; then export ATEN_CPU_CAPABILITY=default; fi; exec python train.py "
-    torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split()]
+    launcher = "-m torch.distributed.run --standalone --local_addr 127.0.0.1 --nproc_per_node 2"
+    torchrun = [sys.executable, *launcher.split()]
     for steps in 12, 16:  # the second one resumes
         options |= dict(max_steps=steps, out_dir=tmp_path / "run", resume="auto")
         line = rank + shlex.join(ranks.flags(**options))

@@ -423,10 +423,11 @@ class Agents:
         assert len(self.commands) == 2
         self.running = [self.start(number) for number in (0, 1)]
 
-    def start(self, number, *launcher):
+    def start(self, number):
         place = self.folder / f"machine-{number}"
         place.mkdir(exist_ok=True)
-        argv = [sys.executable, "-m", "torch.distributed.run", *launcher, *self.commands[number]]
+        argv = [sys.executable, *"-m torch.distributed.run --local_addr 127.0.0.1".split()]
+        argv += self.commands[number]
         with open(self.folder / f"printed-{number}", "w") as out:
             return subprocess.Popen(argv, cwd=place, stdout=out, stderr=out, start_new_session=True)
 
