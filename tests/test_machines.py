@@ -436,7 +436,7 @@ def test_commands_of_the_page_continue_after_one_machine_was_switched_off(tmp_pa
     os.killpg(agents.running[1].pid, signal.SIGKILL)
     assert agents.wait() == [1, -9]
     assert "lost contact with another rank" in agents.printed()
-    agents = Agents(tmp_path / "kill", corpus_folder)
+    agents = Agents(tmp_path / "kill", corpus_folder, "--slow_replica 1:1")
     assert agents.wait() == [0, 0], agents.printed()
     assert "resume  out/two/checkpoint-000000" in agents.printed()
     assert_same(*(tmp_path / name / "machine-0" / "out" / "two" for name in ("kill", "whole")))
