@@ -136,6 +136,7 @@ def test_run_without_the_log_trains_evaluates_and_saves_the_same(options, corpus
     assert len(saved_steps(tmp_path / "logged")) >= 3
 
 
+@pytest.mark.slow
 def test_resume_that_changes_the_size_of_norms_starts_their_statistics_anew(
     tmp_path, corpus_folder
 ):
@@ -689,6 +690,7 @@ def test_folder_without_a_whole_replica_is_named_when_the_one_before_is_taken(
 # ---- names, locks and disks ----
 
 
+@pytest.mark.slow
 def test_only_names_of_digits_are_checkpoints_and_a_start_deletes_only_what_a_kill_has_left(
     saved_run, tmp_path
 ):
