@@ -32,29 +32,22 @@ VIRTUAL = dict(tau_time_s=4.0, virtual_clock=True, slow_replica="1:2")  # rounds
 SLOW = dict(link_mbps=2.0)
 UNEVEN = dict(link_mbps=20, slow_replica="0:1.5")
 TIGHT = dict(anomaly_warmup_rounds=2, anomaly_threshold=0.05, min_lr_ratio=1.0)  # drops
-CASES = [  # flags; ranks; round ends; where to resume; a simulation that changes nothing
+# Flags; ranks; round ends; where to resume; a simulation that changes nothing. The padding test below
+# resumes all methods once.
+CASES = [
     (dict(method="minibatch", max_steps=4), 2, [1, 2, 3, 4], [2], UNEVEN),
-    (LOCAL | dict(method="post_local_sgd", accum=2), 2, ENDS, [8], {}),
-    (LOCAL | dict(method="diloco"), 2, ENDS, [2, 8], {}),
-    (LOCAL | dict(method="slowmo"), 2, ENDS, [2, 8], {}),
     (LOCAL | TIGHT | dict(method="edit", shards=2), 4, ENDS, [1, 8, 12], UNEVEN),
     (LOCAL | VIRTUAL | dict(method="a_edit"), 2, [1, 2, 6, 10, 14, 16], [2, 6], {}),
     (LOCAL | dict(method="co2", shards=2), 4, ENDS, [2, 8, 12], SLOW),
     # On 4x1 no two of NoLoCo's replicas are equal; in bf16 layers are gathered there, too.
     (LOCAL | dict(method="noloco", dtype="bf16"), 4, ENDS, [2, 8, 12], SLOW),
-    (STREAMING | dict(method="streaming_diloco", delay=1, shards=2), 4, [1, 2, 10, 15], [10], SLOW),
     (STREAMING | TIGHT | dict(method="streaming_edit", delay=3, max_steps=27, dtype="bf16"), 2,
      [1, 2, 10, 18, 26, 27], [2, 18, 27], SLOW),
     (LOCAL | dict(method="zero_one_adam", tau_schedule="1:2"), 4, [1, 2, 3, 4, 7, 10, 12],
      [2, 4, 7], {}),
-    (LOCAL | dict(method="qsr", qsr_c=0.012), 2, [1, 2, 5, 8, 12], [2, 8], {}),
     (LOCAL | TIGHT | dict(method="one_bit_edit", shards=2, warmup_format="int8", optimizer="muon",
                           anomaly_warmup_rounds=2),
      4, ENDS, [1, 2, 8], SLOW),
-    (LOCAL | dict(method="sparse_loco", shards=2), 4, ENDS, [2, 8], {}),
-    (LOCAL | dict(method="top_k", shards=2), 4, ENDS, [2, 8], {}),
-    (LOCAL | dict(method="eager"), 2, ENDS, [2, 8, 12], SLOW),
-    (LOCAL | dict(method="robust", shards=2), 4, ENDS, [8], {}),
 ]  # fmt: skip
 # shard_bytes: the forward after an evaluation finds no layer that is gathered already.
 LEFT_OUT = "shard_bytes step_ms train_s tokens_per_s stall_ms wait_others_ms wait_link_ms".split()
@@ -143,15 +136,13 @@ def test_run_without_the_log_trains_evaluates_and_saves_the_same(options, corpus
     assert len(saved_steps(tmp_path / "logged")) >= 3
 
 
-@pytest.mark.parametrize("method", ["edit", pytest.param("streaming_edit", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_resume_that_changes_the_size_of_norms_starts_their_statistics_anew(
-    method, tmp_path, corpus_folder
+    tmp_path, corpus_folder
 ):
     """Limits of short rounds would flag every replica of a long one. `data`: another corpus in the
     same place."""
-    options = dict(method=method, tau=4, sync_warmup_steps=2, max_steps=50, min_lr_ratio=1.0)
-    if method == "streaming_edit":
-        options |= dict(fragments=2, delay=1)
+    options = dict(method="edit", tau=4, sync_warmup_steps=2, max_steps=50, min_lr_ratio=1.0)
     run_training(2, corpus_folder, out_dir=tmp_path / "whole", **options)
     changes = {"same": {}, "tau": dict(tau=24), "lr": dict(lr=0.1), "beta2": dict(beta2=0.5)}
     changes["batch_size"] = dict(shards=2)  # of a replica: two ranks' windows in place of one's
@@ -337,11 +328,11 @@ def test_mesh_of_a_resumed_run_follows_the_ranks(tmp_path, corpus_folder):
 
 
 @pytest.mark.slow
-def test_run_starts_from_a_model_on_any_mesh_with_any_method(tmp_path, corpus_folder, monkeypatch):
+def test_run_starts_from_a_model_on_another_mesh_with_another_method(tmp_path, corpus_folder):
     """No step changes a parameter: the rate is 0."""
     trained = run_training(2, corpus_folder, out_dir=tmp_path / "run", max_steps=3, n_hidden=64)
     init = dict(init_from=tmp_path / "run" / "model.pt", lr=0.0, max_steps=3, sync_warmup_steps=1)
-    methods = [method for method in OUR_METHODS if method != "a_edit"]
+    methods = "minibatch", "edit", "noloco", "streaming_edit", "one_bit_edit"
     cases = [(None, None, init | dict(method=method, tau=4, shards=2)) for method in methods]
     for run in train_all(4, corpus_folder, *cases):
         for name, value in trained.model.items():
@@ -382,8 +373,7 @@ def keep_what_is_loaded(method, model, mesh):
 def test_other_replicas_take_over_replica_i_mod_m(tmp_path, corpus_folder):
     """Of 3 replicas. The resumed runs have no step to take: they end with what they have loaded."""
     options = CONSTANT_LR | dict(sync_warmup_steps=2, max_steps=6, fragments=2, delay=1)
-    methods = ("diloco", "slowmo", "co2", "noloco", "edit", "streaming_edit", "eager", "sparse_loco")
-    methods += ("zero_one_adam", "top_k")
+    methods = "diloco", "noloco", "edit", "streaming_edit", "sparse_loco", "zero_one_adam"
     cases = [options | dict(method=method) for method in methods]
     meshes = [(replicas, dict(batch_size=2)) for replicas in (2, 4)]
     arguments = tmp_path, corpus_folder, keep_what_is_loaded, 3, cases, *meshes
@@ -700,6 +690,7 @@ def test_folder_without_a_whole_replica_is_named_when_the_one_before_is_taken(
 # ---- names, locks and disks ----
 
 
+@pytest.mark.slow
 def test_only_names_of_digits_are_checkpoints_and_a_start_deletes_only_what_a_kill_has_left(
     saved_run, tmp_path
 ):
@@ -830,14 +821,14 @@ def test_killed_run_continues_its_last_complete_checkpoint(
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this processor has no other kernels"
 )
-@pytest.mark.parametrize("warmup", [0, 8])
 def test_replicas_on_processors_that_round_differently_train_save_and_keep_their_model(
-    warmup, tmp_path, corpus_folder
+    tmp_path, corpus_folder
 ):
     options = dict(method="edit", n_embd=64, block_size=32, dtype="fp32", tau=4, timeout_s=60)
-    options |= dict(sync_warmup_steps=warmup, checkpoint_interval=4, keep=9, data=corpus_folder)
+    options |= dict(sync_warmup_steps=8, checkpoint_interval=4, keep=9, data=corpus_folder)
     rank = "if [ $RANK = 1 ]; then export ATEN_CPU_CAPABILITY=default; fi; exec python train.py "
-    torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split()]
+    launcher = "-m torch.distributed.run --standalone --local_addr 127.0.0.1 --nproc_per_node 2"
+    torchrun = [sys.executable, *launcher.split()]
     for steps in 12, 16:  # the second one resumes
         options |= dict(max_steps=steps, out_dir=tmp_path / "run", resume="auto")
         line = rank + shlex.join(ranks.flags(**options))

@@ -295,7 +295,7 @@ def test_rank_whose_neighbours_are_lost_leaves_without_destroying_its_groups(mon
         ("--method edit", "then edit begins", "note"),
     ],
 )
-def test_header_says_what_the_warm_ups_do(argv, said, unsaid, run_here, corpus_folder, capsys):
+def test_header_says_when_the_warm_up_ends(argv, said, unsaid, run_here, corpus_folder, capsys):
     argv = ["--dry_run", "--device", "cpu", "--data", str(corpus_folder), *argv.split()]
     assert run_here("train", argv) is None
     printed = capsys.readouterr().out
@@ -472,7 +472,8 @@ def test_every_rank_exits_with_2_after_one_line(function, argv, message, tmp_pat
 @pytest.mark.slow
 def test_full_and_closed_output_end_nothing_and_torchrun_gives_one_line(corpus_folder, tmp_path):
     train = f"{sys.executable} train.py --dry_run --device cpu --data {corpus_folder}"
-    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2"
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --local_addr 127.0.0.1"
+    torchrun += " --nproc_per_node 2"
     cases = [  # shell line; exit code; the line of error
         (f"{train} > /dev/full", 0, "output is lost: No space left"),
         (f"{train} | true", 0, "output is lost: Broken pipe"),  # as with `| head -1`

@@ -190,6 +190,7 @@ def test_training_equals_that_of_a_cpu_and_quiet_steps_wait_only_for_the_step_be
         assert waits == {"event of 1 steps before"}
 
 
+@pytest.mark.slow
 def test_run_with_vectors_on_the_host_resumes_as_on_a_cpu(tmp_path, corpus_folder, monkeypatch):
     method = "edit"
     arguments = corpus_folder, monkeypatch

@@ -513,7 +513,7 @@ def started(folder):
     return subprocess.Popen(argv, cwd=folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ended_program_leaves_nothing_that_is_taken_for_a_corpus(tmp_path, number):
     process = started(tmp_path)
     with open(tmp_path / "in.txt", "w") as pipe:

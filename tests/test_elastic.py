@@ -57,7 +57,7 @@ def node(tmp_path):
     def start(folder, steps=STEPS, **environment):
         torchrun = "-m torch.distributed.run --nnodes 1:2 --nproc_per_node 1 --max-restarts 5"
         torchrun += f" --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{port} --rdzv_id elastic"
-        torchrun += " --rdzv_conf last_call_timeout=3,keep_alive_interval=1"
+        torchrun += " --local_addr 127.0.0.1 --rdzv_conf last_call_timeout=3,keep_alive_interval=1"
         argv = [sys.executable, *torchrun.split(), "train.py", *TRAIN]
         argv += ["--out_dir", str(folder), "--max_steps", str(steps)]
         log = tmp_path / f"log-{len(agents)}"

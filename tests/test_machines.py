@@ -135,11 +135,10 @@ def die_at_name(rank, last):
     os.rename = rename_or_die
 
 
-KILLS = {  # what happens; on which ranks; the step to go on from
+# What happens; on which ranks; the step to go on from. The test above kills in a write.
+KILLS = {
     "before a name here": ((die_at_name, 15), (2, 3), 11),
     "before a name there": ((die_at_name, 15), (0, 1), 11),
-    "in the first write": ((break_in, "torch.save", 1, None), (3,), 0),
-    "in the third write": ((break_in, "torch.save", 3, None), (1,), 11),
     "full disk": ((break_in, "torch.save", 3, FULL), (3,), 11),
 }
 
@@ -164,7 +163,7 @@ def test_killed_machine_costs_nothing_that_both_had_agreed_on(
     run = machines.start(keeping)
     finish(run)
     resumed = [line for line in run.lines("out") if line.startswith("resume  ")]
-    assert bool(resumed) == bool(step) and all(f": step {step}, " in line for line in resumed)
+    assert resumed and all(f": step {step}, " in line for line in resumed)
     notes = [line for line in run.lines("out") if "checkpoint-00000011 is continued" in line]
     assert len(notes) == len(one_has_it)
     assert_same(machines.run(0), undisturbed)
@@ -188,30 +187,17 @@ def copy(saved, machines):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("resume", ["auto", "run"])
 def test_machine_that_lost_its_newest_checkpoint_takes_all_back_to_the_one_before(
-    resume, copy, undisturbed
+    copy, undisturbed
 ):
     shutil.rmtree(copy.run(1) / "checkpoint-00000011")
-    run = copy.start(f"--resume {resume}")
+    run = copy.start("--resume run")  # auto: see the kills above
     finish(run)
     (note,) = [line for line in run.lines("out") if line.startswith("note ")]
     need = "checkpoint-00000011: rank 2 needs replica-0-of-2-shard-0-of-2.pt, which rank 0 sees"
     assert need in note and note.endswith("checkpoint-00000007 is continued")
     assert any("step 7, " in line for line in run.lines("out") if line.startswith("resume  "))
     assert_same(copy.run(0), undisturbed)
-
-
-@pytest.mark.slow
-def test_damage_on_one_machine_is_named_with_a_rank_there(copy):
-    file = copy.run(1) / "checkpoint-00000011" / "replica-1-of-2-shard-1-of-2.pt"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    run = copy.start()
-    assert run.wait() == [2] * 4
-    line, *others = errors(run)
-    assert "rank 3: checkpoint run/checkpoint-00000011 cannot be read" in line and not any(others)
 
 
 @pytest.mark.slow
@@ -425,10 +411,11 @@ class Agents:
             self.commands.append([*own.split(), *small])
         self.running = [self.start(number) for number in (0, 1)]
 
-    def start(self, number, *launcher):
+    def start(self, number):
         place = self.folder / f"machine-{number}"
         place.mkdir(exist_ok=True)
-        argv = [sys.executable, "-m", "torch.distributed.run", *launcher, *self.commands[number]]
+        argv = [sys.executable, *"-m torch.distributed.run --local_addr 127.0.0.1".split()]
+        argv += self.commands[number]
         with open(self.folder / f"printed-{number}", "w") as out:
             return subprocess.Popen(argv, cwd=place, stdout=out, stderr=out, start_new_session=True)
 
@@ -444,14 +431,14 @@ def test_commands_of_the_page_continue_after_one_machine_was_switched_off(tmp_pa
     (tmp_path / "whole").mkdir()
     assert Agents(tmp_path / "whole", corpus_folder).wait() == [0, 0]
     (tmp_path / "kill").mkdir()
-    agents = Agents(tmp_path / "kill", corpus_folder, "--slow_replica 1:40")
+    agents = Agents(tmp_path / "kill", corpus_folder, "--slow_replica 1:10")
     while "step 00017/" not in agents.printed():
         assert agents.running[0].poll() is None, agents.printed()
         time.sleep(0.02)
     os.killpg(agents.running[1].pid, signal.SIGKILL)
     assert agents.wait() == [1, -9]
     assert "lost contact with another rank" in agents.printed()
-    agents = Agents(tmp_path / "kill", corpus_folder)
+    agents = Agents(tmp_path / "kill", corpus_folder, "--slow_replica 1:1")
     assert agents.wait() == [0, 0], agents.printed()
     assert "resume  out/two/checkpoint-000000" in agents.printed()
     assert_same(*(tmp_path / name / "machine-0" / "out" / "two" for name in ("kill", "whole")))

@@ -652,8 +652,8 @@ def test_changed_model_py_samples_from_its_own_file_and_is_not_exported_as_llama
 def test_own_layers_py_trains_the_same_sharded_and_plain_under_torchrun_and_alone():
     script = ["examples/own_layers.py", "--max_steps", "60", "--sync_warmup_steps", "20"]
     script += ["--lr_warmup_steps", "10", "--lr", "0.01"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launched = [*launcher, "--nproc_per_node", "4", *script, "--shards", "2"]
+    launcher = "-m torch.distributed.run --standalone --local_addr 127.0.0.1".split()
+    launched = [sys.executable, *launcher, "--nproc_per_node", "4", *script, "--shards", "2"]
     for argv in [sys.executable, *script], launched:
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr

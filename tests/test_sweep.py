@@ -274,7 +274,7 @@ def test_a_sweep_that_is_stopped_or_killed_leaves_no_process_and_goes_on(
 @pytest.mark.slow
 def test_interrupted_sweep_of_sharded_runs_resumes_and_ends_with_a_table(tmp_path, corpus_folder):
     """torchrun, train.py, Ctrl-C; then once more to the end."""
-    short = ranks.flags(data=corpus_folder, max_steps=300, checkpoint_interval=4, eval_batches=1)
+    short = ranks.flags(data=corpus_folder, max_steps=300, checkpoint_interval=20, eval_batches=1)
     words = "--method edit diloco --seed 1 --jobs 2 --ranks 2".split()
     for name, value in zip(short[::2], short[1::2]):
         if name not in ("--out_dir", "--method", "--seed"):
