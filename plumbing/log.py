@@ -61,7 +61,7 @@ class Clock:
         self.started = time.perf_counter()
 
     def start_at(self, saved: dict):
-        """Continue a checkpoint. saved: its state.json."""
+        """Continue a checkpoint. saved: its state."""
         self.started = time.perf_counter() - saved["train_s"]
 
     def train_s(self) -> float:
@@ -176,7 +176,7 @@ class Log:
         self.config = setup.config
         self.mesh = mesh
         self.clock = clock
-        self.at_start = setup.saved or NEW_RUN  # state.json of the checkpoint that is continued
+        self.at_start = setup.saved or NEW_RUN  # of the checkpoint that is continued
         self.tokens = self.at_start["tokens"]
         self.last = self.at_start  # the last row `step`
         # Rounds in a row in which most layers left a replica out, of each replica.

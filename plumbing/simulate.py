@@ -116,7 +116,7 @@ class Cluster(nullcontext):
         self.steps = 0  # of this replica since then
 
     def start_at(self, saved: dict):
-        """Continue a checkpoint. saved: its state.json."""
+        """Continue a checkpoint. saved: its state."""
         self.synced_at = saved["train_s"]
 
     def train_s(self) -> float:
