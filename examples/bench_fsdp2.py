@@ -23,6 +23,7 @@ import train
 from config import parse
 from edit_fsdp2 import EDiT, clip_gradient
 from mesh import Mesh
+from methods import METHODS
 from model import Llama, ModelConfig
 from plumbing.launch import connect
 from plumbing.log import Clock, RoundRecord
@@ -33,11 +34,11 @@ FLAGS = f"--method edit --tau {TAU} --sync_warmup_steps 0 --shards 2 --device cp
 
 
 def our_step(mesh, batch):
-    config, _ = parse(FLAGS, train.METHODS)
+    config, _ = parse(FLAGS, METHODS)
     model = train.make_model(SHAPE, mesh)
     optimizer = train.make_optimizer(model, config)
     optimizer.lr = 1e-3
-    method = train.EDiT(model, mesh, config, RoundRecord(mesh), Clock(mesh.device))
+    method = METHODS["edit"](model, mesh, config, RoundRecord(mesh), Clock(mesh.device))
 
     def step():
         method.before_step()

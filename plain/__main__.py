@@ -19,7 +19,6 @@ sample.py, hf.py and --init_from read.
 The methods of the sharded twins are imported for their flags only. Sharded twin: train.py.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -29,7 +28,7 @@ import data
 from config import UserError, make_config, read_flags, run_command
 from hf import open_model, write_model
 from methods import METHODS, check_plain
-from model import has_native_bf16, make_layer
+from model import has_native_bf16
 from plain.record import Record
 from plain.text import model_config, text_training
 from plumbing import simulate
@@ -66,26 +65,6 @@ def read_config(argv):
     f.check(f.replicas)
     simulate.check(f, METHODS[f.method], f.replicas)
     return f
-
-
-def check_memory(f, corpus):
-    """Raise UserError if the vectors of M replicas do not fit into this machine's memory."""
-    if f.device != "cpu" or not hasattr(os, "sysconf"):  # Windows
-        return
-    shape = model_config(f, corpus)
-    with torch.device("meta"):  # without memory
-        embedding, block, head = (make_layer(shape, l) for l in (0, 1, -1))
-    counts = [sum(p.numel() for p in layer.parameters()) for layer in (embedding, block, head)]
-    n_params = counts[0] + shape.n_layer * counts[1] + counts[2]
-    # Parameters, gradient, AdamW's two moments, anchor and momentum, in fp32.
-    needed = 6 * 4 * n_params * f.replicas
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
-        raise UserError(
-            f"{f.replicas} replicas of {n_params:,} parameters need more than "
-            f"{needed / 1e9:,.0f} GB of memory, and this machine has {there / 1e9:,.0f} GB: "
-            "lower --replicas or the model's size"
-        )
 
 
 def make_folder(f):
@@ -132,7 +111,6 @@ def main(argv):
     M, N = f.replicas, f.shards
     corpus = data.load(f.data or None, f.vocab_size, f.block_size)
     source = open_source(f, corpus)
-    check_memory(f, corpus)
     training = text_training(f, M, N, corpus, source and source.tensors)
     make_folder(f)
     record = Record(f, training, corpus)

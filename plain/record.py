@@ -108,12 +108,13 @@ class Record:
         row = row | {"bits_per_byte": bits, "sync_bytes": round(self.sent_bytes)}
         self.write("eval", row)
         print(f"eval {row['step']:05d} | val loss {row['val_loss']:.4f} nats/token")
+        if not math.isfinite(row["val_loss"]):
+            reason = f"the validation loss at step {row['step']} is {row['val_loss']}"
+            raise UserError(f"diverged: {reason}; {HINT}")
 
     def end(self):
         last = self.training.rows["eval"][-1]
         train_s, val_loss = self.training.train_s(), last["val_loss"]
-        if not math.isfinite(val_loss):
-            raise UserError(f"diverged: the validation loss at the end is {val_loss}; {HINT}")
         row = {"step": last["step"], "val_loss": val_loss, "train_s": train_s}
         row["tokens_per_s"] = last["tokens"] / train_s
         row |= {"peak_memory_bytes": None, "exit": "done"}

@@ -12,7 +12,7 @@ takes some 300 MB), NCCL (0.5 to 2 GB), the corpus, what the allocator does not 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -304,7 +304,7 @@ def link_seconds(sent: float, link_mbps: float) -> float:
 def smallest_tau(run: Run, method: str) -> int:
     """The smallest power of two with which a replica computes for 90% of the time."""
     tau = 1
-    while costs(Run(**vars(run) | {"tau": tau}), method)["share"] < ENOUGH and tau < 2**40:
+    while costs(replace(run, tau=tau), method)["share"] < ENOUGH and tau < 2**40:
         tau *= 2
     return tau
 
@@ -360,7 +360,8 @@ def describe(run: Run) -> str:
     slowest_s = max(step["round_s"], run.step_s + edit["link_s"])
     lines.append(
         f"NCCL    give --timeout_s {math.ceil(2 * slowest_s)} or more: twice a step of warm-up, "
-        "or a sync.\n        Its clock starts when the host issues an operation"
+        "or a sync.\n        Its clock starts when the host issues an operation. (Default between "
+        "machines: 3600)"
     )
     one = needed_mbps(M, run.bits) / 1000
     here = one * run.parameters / 1e9 / run.step_s

@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import sys
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -134,24 +134,6 @@ def new_folder(out: str):
         shutil.rmtree(partial, ignore_errors=True)
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def regular_file(path: Path) -> Path:
-    """This path. Raises OSError or UserError unless it is a file: a pipe would wait for ever."""
-    path.stat()
-    if not path.is_file():
-        raise UserError(f"{path}: not a regular file")
-    return path
-
-
-def to_disk(path):
-    """Wait until the disk has a file, or the names in a folder, where the system can do it."""
-    with suppress(OSError) if path.is_dir() else nullcontext():  # Windows opens no folder
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def is_validation(key: bytes) -> bool:
