@@ -20,7 +20,7 @@ Source: the formulas are ours. tests/test_planner.py compares them with table 4 
 
 import sys
 
-from config import PRESETS, Parser, UserError, make_config, padded_vocabulary, run_command
+from config import PRESETS, Config, Parser, UserError, make_config, padded_vocabulary, run_command
 from edit import EDiT
 from plumbing.plan import MFU, TFLOPS, Plan, Run, describe
 
@@ -38,7 +38,7 @@ def read_command(argv) -> Run:
     add("--shards", type=int, default=8, help="N, ranks of a replica (default: 8)")
     add("--link_mbps", type=float, required=True, help="Mbit/s of each replica to the others")
     add("--tau", type=int, help="steps of a round (default: the preset's)")
-    add("--tokens_per_step", type=int, default=2**19, help="of all ranks (default: 524288)")
+    add("--tokens_per_step", type=int, help="of all ranks (default: about 524288)")
     add("--step_s", type=float, help="seconds of a step without waiting")
     add("--tflops", type=float, default=TFLOPS, help=f"a GPU's peak (default: {TFLOPS}, an H100)")
     add("--mfu", type=float, default=MFU, help=f"the share of it that is reached (default: {MFU})")
@@ -54,14 +54,16 @@ def read_command(argv) -> Run:
 
 def make_run(args) -> Run:
     given = {"model": args.model, "method": "edit", "shards": args.shards, "device": "cuda"}
-    given |= {"dtype": "bf16", "tokens_per_step": args.tokens_per_step}
-    given |= {"link_mbps": args.link_mbps}
+    given |= {"dtype": "bf16", "link_mbps": args.link_mbps}
+    ranks = args.replicas * args.shards
+    unit = ranks * PRESETS[args.model].get("block_size", Config.block_size)  # a sequence on each
+    given["tokens_per_step"] = args.tokens_per_step or -(-(2**19) // unit) * unit
     for name in "tau", "max_steps", "sync_warmup_steps":
         if getattr(args, name) is not None:
             given[name] = getattr(args, name)
     config = make_config(given, {"edit": EDiT}, {})
     vocabulary = padded_vocabulary(config, GPT2_VOCABULARY)
-    plan = Plan(config, EDiT, vocabulary, args.replicas * args.shards)
+    plan = Plan(config, EDiT, vocabulary, ranks)
     run = plan.run(args.step_s or plan.step_seconds(args.tflops, args.mfu), args.bits)
     if args.parameters:
         if not args.layers or not args.step_s:

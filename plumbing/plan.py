@@ -207,7 +207,12 @@ class Plan:
         if not self.config.link_mbps:
             return "seconds give --link_mbps, the rate between the replicas"
         if self.on_cpu:
-            return "seconds on CPUs: python -m lab.planner --step_s S, the time of a step of yours"
+            run = self.run(step_s=1.0)
+            return (
+                f"seconds on CPUs: python -m lab.planner --parameters {run.parameters} "
+                f"--layers {run.layers} --replicas {run.replicas} --shards {self.shards} "
+                f"--tau {run.tau} --link_mbps {run.link_mbps:g} --step_s S, the time of your step"
+            )
         step = f"a GPU makes {TFLOPS * MFU:.0f} TFLOP/s, an H100 at {MFU:.0%} of its peak"
         return f"seconds if {step} (others: lab.planner)\n{describe(self.run(self.step_seconds()))}"
 
