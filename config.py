@@ -306,8 +306,8 @@ def read_flags(argv: list, methods: dict) -> dict:
     method = first.parse_known_args(argv)[0].method
 
     fields = {}  # flag -> its field in each method that has it; the chosen method is the first one
-    for name in [method, *methods]:
-        for f in dataclasses.fields(methods[name].Config):
+    for name, config in configs(method, methods).items():
+        for f in dataclasses.fields(config):
             fields.setdefault(f.name, {})[name] = f
 
     parser = Parser(
@@ -338,6 +338,16 @@ def read_flags(argv: list, methods: dict) -> dict:
         f = next(iter(fields[name].values()))
         check_limits(f"--{name}", value, f.metadata["limits"])
     return given
+
+
+def configs(method: str, methods: dict) -> dict:
+    """Method -> its Config, the chosen one first. A method of one's own that is broken stops no
+    other one: it is left out."""
+    found = {method: methods[method].Config}
+    for name in methods:
+        with suppress(Exception):
+            found[name] = methods[name].Config
+    return found
 
 
 def group_titles() -> dict:
@@ -380,7 +390,8 @@ def make_config(given: dict, methods: dict, base: dict):
     fields = run_class.__dataclass_fields__
     foreign = []
     for name in sorted(given.keys() - fields):
-        owners = [other for other in methods if name in methods[other].Config.__dataclass_fields__]
+        found = configs(method, methods).items()
+        owners = [other for other, its in found if name in its.__dataclass_fields__]
         foreign.append(f"--{name} (a flag of {list_methods(owners, methods)})")
     if foreign:
         raise UserError(f"--method {method} does not have {', '.join(foreign)}")

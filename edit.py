@@ -132,13 +132,13 @@ def update_statistics(statistics, G, accepted, config):
     return new.where(accepted, statistics)
 
 
-def forget_lost_layers(statistics, G, lost):
-    """The statistics (3, L), cleared in the layers that are lost (L,): all replicas are flagged
+def forget_lost_layers(statistics, G, lost, new=0.0):
+    """The statistics (3, L), `new` in the layers that are lost (L,): all replicas are flagged
     there. One flagged replica is an outlier. If all are flagged, the norms have grown, and the
     limits are out of date. They would stay so, because flagged norms do not enter the statistics,
     and the layer would be rolled back in every later round. A norm that is not finite says nothing
     about the limits, so it clears nothing."""
-    return statistics.masked_fill(lost & G.isfinite(), 0.0)
+    return torch.where(lost & G.isfinite(), new, statistics)
 
 
 def is_anomaly(G, limits):
@@ -230,7 +230,7 @@ class Penalty:
 
     def forget(self, statistics, G, lost):
         """The statistics after a round that has lost the layers (L,): all replicas were flagged."""
-        return forget_lost_layers(statistics, G, lost)
+        return forget_lost_layers(statistics, G, lost, self.new_statistics(len(G)))
 
     def make_weights(self, norms, flagged):
         """Weights (M, L) from the norms and flags (M, L)."""
@@ -295,7 +295,7 @@ class Penalty:
         do."""
         found = sorted(changed & SCALES_NORMS)
         if found:
-            self.method.statistics.zero_()
+            self.begin()
             flags = ", ".join(f"--{name}" for name in found)
             print(f"note    {flags} changed, so the statistics of norms start anew")
         return bool(found)

@@ -53,7 +53,7 @@ def read_config(argv):
     f.replicas = f.replicas or REPLICAS
     f.out_dir = f.out_dir or f"out/plain/{f.method}"
     f.backend = "plain"  # for the record
-    f.virtual_clock |= f.method == "a_edit" or bool(f.slow_replica)
+    f.virtual_clock |= hasattr(f, "tau_time_s") or bool(f.slow_replica)
     if f.device == "auto":
         f.device = "cuda" if torch.cuda.is_available() else "cpu"
     elif f.device == "cuda" and not torch.cuda.is_available():

@@ -250,10 +250,10 @@ class Training:
         count = self.method.steps[i]
         if self.progress + count * self.rate[i] >= f.max_steps:
             return True
-        if f.method == "a_edit":
+        if hasattr(f, "tau_time_s"):  # A-EDiT: rounds end by the clock
             return count * self.seconds[i] >= f.tau_time_s
         tau = scheduled_tau(f, self.taken[0] - f.sync_warmup_steps)
-        if f.method == "qsr":
+        if hasattr(f, "qsr_c"):
             # tau = max(tau, (c / lr)^2); lr: the largest one
             # of the round, which is the first, once the warm-up of the rate is over
             lr = max(self.method.rates)

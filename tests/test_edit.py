@@ -476,17 +476,16 @@ def test_evaluation_between_round_end_and_forward_changes_neither_losses_nor_byt
 
 class MedianPenalty(Penalty):
     """Limit: twice the median of the last three unflagged norms. Weights: 1 / norm.
-    Statistics (4, L): how many norms are known, then the last three, newest first."""
+    Statistics (3, L): the last three, newest first; NaN where there is none yet."""
 
     def new_statistics(self, L):
-        return self.method.model.master.new_zeros(4, L)
+        return self.method.model.master.new_full((3, L), math.nan)
 
     def limits(self, statistics):
-        return (2 * statistics[1:].median(dim=0).values).where(statistics[0] >= 3, torch.inf)
+        return (2 * statistics.median(dim=0).values).nan_to_num(math.inf)
 
     def update(self, statistics, G, accepted):
-        new = torch.cat([statistics[:1] + 1, G[None], statistics[1:-1]])
-        return new.where(accepted, statistics)
+        return torch.cat([G[None], statistics[:-1]]).where(accepted, statistics)
 
     def make_weights(self, norms, flagged):
         weights = (1 / norms).masked_fill(flagged, 0)
@@ -520,3 +519,18 @@ def test_another_penalty_is_a_subclass_and_equals_its_plain_version(shards, corp
     for row, other in zip(run.rows("sync"), expected.rows["sync"], strict=True):
         for name in "pseudo_grad_norm", "weight", "dropped", "loss":
             assert row[name] == pytest.approx(list(other[name]), rel=1e-9), name
+
+
+def test_detector_of_ones_own_starts_anew_from_its_own_empty_statistics():
+    method = method_alone(method="edit")
+    method.penalty = MedianPenalty(method)
+    method.begin()
+    for _ in range(3):
+        method.penalty.flag(torch.ones(L).double())
+    assert method.statistics.isfinite().all()
+    lost = torch.tensor([True, False, False, False])
+    method.penalty.weigh(torch.ones(1, L).double(), lost[None])
+    assert method.statistics.isnan().all(dim=0).tolist() == lost.tolist()
+
+    assert method.penalty.resume_with({"lr"})
+    assert method.statistics.isnan().all()

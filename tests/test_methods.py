@@ -382,8 +382,11 @@ def assert_same_model(run, expected, f, rtol):
 
 
 def assert_same_limits(run, expected, f, N, rtol):
-    """EDiT's statistics are of the norms that were not flagged, and so are the next limits."""
+    """EDiT's statistics are of the norms that were not flagged, and so are the next limits. The
+    statistics of a detector of one's own are its own affair; its flags are compared."""
     samples = getattr(expected.method, "samples", ())
+    if samples and type(expected.method).limit is not plain.edit.EDiT.limit:
+        return
     warmup = max(getattr(f, "anomaly_warmup_rounds", 0), 2)
     for i, layers in enumerate(zip(*samples)):
         statistics = run.ranks[i * N]["method_state"]["statistics"]
