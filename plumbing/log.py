@@ -29,11 +29,7 @@ since 1970. Names: step, wait for others, wait for link, link (a transfer on the
 To profile some steps: `with torch.profiler.profile() as profiler:` around train.main([...]), then
 profiler.export_chrome_trace("trace.json"). Layers and collectives have their names in it.
 
-To read a record: pandas.read_json("out/edit/metrics.jsonl", lines=True). To see it in TensorBoard
-(pip install tensorboard):
-
-    python -m lab.plot --tensorboard out/edit    # writes event files into the folder
-    tensorboard --logdir out
+To read a record: pandas.read_json("out/edit/metrics.jsonl", lines=True).
 
 Plain version: plain/record.py.
 """
