@@ -1,5 +1,5 @@
-"""Models out and in with transformers, records in pandas, text from files that
-pyarrow has written. `.ci/run` installs them, see requirements-ecosystem.txt."""
+"""Models out and in with transformers, records in pandas, text from files that pyarrow has written.
+`.ci/run` installs them, see requirements-ecosystem.txt."""
 
 import json
 import re
@@ -83,7 +83,7 @@ def test_exported_model_is_the_same_for_transformers(transformers, model_pt, tmp
 
 
 @pytest.mark.parametrize("more", [
-    dict(), dict(num_key_value_heads=2, tie_word_embeddings=True), dict(num_key_value_heads=1),
+    dict(), dict(num_key_value_heads=2, tie_word_embeddings=True),
     dict(rope_parameters={"rope_type": "default", "rope_theta": 500.0}, rms_norm_eps=1e-3),
 ])  # fmt: skip
 @pytest.mark.parametrize("ranks, shards", [(4, 2)])
