@@ -231,14 +231,6 @@ def test_model_without_a_record_is_no_less_an_earlier_run(tmp_path, corpus_folde
     assert (tmp_path / "model.pt").read_text() == "precious"
 
 
-def test_replicas_that_do_not_fit_into_memory_are_refused_in_a_line(tmp_path, corpus_folder):
-    argv = [*flags(**OPTIONS), "--data", str(corpus_folder), "--out_dir", str(tmp_path / "run")]
-    for more in (["--replicas", "1000000000"], ["--n_embd", "65536"]):
-        with pytest.raises(UserError, match="GB of memory, and this machine has .*: lower --repl"):
-            main([*argv, *more])
-    assert not (tmp_path / "run").exists()
-
-
 def test_wrong_flag_ends_the_program_with_a_line(tmp_path):
     command = [sys.executable, "-m", "plain", "--resume", "auto"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
