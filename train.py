@@ -117,7 +117,8 @@ class Training:
         return self.method.vote()
 
     def at_round_end(self):
-        """Evaluate, save and stop, each if it is due."""
+        """Evaluate, save and stop, each if it is due. In the warm-up each step is such an end, and
+        method.rounds is 0. (--checkpoint_interval of k tau steps saves every k-th round.)"""
         config = self.config
         last = self.last_progress
         self.last_progress = progress = self.method.progress
