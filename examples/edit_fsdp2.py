@@ -45,6 +45,8 @@ The equations, their names and their order are those of the project's edit.py:
     G_i, w_i                   norms, weights      (M, L)       all ranks
               mean_i, sigma_i  statistics          (3, L)       replica i: count, mean, variance
 
+In the warm-up all replicas must run the same layers in the same order in every step: what one of
+them skips or reverses is an error. After it, each may go its own way, and this one order remains.
 DiLoCo is the same with anomaly_elimination, weighted_averaging and pseudo_grad_clipping off.
 Memory: two vectors like the parameters, and d of two layers. A sync gathers every layer once more
 than FSDP2 would (see finish_layer). Parameters that need no gradient when EDiT is made, and
@@ -294,6 +296,8 @@ class EDiT:
         self.rounds = 0
         self.averages_gradients = True  # until the warm-up ends
         self.started = False  # the start was checked
+        self.turns = []  # of the first step in the warm-up: see check_turn()
+        self.turn = 0  # the next one of them
         self.visited = []  # layers, as the first forward came to them
         self.order = None  # in which means travel: see agree_on_order()
         self.to_start = deque()  # layers
@@ -305,22 +309,25 @@ class EDiT:
         for layer in self.layers:
             for module in layer.modules:
                 self.register(module, layer)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_all_reduce_hook(self.average_gradient)
 
     def register(self, module, layer):
-        def hook(*args):
+        def before_forward(*args):
             self.before_forward(layer)
 
+        def average_gradient(gradient):
+            self.average_gradient(layer, gradient)
+
         # FSDP2 put its own hook first. A later one with prepend=True runs before it.
-        module.register_forward_pre_hook(torch.compiler.disable(hook), prepend=True)
+        module.register_forward_pre_hook(torch.compiler.disable(before_forward), prepend=True)
+        module.set_all_reduce_hook(average_gradient)
 
     # ---- the training loop calls these ----
 
     def step(self):
         """After each step of the inner optimizer."""
         self.drain()  # layers that the forward did not come to
+        if self.averages_gradients:
+            self.check_turn(len(self.layers))
         if self.order is None:
             self.agree_on_order()
         self.steps += 1
@@ -363,9 +370,10 @@ class EDiT:
             self.visited.append(layer)
         self.complete(layer)
 
-    def average_gradient(self, gradient):
+    def average_gradient(self, layer, gradient):
         """After each reduce-scatter, on the stream for all-reduces."""
         if self.averages_gradients:
+            self.check_turn(layer.index)
             # [sync] all-reduce, P/N, once per layer and backward, in the warm-up
             dist.all_reduce(gradient.div_(self.replicas), group=self.sync_group)
             if gradient.is_cuda:  # FSDP2 may free it early, if reduce_dtype is not float32
@@ -405,6 +413,35 @@ class EDiT:
             raise ValueError(
                 f"replica {differs.nonzero()[0].item()} starts from other parameters than replica "
                 "0: seed the random numbers, the same on all ranks, or load the same model"
+            )
+
+    def check_turn(self, turn):
+        """Raise RuntimeError where the warm-up would add up gradients of different layers. turn:
+        the layer whose gradient is averaged next, by number, or L: the step ends. In the first step
+        replicas compare their turns. The later ones must repeat it, which a rank knows by itself.
+        There it raises alone, and the others end by their group's timeout."""
+        end = len(self.layers)
+        if self.order is None:
+            own = torch.tensor([turn], device=self.not_finite.device)
+            # [sync] all-gather, 1 number, once per layer, in the first step
+            rows = self.gather(own, self.sync_group, self.replicas).flatten().tolist()
+            self.turns.append(turn)
+            expected = rows[0]
+            replica = next((i for i, row in enumerate(rows) if row != expected), 0)
+            turn = rows[replica]
+        else:
+            replica = self.replica
+            expected = self.turns[self.turn]
+            if expected == end and turn == self.turns[0]:  # it accumulates more micro-steps
+                expected = turn
+                self.turn = 0
+            self.turn = (self.turn + 1) % len(self.turns)
+        if turn != expected:
+            names = [layer.name for layer in self.layers] + ["the end of the step"]
+            raise RuntimeError(
+                f"replica {replica}, step {self.steps + 1}: the backward came to {names[turn]}, "
+                f"not to {names[expected]}: in the warm-up all replicas must run the same layers "
+                "in the same order in every step"
             )
 
     def agree_on_order(self):

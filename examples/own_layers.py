@@ -6,8 +6,14 @@ r"""Layers, data and a training loop of your own, with the methods of this proje
 
 To which of three noisy spirals does a point belong? Replace the first two parts. Then come two
 trainings: a sharded one, whose loop you may change, and a plain one in one process. In fp64 both
-must end at the same loss; if they do not, a layer or the loop is wrong. (Methods that round what
-they send agree to fewer digits. The rounds of a_edit end by the clock, so no two runs are alike.)
+must end at the same loss; if they do not, a layer or the loop is wrong. Harmless reasons are:
+
+- Methods that round what they send agree to fewer digits.
+- The rounds of a_edit end by the clock, so no two runs are alike.
+- Dropout draws other masks in the two trainings.
+- Some gradients are 0 but for rounding, as that of the keys' bias in attention. Optimizers whose
+  steps are as large for a tiny gradient (AdamW, signs) move such a parameter at random.
+
 Flags of the method and the optimizer count, those about text, files, devices and simulations do
 not.
 """
@@ -24,7 +30,7 @@ from mesh import Mesh
 from methods import METHODS, PLAIN
 from model import mixed_seed
 from plain import Training
-from plumbing.launch import check_mesh, connect
+from plumbing.launch import check_mesh, connect, leave_together
 from plumbing.log import Clock, RoundRecord
 from shard import ShardedModel
 from train import learning_rate, make_optimizer, seed_dropout
@@ -99,6 +105,7 @@ def main():
     if mesh.rank == 0 and config.method in PLAIN:
         training = train_plain(config, mesh, make_layers(), [new_points])
         print(f"plain: loss {training.rows['eval'][-1]['val_loss']:.12f}")
+    leave_together()  # the plain training takes rank 0 some time
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -125,7 +126,8 @@ def show(report):
 
 def say(line):
     if dist.get_rank() == 0:
-        print(line, flush=True)
+        with suppress(OSError):  # nobody reads any more, as after `| head`: the run goes on
+            os.write(1, f"{line}\n".encode())  # not print(), which tries again at the exit
 
 
 def main():

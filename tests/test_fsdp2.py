@@ -5,6 +5,7 @@ silent error is needed."""
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -306,15 +307,48 @@ def test_layers_of_the_root_change_no_bit(corpus_folder):
     assert_same(root, base)
 
 
+class SkipsOne(Llama):
+    """Replica 1 leaves out the second block in its 4th step."""
+
+    step = 0
+
+    def forward(self, tokens, targets):
+        self.step += 1
+        x = tokens
+        for layer in self.layers[:-1]:
+            if not (layer is self.layers[2] and self.step == 4 and dist.get_rank() >= N):
+                x = layer(x)
+        return self.layers[-1](x, targets)
+
+
+MUST = ": in the warm-up all replicas must run the same layers in the same order in every step"
+
+
+@pytest.mark.slow
+def test_other_order_in_the_warm_up_is_an_error_that_names_the_layer_on_every_rank(corpus_folder):
+    """The blocks have the same shape. Their gradients would be mixed in silence."""
+    message = "replica 1, step 1: the backward came to layers.1, not to layers.3" + MUST
+    (found,) = results(corpus_folder, (SHORT, {"model": OtherOrder}))
+    assert list(found) == M * N * [message]
+
+
+@pytest.mark.slow
+def test_layer_that_one_replica_skips_in_the_warm_up_is_an_error_that_names_it(corpus_folder):
+    message = "replica 1, step 4: the backward came to layers.1, not to layers.2" + MUST
+    with pytest.raises(AssertionError, match=message):  # replica 0 ends as it has lost replica 1
+        run_ranks(M * N, run_fsdp2, str(corpus_folder), SHORT, {"model": SkipsOne}, timeout_s=120)
+
+
 @pytest.mark.slow
 def test_replica_that_visits_layers_in_another_order_adds_up_the_same_layers(corpus_folder):
     model = {"model": OtherOrder}
     own_order = ("self.layers[int(l)] for l in rows[0]", "self.layers[int(l)] for l in own")
+    rounds = SHORT | dict(sync_warmup_steps=0)
     base, drained, broken = results(
         corpus_folder,
-        (SHORT, model),
-        (SHORT, model | {"after_step": drain}),
-        (SHORT, model | {"broken": [own_order]}),
+        (rounds, model),
+        (rounds, model | {"after_step": drain}),
+        (rounds, model | {"broken": [own_order]}),
     )
     assert_same(drained, base)
     with pytest.raises(AssertionError):
@@ -541,10 +575,12 @@ THEIRS = "--method edit --shards 2 --n_layer 3 --n_head 4 --n_embd 64 --block_si
 THEIRS += " --sync_warmup_steps 8 --lr_warmup_steps 8 --device cpu --dtype fp32 --log_interval 1"
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TORCHRUN += ["--local_addr", "127.0.0.1", "--nproc_per_node", "4"]
+
+
 def torchrun(*argv) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local_addr", "127.0.0.1", "--nproc_per_node", "4", *argv]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run([*TORCHRUN, *argv], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -567,3 +603,21 @@ def test_example_trains_as_train_py_does_and_goes_on_from_its_checkpoint(tmp_pat
 
     again = torchrun(*script, "--load", f"{tmp_path}/dcp", "--max_steps", "40", "--shards", "1")
     assert "step 00040 | loss" in again
+
+
+@pytest.mark.slow
+def test_example_goes_on_when_nobody_reads_what_it_prints():
+    """As with `| head`. The pipe is closed before the first line."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*TORCHRUN, "examples/train_fsdp2.py", *"--max_steps 2 --tau 1".split()]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=900)
+    os.close(writer)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_bench_compares_three_steps():
+    lines = torchrun("examples/bench_fsdp2.py", "1").splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["train.py", "edit_fsdp2", "fsdp2 alone"]
+    assert "ratio 1.00 (1.00 .. 1.00)" in lines[2]
