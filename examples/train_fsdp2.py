@@ -40,8 +40,6 @@ SEED = 1337
 
 
 # ---- yours ----
-
-
 def make_model(vocab_size):
     """A module, and the blocks in it. All ranks must start from the same parameters."""
     model = Llama(ModelConfig(n_layer=3, n_embd=64, block_size=64, vocab_size=vocab_size), SEED)
@@ -55,8 +53,6 @@ def make_batches(flags, device):
 
 
 # ---- FSDP2 and EDiT ----
-
-
 def shard(model, blocks, mesh):
     policy = MixedPrecisionPolicy()  # computes in float32
     if mesh.device_type == "cuda":
