@@ -197,6 +197,7 @@ PARTS = {
     "sick": dict(scale_lr="1:33:40:100", pseudo_grad_clip=0.2),
     # norms that grow, and a small threshold: at some syncs all replicas are flagged
     "rollback": dict(anomaly_threshold=0.5, lr_warmup_steps=60),
+    "accumulation": dict(accum=2),
 }
 
 
@@ -257,6 +258,7 @@ VARIANTS = {
     "early": {"after_step": unshard_early},
     "drain": {"after_step": drain},
     "two means": {"after_step": see_two_means_in_flight},
+    "eager": {"compile": "eager"},
     "aot_eager": {"compile": "aot_eager"},
 }
 
