@@ -31,6 +31,7 @@ AXES = {  # column of the evaluations -> its name below an axis
     "tokens": "tokens",
     "train_s": "seconds of training",
     "sync_bytes": "bytes over slow links, per rank",
+    "gain": "gain of the outer step",
 }
 LOOK = {  # of matplotlib
     "font.size": 9,
@@ -210,21 +211,24 @@ def curves(runs, columns, x, y="val_loss") -> list:
 
 def gain_curves(runs) -> list:
     """Rows of draw(): how much the loss of each outer step, a mean over seeds, is above the
-    lowest of its line, in percent, over its gain. A line is a setting of all other flags."""
+    lowest of its line, in percent, over its gain. A line is a setting of all other flags.
+
+    gain = lr (1 + mu + mu^2 rho + mu^3 rho^2 + ...): a round's move counts again in each later
+    outer step, as far as that one's move is alike, with the cosine rho
+    """
     runs = [run for run in runs if run.flags.keys() >= set(OUTER)]  # not those of minibatch
     own_columns = columns_by_method(runs, OUTER)
     rows = []
     for found in find_lines(runs, find_columns(runs, OUTER)[0]).values():
         method = found[0].flags["method"]
         variant = short_label(own_columns[method], found[0])
-        losses = {}
-        for step, seeds in find_lines(found, OUTER).items():
-            losses[step] = fmean(run.loss for run in seeds)
-        lowest = min(losses.values())
-        for (lr, mu), loss in losses.items():
-            above = 100 * (loss / lowest - 1)
+        steps = find_lines(found, OUTER)
+        lowest = min(fmean(run.loss for run in seeds) for seeds in steps.values())
+        for (lr, mu), seeds in steps.items():
+            rho = fmean(run.results.get("cosine", 1.0) for run in seeds)
+            above = 100 * (fmean(run.loss for run in seeds) / lowest - 1)
             rows.append({"method": method, "variant": variant})
-            rows[-1] |= {"gain": lr / (1 - mu), "over": above}
+            rows[-1] |= {"gain": lr * (1 + mu / (1 - mu * rho)), "over": above}
     return rows
 
 

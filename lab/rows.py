@@ -38,7 +38,7 @@ METHODS = {  # in the order of all tables and pictures: name, color, marker and 
 }
 CURVES = ("step", "tokens", "train_s", "sync_bytes")  # columns of the evaluations
 RESULTS = ("val_loss", "sync_bytes", "local_bytes", "train_s", "tokens_per_s", "step_ms", "steps")
-RESULTS += ("bits_per_byte",)
+RESULTS += ("bits_per_byte", "cosine")
 # Flags of a start, of its files and of its log: runs that differ in them are alike. The others are
 # what the record says beside the flags; the flags say the same.
 NO_SETTING = {"event", "step", "seed", "out_dir", "resume", "overwrite", "dry_run"}
@@ -160,6 +160,9 @@ def results_of(record, config) -> dict:
     if later and last["train_s"] > later[0]["train_s"]:
         seconds = last["train_s"] - later[0]["train_s"]
         found["tokens_per_s"] = (last["tokens"] - later[0]["tokens"]) / seconds
+    cosines = [row["cosine"] for row in record["syncs"] if row.get("cosine") is not None]
+    if cosines:
+        found["cosine"] = statistics.fmean(cosines)
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -116,6 +116,7 @@ class Training:
         self.evaluated_at = 0.0  # the progress
         self.evaluating_s = 0.0  # seconds: no training
 
+        self.moved = None  # the mean pseudo-gradient of the last round
         # the errors of gradients that travel in 8 bits, in the warm-up
         self.e = [torch.zeros_like(replica.x) for replica in self.replicas]
         self.E = torch.zeros_like(self.replicas[0].x)
@@ -280,6 +281,8 @@ class Training:
             "rolled_back": [],
             "clip": 1.0,
         }
+        if self.method.a is not None:
+            row["cosine"] = self.cosine_with_last()
         row.update(self.method.sync())
         self.note("sync", row)
         # method.py does this before the sync. The order does not matter: syncs touch no moments.
@@ -287,6 +290,15 @@ class Training:
             self.average_moment([replica.m for replica in self.replicas])
         if self.f.average_moments == "both":
             self.average_moment([replica.v for replica in self.replicas])
+
+    def cosine_with_last(self):
+        """Of the angle between the mean pseudo-gradients of this round and of the last one: 1 if
+        all rounds move the same way. Outer momentum adds up what is alike. NaN in the first."""
+        last = self.moved
+        self.moved = mean(self.method.d())
+        if last is None:
+            return math.nan
+        return torch.nn.functional.cosine_similarity(self.moved, last, dim=0).item()
 
     def average_moment(self, vectors):
         average = mean(vectors)

@@ -412,6 +412,14 @@ def test_over_the_gain_each_outer_step_is_above_the_best_of_its_line(write, tmp_
     assert lines["edit", "tau 16"] == [pytest.approx((1, 10, 10, 10)), pytest.approx((4, 0, 0, 0))]
 
 
+def test_gain_counts_how_much_rounds_move_alike():
+    flags = {"method": "edit", "outer_lr": 0.8, "outer_momentum": 0.8}
+    runs = [rows.Run("", flags | {"tau": 16}, 1, {"val_loss": 2.0, "cosine": 0.5}, {})]
+    runs += [rows.Run("", flags | {"tau": 4}, 1, {"val_loss": 2.0}, {})]  # unknown: as if all alike
+    gains = [row["gain"] for row in plot.gain_curves(runs)]
+    assert sorted(gains) == pytest.approx([0.8 * (1 + 0.8 / (1 - 0.4)), 4.0])
+
+
 def test_a_picture_is_drawn_or_its_package_or_what_it_lacks_is_named(
     write, tmp_path, monkeypatch, capsys
 ):
