@@ -1,8 +1,7 @@
 """When each replica of a run computes and waits: recorded with --timeline, drawn as a Gantt chart.
 
     torchrun ... train.py --method edit --timeline --link_mbps 60 --slow_replica 1:2
-    python -m lab.timeline out/edit out/diloco --out timeline        # timeline.svg, timeline.csv
-    python -m lab.timeline out/edit out/diloco --sync --out overlap  # one sync, layer by layer
+    python -m lab.timeline out/edit out/diloco --out timeline    # timeline.svg, timeline.csv
 
 A span is a pair (begin, end), in seconds. All time that is not waiting counts as computing, so
 record without evaluations and checkpoints. The shares are over whole rounds, without the first and
@@ -26,8 +25,6 @@ SPANS = {  # name -> color, text in the legend; in a bar the later ones cover th
     "wait for others": ("#d7d7d7", "waits for the other replica"),
     "wait for link": ("#e69f00", "waits for the link"),
 }
-DARK = "#444444"  # the link
-LAYERS = 6  # of the tiny model: embedding, four blocks, output
 
 
 # ---- reading ----
@@ -91,28 +88,16 @@ def name_of(row) -> str:
     return METHODS.get(row["method"], (row["method"],))[0]
 
 
-def bars_of(spans, origin) -> list:
-    """(begin, width) of each span."""
-    return [(begin - origin, end - begin) for begin, end in spans]
-
-
-def draw_replica(axes, row, y, origin=0.0):
+def draw_replica(axes, row, y):
     """A replica's bar of height 0.8 around y."""
     for name, (color, _) in SPANS.items():
-        bars = bars_of(row["spans"].get(name, ()), origin)
+        bars = [(begin, end - begin) for begin, end in row["spans"].get(name, ())]
         axes.broken_barh(bars, (y - 0.4, 0.8), color=color, linewidth=0)
-
-
-def finish(figure, rows, path):
-    """Write the picture with a legend."""
-    from matplotlib import patches
-    handles = [patches.Patch(color=color, label=label) for color, label in SPANS.values()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
-    save(figure, [row["spans"] for row in rows], path)
 
 
 def draw(rows, path):
     """Write a bar for each replica of each run as SVG, and the share in which it computes."""
+    from matplotlib import patches
     seconds = min(row["spans"]["step"][-1][1] for row in rows)
     picture = new_figure(9, 1.2 + 0.28 * len(rows))
     axes = picture.add_subplot()
@@ -130,33 +115,9 @@ def draw(rows, path):
     axes.set_title("computes", fontsize=9, loc="right")
     axes.set(xlim=(0, seconds), xlabel="seconds")
     axes.set_yticks(list(names), names.values())
-    finish(picture, rows, path)
-
-
-def draw_overlap(rows, path):
-    """Write the second sync of replica 0 of each run as SVG: what it does and, by layer, what its
-    link sends."""
-    shown = [row for row in rows if row["replica"] == 0]
-    picture = new_figure(9, 1 + 0.9 * len(shown))
-    axes = picture.add_subplot()
-    names = {}
-    y = 0.0
-    for row in shown:
-        sent = [(begin, end) for begin, end in row["spans"]["link"] if end > begin]  # not norms
-        layers = sent[LAYERS : 2 * LAYERS]
-        origin = layers[0][0]
-        draw_replica(axes, row, y, origin)
-        begins, widths = zip(*bars_of(layers, origin))
-        bars = axes.barh(y - 0.7, widths, 0.5, begins, color=DARK, edgecolor="white")
-        axes.bar_label(bars, range(len(layers)), label_type="center", color="white")
-        names[y] = name_of(row)
-        names[y - 0.7] = "its link, by layer"
-        y -= 1.7
-
-    sync_s = begins[-1] + widths[-1]
-    axes.set(xlim=(-0.3 * sync_s, 1.5 * sync_s), xlabel="seconds since the sync began")
-    axes.set_yticks(list(names), names.values())
-    finish(picture, rows, path)
+    handles = [patches.Patch(color=color, label=label) for color, label in SPANS.values()]
+    picture.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
+    save(picture, [row["spans"] for row in rows], path)
 
 
 # ---- the command line ----
@@ -165,7 +126,6 @@ def draw_overlap(rows, path):
 def main(argv):
     parser = Parser(prog="python -m lab.timeline", description="When replicas compute and wait.")
     parser.add_argument("runs", nargs="+", metavar="FOLDER", help="a run with --timeline")
-    parser.add_argument("--sync", action="store_true", help="draw one sync, layer by layer")
     parser.add_argument("--out", default="timeline", help="OUT.svg, OUT.csv (default: timeline)")
     args = parser.parse_args(argv)
     rows = []
@@ -173,8 +133,7 @@ def main(argv):
         rows += read_timeline(folder)
     rows = by_method(rows)
     path = Path(args.out).with_suffix(".svg")
-    draw_part = draw_overlap if args.sync else draw
-    draw_part(rows, path)
+    draw(rows, path)
     columns = ("method", "replica", "computing", "step_s")
     with open(path.with_suffix(".csv"), "w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")

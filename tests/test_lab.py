@@ -100,8 +100,3 @@ def test_timeline_of_a_run_is_drawn(tmp_path, corpus_folder):
         written = list(csv.DictReader(file))
     assert [row["replica"] for row in written] == ["0", "1", "0", "1", "2", "3"]
     assert float(written[0]["computing"]) == found[0]["computing"]
-
-    timeline.main([str(tmp_path), "--sync", "--out", str(out)])
-    svg = out.read_text()
-    for text in ("DiLoCo", "its link, by layer", "0", "3"):
-        assert f">{text}<" in svg

@@ -10,8 +10,7 @@ python -m lab.sweep frontier --method minibatch --lr 0.0045 $eight $run
 python -m lab.sweep frontier --method diloco edit streaming_edit $pairs --best 7 $adamw $four
 python -m lab.sweep frontier --method sparse_loco --outer_lr 1.3 $adamw $four
 python -m lab.sweep frontier --method zero_one_adam --tau_schedule 2:96,4:192,8:384 $adamw $four
-python -m lab.table out/sweep/frontier/*/ --base method=minibatch --x sync_bytes \
-    --out lab/results/frontier
+python -m lab.table out/sweep/frontier/*/ --base method=minibatch --out lab/results/frontier
 python -m lab.table lab/results/frontier.csv --base method=edit
 
 muon="--optimizer muon --lr 0.0045 --muon_lr 0.01 $run"
@@ -22,7 +21,7 @@ python -m lab.sweep frontier_muon --method edit $pairs --best 7 --tau 16 --sync_
 python -m lab.sweep frontier_muon --outer_lr 0.9 --outer_momentum 0.3 --sync_warmup_steps 2 $one
 python -m lab.sweep frontier_muon --outer_lr 0.5 --outer_momentum 0.8 --sync_warmup_steps 16 \
     --quantize two_bits $one
-python -m lab.table out/sweep/frontier_muon/*/ --base method=minibatch --x sync_bytes \
+python -m lab.table out/sweep/frontier_muon/*/ --base method=minibatch \
     --out lab/results/frontier_muon
 
 python -m lab.sweep frontier_others --method post_local_sgd slowmo co2 noloco top_k $adamw --seed 5

@@ -22,7 +22,4 @@ healthy="--base scale_lr=none random_tokens=none flip=none"
 python -m lab.table out/sweep/penalty/*/ $healthy --out lab/results/penalty
 python -m lab.table out/sweep/penalty/*/ --only method=edit max_steps=272 $healthy \
     anomaly_elimination=yes weighted_averaging=yes pseudo_grad_clipping=yes
-python -m lab.table out/sweep/penalty/*/ --only scale_lr=3:241:256:100 --x step --first 192 \
-    --out lab/results/penalty_rate
-python -m lab.table out/sweep/penalty/*/ --only max_steps=448 --base flip=none --x step --first 192 \
-    --out lab/results/penalty_sign
+python -m lab.table out/sweep/penalty/*/ --only max_steps=448 --base flip=none

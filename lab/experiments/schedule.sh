@@ -8,8 +8,7 @@ python -m lab.sweep schedule --method minibatch --lr 0.003 0.0045 0.009 $run
 python -m lab.sweep schedule --method edit --tau 16 64 --sync_warmup_steps 32 --lr 0.0045 \
     --outer_lr,outer_momentum 1,0 0.9,0.3 0.7,0.5 $run
 python -m lab.table out/sweep/schedule_tune/*/ --out lab/results/schedule_tune
-python -m lab.table out/sweep/schedule/*/ --base method=minibatch --x step --first 192 \
-    --out lab/results/schedule
+python -m lab.table out/sweep/schedule/*/ --base method=minibatch --out lab/results/schedule
 python -m lab.table lab/results/schedule.csv --base schedule=cosine
 python -m lab.table out/sweep/schedule/*/ --base method=minibatch --at 352 \
     --out lab/results/schedule_352

@@ -1,5 +1,5 @@
 # When does each replica compute, and when does it wait? Replica 1 takes twice as long for a step.
-# Then one sync on a link that takes as long as a forward. Run it on an idle machine.
+# Run it on an idle machine.
 set -e
 run="--ranks 2 --dtype fp32 --device cpu --lr 0.0045 --timeline --seed 7"
 run="$run --eval_interval 1000000 --log_interval 8"
@@ -12,6 +12,3 @@ python -m lab.sweep timeline --method streaming_diloco --outer_lr 0.9 --outer_mo
 python -m lab.sweep timeline --method a_edit --tau_time_s 2.6 --sync_warmup_steps 0 \
     --outer_lr 0.7 --outer_momentum 0.8 --max_steps 60 $slow
 python -m lab.timeline out/sweep/timeline/*/ --out lab/results/timeline
-python -m lab.sweep overlap --method diloco edit --tau 4 --outer_lr 0.7 --outer_momentum 0.8 \
-    --sync_warmup_steps 0 --max_steps 20 --link_mbps 120 --batch_size 64 $run
-python -m lab.timeline out/sweep/overlap/*/ --sync --out lab/results/overlap

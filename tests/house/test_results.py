@@ -12,23 +12,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lab import plot, rows, sweep, table
+from lab import plot, rows, sweep, table, worth
 from ranks import ROOT
 from test_readme import RESULTS, TEXT
 
 EXPERIMENTS = sorted(ROOT.glob("lab/experiments/*.sh"))
 EXPERIMENTS = [path for path in EXPERIMENTS if path.stem != "two_gpus"]  # it makes no figure
 KEPT = sorted(ROOT.glob("lab/results/*.csv"))
-NO_RUNS = {"timeline", "overlap"}  # CSV files that are not lab.table's
+NO_RUNS = {"timeline"}  # CSV files that are not lab.table's
 TUNED_IN = {  # sweep with --best -> kept runs of its tuning, if they have another name
     "tau": "outer_steps",
     "frontier": "outer_steps_2000",
     "frontier_muon": "outer_steps_2000",
 }
 MACHINE = {"corpus_hash", "backend"}  # what `auto` and the built-in corpus became there
-# Its kept runs have one outer step for both kinds of data; --best takes one for each.
-OTHER_RULE = {"own_data"}
 RELATIVES = (ROOT / "relatives" / "README.md").read_text()
+LOG = (ROOT / "lab" / "LOG.md").read_text()
 
 
 def commands(path, folder) -> list:
@@ -92,7 +91,7 @@ def with_gpus(monkeypatch):
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_experiment_makes_exactly_the_runs_of_its_results(path, tmp_path, with_gpus):
     for name, configs in planned(path, tmp_path).items():
-        if name == "tune" or name in NO_RUNS | OTHER_RULE:
+        if name == "tune" or name in NO_RUNS:
             continue
         runs = rows.read_csv(kept_file(name))
         names = {flag for run in runs for flag in run.flags} - MACHINE
@@ -108,14 +107,14 @@ def test_experiment_makes_exactly_the_runs_of_its_results(path, tmp_path, with_g
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_files_of_an_experiment_are_kept_and_the_texts_name_it(path, tmp_path):
     assert path.read_text().startswith("# ")
-    assert f"sh lab/experiments/{path.name}" in TEXT + RESULTS + RELATIVES
+    assert f"sh lab/experiments/{path.name}" in TEXT + RESULTS + RELATIVES + LOG
     for words in commands(path, tmp_path):
         assert words[0] == "torchrun" or words[:2] == ["python", "-m"]
         if words[2] == "lab.table":
             table.read_command(words[3:])
         if "--out" in words and path.stem != "tune":
-            suffix = "svg" if "gain" in words else "csv"
-            assert (ROOT / f"{words[words.index('--out') + 1]}.{suffix}").exists()
+            out = words[words.index("--out") + 1]
+            assert (ROOT / f"{out}.{'svg' if words[2] == 'lab.worth' else 'csv'}").exists()
 
 
 def test_results_are_those_of_the_experiments():
@@ -128,18 +127,22 @@ def test_results_are_those_of_the_experiments():
     assert {path.suffix for path in ROOT.glob("lab/results/*")} <= {".csv", ".svg", ".md"}
 
 
-@pytest.mark.parametrize("name", ["frontier", "frontier_muon", "own_data", "replicas_edit"])
-def test_pictures_of_tables_show_the_kept_runs(name, tmp_path, monkeypatch):
-    out = f"lab/results/{name}"
-    drawn = []
-    monkeypatch.setattr(plot, "draw", lambda *words: drawn.append(words))
-    (path,) = [path for path in EXPERIMENTS if re.search(rf"--out {out}$", path.read_text(), re.M)]
-    (words,) = [words for words in commands(path, tmp_path) if words[-1] == out]
-    options = words[words.index("--base") : -1]
-    table.main([str(ROOT / f"{out}.csv"), *options, str(tmp_path / "out")])
-    ((found, panel, _),) = drawn
-    written = plot.checksum([list(plot.lines_of(found, panel).values())])
-    assert written in (ROOT / f"lab/results/{name}.svg").read_text()
+def test_table_and_picture_of_worth_follow_from_kept_runs(tmp_path, monkeypatch):
+    found = list(map(worth.Result, worth.LINES))
+    for line in table.markdown(worth.table_lines(found)).splitlines():
+        assert line in RESULTS.splitlines()
+    data = []
+    monkeypatch.setattr(plot, "save", lambda picture, drawn, path: data.append(drawn))
+    pytest.importorskip("matplotlib")
+    worth.draw(found, tmp_path / "x.svg")
+    assert plot.checksum(data[0]) in (ROOT / "lab/results/worth_over_link.svg").read_text()
+
+
+def test_picture_of_the_gain_shows_the_kept_runs():
+    runs = rows.read_csv(kept_file("gain"))
+    panel = plot.Panel("gain", "over", "")
+    written = plot.checksum([list(plot.lines_of(plot.gain_curves(runs), panel).values())])
+    assert written in (ROOT / "lab/results/gain.svg").read_text()
 
 
 def test_losses_in_the_tables_of_results_are_means_of_kept_runs():

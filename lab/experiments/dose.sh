@@ -1,0 +1,13 @@
+# How sick must a replica be for the penalty to help? Replica 3 trains one round with 3, 10, 30 or
+# 100 times its learning rate. The outer step is that of tau.sh.
+set -e
+run="--plain --jobs 2 --replicas 4 --device cpu --dtype bf16 --batch_size 4 --lr 0.0045 --tau 16"
+run="$run --sync_warmup_steps 32 --max_steps 448 --eval_interval 16 --eval_batches 8 --seed 1 2 3"
+sick="3:241:256:3 3:241:256:10 3:241:256:30 3:241:256:100"
+edit="--method edit --outer_lr 0.9 --outer_momentum 0.3"
+diloco="--method diloco --outer_lr 1 --outer_momentum 0"
+python -m lab.sweep dose --scale_lr "" $sick $edit $run
+python -m lab.sweep dose --scale_lr "" $sick $diloco $run
+healthy="--base scale_lr=none"
+python -m lab.table out/sweep/dose/*/ $healthy --out lab/results/dose
+python -m lab.table out/sweep/dose/*/ $healthy --at 272 --out lab/results/dose_272
