@@ -8,6 +8,7 @@ import sys
 from functools import partial
 
 import pytest
+import torch
 
 import data
 import hf
@@ -18,6 +19,7 @@ from lab.rows import read_csv
 from methods import METHODS
 from plumbing.simulate import FRAMING
 from ranks import ROOT
+from relatives import quantize, robust
 from test_readme import RESULTS, TEXT, read_flags
 
 RELATIVES = (ROOT / "relatives" / "README.md").read_text()
@@ -196,6 +198,26 @@ def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
         assert row[4] == found.get(method, ""), method
         share = f"1/{sent['minibatch'] / sent[method]:.0f}" if method in sent else ""
         assert row[5] == share, method
+
+
+def test_numbers_walked_through_are_those_of_the_code():
+    wanted = torch.tensor([0.6, -0.2, 0.1])
+    blocks = torch.nn.functional.pad(wanted, (0, quantize.BLOCK - 3))[None]
+    read = quantize.decode(quantize.encode(blocks, "sign"), "sign")[0, :3]
+    assert "0.6, -0.2 and 0.1" in RELATIVES and "so the others read 0.3, -0.3 and 0.3" in RELATIVES
+    torch.testing.assert_close(read, torch.tensor([0.3, -0.3, 0.3]))
+    assert "have not got, 0.3, 0.1 and -0.2" in RELATIVES
+    torch.testing.assert_close(wanted - read, torch.tensor([0.3, 0.1, -0.2]))
+
+    moved = torch.tensor([[2.0], [3.0], [4.0], [-3.0]])
+    assert "by 2, 3 and 4, and one lies and says -3. The mean is 1.5" in RELATIVES
+    assert moved.mean() == 1.5 and robust.middle(moved, 1) == 2.5
+    assert "the middle two, is 2.5" in " ".join(RELATIVES.split())
+
+    settings = read_flags("--method streaming_edit --tau 16".split())
+    assert (settings.fragments, settings.steps_late) == (4, 2)
+    settings = read_flags("--method sparse_loco".split())
+    assert round(settings.density * 4096) == 512 and settings.error_decay == 0.95
 
 
 # ---- the table on the first screen ----
