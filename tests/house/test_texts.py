@@ -186,7 +186,7 @@ def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
                 half = spread.half_interval(len(over))
                 found[method] = f"{statistics.mean(over):+.1%} +- {half:.1%}"
     found["one_bit_edit"] += " ‡"
-    found["a_edit"] = "(d) in [RESULTS](../RESULTS.md)"
+    found["a_edit"] = "[RESULTS](../RESULTS.md)"
 
     sent = {}
     for line in kept_lines("frontier", "frontier_others") + kept_lines("frontier_muon"):
