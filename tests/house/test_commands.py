@@ -22,7 +22,8 @@ from test_texts import PAGES
 
 ELSEWHERE = {  # beginning of a command -> who runs it, or why nobody does
     "make ": "tests/test_readme.py: the Makefile has README's commands",
-    "python3 -m venv": ".ci/run; the network",
+    "python3 -m venv": ".ci/run",
+    "pip install": ".ci/run",
     "python -m pytest": ".ci/run",
     "python -m lab.bench": "tests/test_bench.py",
     "python -m lab.timeline": "tests/test_lab.py",
