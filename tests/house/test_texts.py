@@ -13,6 +13,7 @@ from torch.distributed.run import get_args_parser
 
 import data
 import hf
+import one_page
 import sample
 import test_ladder
 from lab import bench, planner, rows, sweep, table, timeline
@@ -49,6 +50,10 @@ def test_file_tree_equals_the_folder():
         names = line.split("   ")[0]
         named |= {name.strip() for name in names.split(", ")}
     assert named | {"README.md"} == here
+
+
+def test_rows_of_the_first_screen_are_those_of_the_page_that_prints_them():
+    assert diagram_with("flagged layers") in one_page.__doc__
 
 
 def diagram_with(part):
