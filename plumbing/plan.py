@@ -349,8 +349,8 @@ def describe(run: Run) -> str:
             f"{seconds(found['run_s']):>14}{size(found['run_bytes']):>10}"
         )
     lines.append(
-        "speed   in machines: so many that compute without a pause would make as many steps.\n"
-        f"        ({M} x the share of computing.) The loss that rounds cost is not in it: RESULTS.md"
+        f"speed   in machines: {M} x the share of computing. So many machines that never wait\n"
+        "        make as many steps. The loss that rounds cost is not in it: RESULTS.md"
     )
     edit = costs(run, "edit")
     if run.warmup_steps:
