@@ -114,12 +114,11 @@ def test_what_does_not_run_here_has_its_reason_and_its_files():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the commands find: two texts, corpora, and files of the project."""
+    """What the commands find: two texts, a corpus, and the kept runs."""
     folder = tmp_path_factory.mktemp("commands")
     (folder / "book.txt").write_text("It was a dark and stormy night. " * 400)
     (folder / "more.jsonl").write_text('{"text": "the rain fell in torrents"}\n')
-    for name in "my_corpus", "my_tokens":
-        data.write_corpus([("the rain fell in torrents. " * 400, True)], "byte", folder / name)
+    data.write_corpus([("the rain fell in torrents. " * 400, True)], "byte", folder / "my_corpus")
     (folder / "lab").symlink_to(ROOT / "lab")
     return folder
 
