@@ -244,7 +244,7 @@ def costs(run: Run, method: str) -> dict:
     link_s    seconds on the link for what it sends
     round_s   seconds of a round
     share     compute time / all time, 0 to 1
-    worth     M x share: so many machines that never wait make as many steps
+    speed     M x share, in machines: so many that compute without a pause would be as fast
     run_s, run_bytes    of all steps with the warm-up; bytes of each replica
     """
     tau = 1 if method == "minibatch" else run.tau
@@ -253,7 +253,7 @@ def costs(run: Run, method: str) -> dict:
     link_s = link_seconds(sent, run.link_mbps)
     round_s = round_seconds(method, tau, run.step_s, link_s, run.layers)
     share = tau * run.step_s / round_s
-    found = {"link_s": link_s, "round_s": round_s, "share": share, "worth": run.replicas * share}
+    found = {"link_s": link_s, "round_s": round_s, "share": share, "speed": run.replicas * share}
 
     warmup, rounds = 0, run.max_steps / tau
     if method != "minibatch":
@@ -337,7 +337,7 @@ def describe(run: Run) -> str:
     lines = [
         f"        a step of {run.tokens_per_step:,} tokens computes for {seconds(run.step_s)}; "
         f"rounds of {run.tau} steps; {M} replicas, each with {run.link_mbps:,.0f} Mbit/s",
-        f"{'method':20}{'bits':>6}{'a sync':>10}{'computes':>10}{'worth':>8}{'tau for 90%':>13}"
+        f"{'method':20}{'bits':>6}{'a sync':>10}{'computes':>10}{'speed':>8}{'tau for 90%':>13}"
         f"{f'{run.max_steps:,} steps':>14}{'sent':>10}",
     ]
     for method, name in NAMES.items():
@@ -345,12 +345,12 @@ def describe(run: Run) -> str:
         tau = "" if method == "minibatch" else smallest_tau(run, method)
         lines.append(
             f"{name:20}{BITS.get(method, run.bits):>6g}{seconds(found['link_s']):>10}"
-            f"{found['share']:>10.1%}{found['worth']:>8.2f}{tau:>13}"
+            f"{found['share']:>10.1%}{found['speed']:>8.2f}{tau:>13}"
             f"{seconds(found['run_s']):>14}{size(found['run_bytes']):>10}"
         )
     lines.append(
-        f"worth   {M} x the share of computing: so many machines that never wait make as many "
-        "steps.\n        What rounds cost in loss is not in it: RESULTS.md"
+        f"speed   in machines: {M} x the share of computing. So many machines that never wait\n"
+        "        make as many steps. The loss that rounds cost is not in it: RESULTS.md"
     )
     edit = costs(run, "edit")
     if run.warmup_steps:

@@ -3,7 +3,7 @@
 The problem. EDiT (edit.py) sends 32 bits an element once per round. In 1 bit most of a vector is
 lost in each message. Error feedback keeps what was lost and adds it to the next message, so that in
 the long run nothing is lost. It is meant for Muon as inner optimizer (optimizer.py), whose steps
-have the same size in all directions. Figures: RESULTS.md (g).
+have the same size in all directions. Figures: RESULTS.md.
 
 C(v) is v as a receiver decodes it (quantize.py). With M > 2 replicas a vector is cut into M pieces,
 and replica j is the owner of piece j: it sums up what all replicas send of this piece.

@@ -41,7 +41,7 @@ size. (3) A scale for each block of 256. (4) Weight decay is in z_i.
 
 The first rounds should be short, so the paper lets them grow: --tau_schedule. With rounds of 16
 steps throughout, runs of 2,000 steps ended 7% (mean of four seeds) and 19% (a fifth one) above
-minibatch; with rounds that grow, 2%: RESULTS (f).
+minibatch; with rounds that grow, 2%: RESULTS.md.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 0.141 sum P/N (with a refresh 1.156), and 12 (M-1).
 Run: torchrun --nproc_per_node 4 train.py --method zero_one_adam --tau_schedule 2:96,4:192,8:384

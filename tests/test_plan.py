@@ -103,7 +103,7 @@ def test_plan_shows_the_mesh_the_warm_up_and_the_round(corpus_folder, capsys):
     assert "ranks   [[0 1]\n         [2 3]]: a row is a replica" in text
     assert "warm-up steps 1 to 5 average gradients, then edit begins" in text
     assert "round   16 steps x 64 tokens" in text and "a sync takes" in text
-    assert "worth" not in text  # only with --dry_run
+    assert "tau for 90%" not in text  # only with --dry_run
 
 
 def test_tokens_per_step_rule_the_micro_steps_and_keep_the_global_batch(corpus_folder):

@@ -80,7 +80,7 @@ def test_a_run_costs_its_warm_up_and_its_rounds():
     step_s = 1 / 3 + 2 / 30 + 48
     assert found["warmup_s"] == pytest.approx(20 * step_s)
     assert found["run_s"] == pytest.approx(20 * step_s + 11 * (8 + 48))
-    assert found["worth"] == pytest.approx(4 * 8 / 56)
+    assert found["speed"] == pytest.approx(4 * 8 / 56)
 
 
 def test_planner_answers_in_a_few_lines(capsys):
@@ -158,7 +158,7 @@ def test_page_simulates_what_the_formulas_say():
                   case["tau"], case["gbit_per_s"] * 1000, case["bits"])  # fmt: skip
         found = costs(run, case["method"])
         assert page["utilization"] == pytest.approx(found["share"], rel=1e-9), case
-        assert page["worth"] == pytest.approx(found["worth"], rel=1e-9), case
+        assert page["speed"] == pytest.approx(found["speed"], rel=1e-9), case
         if case["model"] != "tiny":  # the planner counts the vocabulary of GPT-2
             ours = planner.read_command(["--model", case["model"], "--link_mbps", "1"])
             expected = pytest.approx([ours.parameters, ours.layers, ours.step_s], rel=0.005)

@@ -1,7 +1,6 @@
-"""README.md's commands and its printed method run; commands elsewhere have valid flags. What else
-the texts say: tests/house/test_texts.py."""
+"""README.md's commands for a text of one's own and its printed method run. All other commands:
+tests/house/test_commands.py; what else the texts say: tests/house/test_texts.py."""
 
-import importlib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from torch.distributed.run import get_args_parser
 import methods
 import ranks
 from config import UserError, parse
-from lab import bench, sweep, table
+from lab import sweep
 from methods import METHODS
 from plain.__main__ import read_config
 from ranks import OUR_METHODS, ROOT, Launch, script
@@ -32,7 +31,7 @@ def commands(text):
     for block in re.findall(r"```sh\n(.*?)```", text, re.S):
         for line in block.splitlines():
             found.append(line.split("#")[0].strip())
-    found += re.findall(r"`((?:python|make|torchrun) [^`]*)`", text)
+    found += re.findall(r"`((?:python|make|torchrun|sh|git|sudo) [^`]*)`", text)
     return [command for command in found if command]
 
 
@@ -64,41 +63,6 @@ def test_flags_of_the_slurm_script_are_valid():
     assert read_flags(argv).tokens_per_step % (8 * 2048) == 0
     launcher = script_text.split(" torchrun ")[-1].split(" train.py ")[0]
     get_args_parser().parse_args([*shlex.split(launcher), "train.py"])  # of this torch
-
-
-NAMED = {
-    "README": {"train.py", "data.py", "sample.py", "hf.py", "lab.planner", "lab.sweep", "lab.table"},
-    "RESULTS": {"lab/experiments/tau.sh"},
-}
-
-
-@pytest.mark.parametrize("name, text", [("README", TEXT), ("RESULTS", RESULTS)])
-def test_every_command_names_real_files_modules_and_flags(name, text):
-    seen = set()
-    for command in commands(text):
-        words = shlex.split(command)
-        scripts = [word for word in words if word.endswith((".py", ".sh"))]
-        modules = re.findall(r"-m (lab[.\w]*)", command)
-        seen.update(scripts, modules)
-        for path in scripts:
-            assert (ROOT / path).exists(), command
-        for module in modules:
-            assert importlib.util.find_spec(module), command
-
-        if "train.py" in scripts and "--help" not in words:
-            first = words.index("train.py") + 1
-            read_flags(words[first:])
-        if "lab.bench" in modules:
-            first = words.index("lab.bench") + 1
-            read_flags(words[first:], {"minibatch": bench.Bench})
-        if "lab.sweep" in modules:
-            first = words.index("lab.sweep") + 1
-            args, axes = sweep.read_command(words[first:])
-            assert sweep.plan(ROOT / "none", axes, args.ranks, args.plain), command
-        if "lab.table" in modules:
-            first = words.index("lab.table") + 1
-            assert table.read_command(words[first:]), command
-    assert seen >= NAMED[name]
 
 
 def test_makefile_runs_the_commands_of_the_readme():

@@ -8,9 +8,12 @@ import sys
 from functools import partial
 
 import pytest
+import torch
+from torch.distributed.run import get_args_parser
 
 import data
 import hf
+import one_page
 import sample
 import test_ladder
 from lab import bench, planner, rows, sweep, table, timeline
@@ -18,6 +21,7 @@ from lab.rows import read_csv
 from methods import METHODS
 from plumbing.simulate import FRAMING
 from ranks import ROOT
+from relatives import quantize, robust
 from test_readme import RESULTS, TEXT, read_flags
 
 RELATIVES = (ROOT / "relatives" / "README.md").read_text()
@@ -48,6 +52,10 @@ def test_file_tree_equals_the_folder():
     assert named | {"README.md"} == here
 
 
+def test_rows_of_the_first_screen_are_those_of_the_page_that_prints_them():
+    assert diagram_with("flagged layers") in one_page.__doc__
+
+
 def diagram_with(part):
     """The first diagram of the README that contains it."""
     return next(diagram for diagram in DIAGRAMS if part in diagram)
@@ -75,6 +83,12 @@ def test_links_lead_to_files_and_headings(path):
             assert anchor in anchors(file), (target, anchor)
 
 
+def test_links_of_the_page_with_sliders_lead_to_files():
+    links = re.findall(r'href="([^"#]+)"', (ROOT / "explain.html").read_text())
+    assert "RESULTS.md" in links
+    assert all((ROOT / link).exists() for link in links)
+
+
 def test_flags_in_the_text_exist(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py", "--help"])
     programs = [
@@ -91,11 +105,11 @@ def test_flags_in_the_text_exist(capsys, monkeypatch):
     for show_help in programs:
         with pytest.raises(SystemExit):
             show_help()
-    known = capsys.readouterr().out + "--max-restarts --shutdown_timeout --signal --include --index-url"  # torchrun, Slurm, grep, pip
+    known = capsys.readouterr().out + get_args_parser().format_help()  # torchrun's
+    known += "--index-url"  # of pip
 
-    launchers = r"(torchrun|srun|#SBATCH) .*?(train\.py|lab|$)"
-    text = re.sub(launchers, "", TEXT + RESULTS + RELATIVES, flags=re.M)
-    for flag in set(re.findall(r"--[a-z][\w-]*", text)):
+    pages = [path.read_text() for path in PAGES if path.name != "LOG.md"]  # it has old flags
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", "".join(pages))):
         assert re.search(rf"(?<![\w-]){flag}(?![\w-])", known), flag
 
 
@@ -184,7 +198,7 @@ def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
                 half = spread.half_interval(len(over))
                 found[method] = f"{statistics.mean(over):+.1%} +- {half:.1%}"
     found["one_bit_edit"] += " ‡"
-    found["a_edit"] = "(d) in [RESULTS](../RESULTS.md)"
+    found["a_edit"] = "[RESULTS](../RESULTS.md)"
 
     sent = {}
     for line in kept_lines("frontier", "frontier_others") + kept_lines("frontier_muon"):
@@ -196,6 +210,26 @@ def test_losses_and_bytes_of_the_relatives_are_those_of_the_frontier():
         assert row[4] == found.get(method, ""), method
         share = f"1/{sent['minibatch'] / sent[method]:.0f}" if method in sent else ""
         assert row[5] == share, method
+
+
+def test_numbers_walked_through_are_those_of_the_code():
+    wanted = torch.tensor([0.6, -0.2, 0.1])
+    blocks = torch.nn.functional.pad(wanted, (0, quantize.BLOCK - 3))[None]
+    read = quantize.decode(quantize.encode(blocks, "sign"), "sign")[0, :3]
+    assert "0.6, -0.2 and 0.1" in RELATIVES and "so the others read 0.3, -0.3 and 0.3" in RELATIVES
+    torch.testing.assert_close(read, torch.tensor([0.3, -0.3, 0.3]))
+    assert "have not got, 0.3, 0.1 and -0.2" in RELATIVES
+    torch.testing.assert_close(wanted - read, torch.tensor([0.3, 0.1, -0.2]))
+
+    moved = torch.tensor([[2.0], [3.0], [4.0], [-3.0]])
+    assert "by 2, 3 and 4, and one lies and says -3. The mean is 1.5" in RELATIVES
+    assert moved.mean() == 1.5 and robust.middle(moved, 1) == 2.5
+    assert "the middle two, is 2.5" in " ".join(RELATIVES.split())
+
+    settings = read_flags("--method streaming_edit --tau 16".split())
+    assert (settings.fragments, settings.steps_late) == (4, 2)
+    settings = read_flags("--method sparse_loco".split())
+    assert round(settings.density * 4096) == 512 and settings.error_decay == 0.95
 
 
 # ---- the table on the first screen ----
