@@ -193,7 +193,7 @@ class Result:
 
 def rounded(number: float) -> str:
     """Two significant digits at least."""
-    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+    return f"{number:,.0f}" if number >= 10 else f"{number:#.2g}"
 
 
 def table_lines(found) -> list:

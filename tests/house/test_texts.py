@@ -16,10 +16,8 @@ import hf
 import one_page
 import sample
 import test_ladder
-from lab import bench, planner, rows, sweep, table, timeline
-from lab.rows import read_csv
+from lab import bench, planner, rows, sweep, table, timeline, worth
 from methods import METHODS
-from plumbing.simulate import FRAMING
 from ranks import ROOT
 from relatives import quantize, robust
 from test_readme import RESULTS, TEXT, read_flags
@@ -235,32 +233,23 @@ def test_numbers_walked_through_are_those_of_the_code():
 # ---- the table on the first screen ----
 
 
-def test_losses_and_minutes_of_the_first_screen_follow_from_kept_runs():
-    """Minutes of 2,000 steps: computing, and the bytes over the link, with the headers of TCP and
-    Ethernet. One machine alone needs four times as long for a step as four together."""
-    runs = read_csv(ROOT / "lab/results/frontier.csv")
-    step_s = 0.054  # beside the table
-    assert "a measured step of 54 ms" in TEXT.replace("\n", " ")
-    found = {}
-    for method in "minibatch", "edit", "diloco":
-        own = [run for run in runs if run.flags["method"] == method and run.seed in (5, 6, 8, 9)]
-        assert len(own) == 4
-        found[method] = statistics.mean(run.loss for run in own), own[0].results["sync_bytes"]
+def test_first_screen_shows_lines_of_the_table_of_worth():
+    names = {"averaged gradients (DDP)": "averaged gradients"}
+    names["EDiT, rounds of 16 steps"] = "EDiT, tau 16"
+    head, *lines = worth.table_lines(list(map(worth.Result, worth.LINES)))
+    computed = {line[0]: dict(zip(head, line)) for line in lines}
+    screen = TEXT[TEXT.index("## What you gain") : TEXT.index("## Where to go")]
+    shown = [row for row in screen.splitlines() if row.startswith("| ")][1:]
+    assert len(shown) == 5
+    for row in shown[1:]:
+        name, *cells = [cell.strip() for cell in row.split("|")[1:-1]]
+        line = computed[names.get(name, name)]
+        expected = [line[key] for key in ("loss", "10 Mbit/s", "100 Mbit/s", "worth 1 from")]
+        assert cells == expected, name
 
-    def minutes(bytes_sent, mbps):
-        return (2000 * step_s + bytes_sent * 8 * FRAMING / (mbps * 1e6)) / 60
-
-    alone = 4 * 2000 * step_s / 60
-    loss, sent = found["minibatch"]
-    edit_loss, edit_sent = found["edit"]
-    rows = [
-        f"| one of the machines alone | {loss:.3f} | {alone:.1f} | {alone:.1f} |",
-        f"| averaged gradients (DDP) on all four | {loss:.3f} | {minutes(sent, 100):.0f} "
-        f"| {minutes(sent, 10):.0f} |",
-        f"| EDiT on all four | {edit_loss:.3f} | {minutes(edit_sent, 100):.1f} "
-        f"| {minutes(edit_sent, 10):.0f} |",
-    ]
-    for row in rows:
-        assert row in TEXT
-    higher = [found[method][0] / loss - 1 for method in ("edit", "diloco")]
-    assert f"{higher[0]:.1%} higher here (DiLoCo: {higher[1]:.1%})" in TEXT.replace("\n", " ")
+    base = statistics.mean(run.loss for run in worth.runs_of("frontier", {"method": "minibatch"}))
+    higher = []
+    for method in "edit", "diloco":
+        runs = worth.runs_of("frontier", {"method": method})
+        higher.append(f"{statistics.mean(run.loss for run in runs) / base - 1:.1%}")
+    assert f"EDiT's is {higher[0]} higher (DiLoCo's {higher[1]})" in screen
