@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 import data
-from config import UserError, run_command
+from config import HINT, UserError, run_command
 from hf import save_model
 from methods import METHODS
 from model import initialize, make_layer, mixed_seed
@@ -39,7 +39,6 @@ from plumbing.simulate import Cluster
 from sample import print_sample
 from shard import ShardedModel
 
-HINT = "lower --lr, or raise --lr_warmup_steps"
 LARGEST_SAMPLED = 200e6  # parameters. The other ranks wait for the sample, which one CPU makes
 
 
@@ -54,12 +53,13 @@ class Training:
         if config.compile:
             for layer in self.model.layers:
                 layer.compile()
-        self.optimizer = make_optimizer(self.model, config)
         self.batches = make_batches(setup, mesh)
         cluster = Cluster(config, mesh)  # simulates slow and sick replicas, if flags ask for them
         clock = cluster if config.virtual_clock else Clock(mesh.device)
         make_method = METHODS[config.method]
         self.method = make_method(self.model, mesh, config, RoundRecord(mesh), clock)
+        # After the method: with --offload its moments take the memory that anchor and momentum left.
+        self.optimizer = make_optimizer(self.model, config)
         cluster.disturb(self.batches, self.method)
         # Fills model, optimizer, method and clock from a checkpoint, or the model alone from
         # another model, if the flags name one.

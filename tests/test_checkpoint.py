@@ -206,7 +206,7 @@ def test_a_long_wsd_run_ends_sooner_or_later_from_its_constant_phase(tmp_path, c
 
 def watch_padding(method, model, mesh):
     """Returns when called the names of the vectors that have anything but 0 in their padding."""
-    names = {name: method for name in method.shared + method.private}
+    names = {name: method for name in method.vectors}
     names |= dict.fromkeys(["master", "grad", "exp_avg", "exp_avg_sq"], model)
 
     def stop():

@@ -338,26 +338,6 @@ def synced_vectors():
     return method.model.master, method.anchor, method.momentum
 
 
-def test_offloaded_vectors_never_take_memory_of_the_device(monkeypatch):
-    """anchor and momentum are made on the host; one_bit_edit's errors stay on the device."""
-    made = []
-
-    def zeros(shape, dtype, pin_memory):
-        made.append(pin_memory)
-        return real_zeros(shape, dtype=dtype)
-
-    real_zeros = torch.zeros
-    method = method_alone(method="one_bit_edit", offload=True)
-    monkeypatch.setattr(torch, "zeros", zeros)
-    x = SimpleNamespace(device=torch.device("cuda"), shape=(3,), dtype=torch.float64)
-    method.model = SimpleNamespace(master=x)
-    for name in method.shared:
-        assert method.new_vector(name).shape == (3,)
-    assert made == [True, True]
-    monkeypatch.setattr(torch, "zeros_like", lambda y: y)
-    assert method.new_vector("error") is x
-
-
 def test_sync_of_offloaded_vectors_writes_their_new_values_back(monkeypatch):
     """On a GPU, to() copies what --offload keeps on the host."""
     expected = synced_vectors()

@@ -77,6 +77,9 @@ def test_flags_without_sense_in_one_process_are_refused():
             argv.append({"backend": "gloo"}.get(name, "2"))
         with pytest.raises(UserError, match=f"--{name}: only train.py has it"):
             read_config(argv)
+    for argv in ["--method=a_edit"], ["--replicas=2", "--slow_replica=1:2"]:
+        with pytest.raises(UserError, match="--no-virtual_clock: a_edit and --slow_replica have"):
+            read_config([*argv, "--no-virtual_clock"])
 
 
 def test_every_flag_is_read_or_refused():

@@ -31,7 +31,7 @@ def planned(corpus_folder, ranks, **options):
 
 def measure_memory(method, model, mesh):
     tensors = [model.master, model.grad, model.exp_avg, model.exp_avg_sq, *model.gathered]
-    tensors += [getattr(method, name) for name in method.shared + method.private]
+    tensors += [getattr(method, name) for name in method.vectors]
     tensors += [model.grad_buffer] if mesh.shards > 1 else []
     count = sum(p.numel() for layer in model.layers for p in layer.parameters())
     return count, sum(tensor.nbytes for tensor in tensors)
