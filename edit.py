@@ -312,11 +312,11 @@ class EDiT(Method):
     make_penalty = Penalty
 
     def __init__(self, model, mesh, config, record, clock):
-        super().__init__(model, mesh, config, record, clock)
         x = model.master
         if config.offload and x.device.type == "cuda":  # in pinned memory of the host
             self.anchor = torch.zeros(x.shape, dtype=x.dtype, pin_memory=True)
             self.momentum = torch.zeros(x.shape, dtype=x.dtype, pin_memory=True)
+        super().__init__(model, mesh, config, record, clock)
         self.penalty = self.make_penalty(self)
         self.anchors = model.views(self.anchor)
         self.momenta = model.views(self.momentum)

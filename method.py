@@ -72,7 +72,7 @@ class LocalConfig(RoundConfig):
 
 class Method:
     Config = LocalConfig  # its flags: a dataclass
-    vectors = ()  # names of those that it keeps, each laid out like model.master
+    vectors = ()  # names of what it keeps beside model.master, each laid out like that; zeros first
     scalars = ()  # names of a replica's numbers and small tensors, from begin() on
     barrier = True  # False: no collective at a round end waits for all replicas
     repairs_replicas = False  # does a sync replace parameters that are not finite?
@@ -89,7 +89,8 @@ class Method:
         self.averages_gradients = True  # until the warm-up ends
         self.rows = None  # see gather()
         for name in self.vectors:
-            setattr(self, name, torch.zeros_like(model.master))
+            if name not in vars(self):  # with --offload EDiT has made it on the host
+                setattr(self, name, torch.zeros_like(model.master))
 
     # ---- what a method writes ----
 

@@ -53,13 +53,12 @@ class Training:
         if config.compile:
             for layer in self.model.layers:
                 layer.compile()
+        self.optimizer = make_optimizer(self.model, config)
         self.batches = make_batches(setup, mesh)
         cluster = Cluster(config, mesh)  # simulates slow and sick replicas, if flags ask for them
         clock = cluster if config.virtual_clock else Clock(mesh.device)
         make_method = METHODS[config.method]
         self.method = make_method(self.model, mesh, config, RoundRecord(mesh), clock)
-        # After the method: with --offload its moments take the memory that anchor and momentum left.
-        self.optimizer = make_optimizer(self.model, config)
         cluster.disturb(self.batches, self.method)
         # Fills model, optimizer, method and clock from a checkpoint, or the model alone from
         # another model, if the flags name one.

@@ -20,6 +20,7 @@ import train
 from config import UserError
 from plumbing import checkpoint, launch, log
 from ranks import OUR_METHODS, Launch, run_training, train_all
+from rows import each_row
 from test_launch import errors, finish, patched
 
 ROUNDS = dict(tau=4, sync_warmup_steps=3, max_steps=17, eval_interval=5, dtype="fp32")
@@ -121,9 +122,9 @@ def without_log(method, model, mesh):
     Path(method.config.out_dir, "metrics.jsonl").touch()
 
 
-@pytest.mark.parametrize("options", [
+@each_row("options", [
     LOCAL | TIGHT | dict(method="edit"), LOCAL | VIRTUAL | dict(method="a_edit"),
-], ids=["edit", "a_edit"])  # fmt: skip
+])  # fmt: skip
 def test_run_without_the_log_trains_evaluates_and_saves_the_same(options, corpus_folder, tmp_path):
     options = options | dict(checkpoint_interval=4, eval_interval=5, keep=9)
     cases = (None, tmp_path / "logged", options), (without_log, tmp_path / "silent", options)
@@ -480,7 +481,7 @@ def refusal(argv, world_size) -> str:
     return ""
 
 
-@pytest.mark.parametrize("argv, ranks, changed", [
+@each_row("argv, ranks, changed", [
     ("--shards 2 --batch_size 1", 4, set()),
     ("--accum 2 --batch_size 1", 2, set()),
     ("--tokens_per_step 64", 4, set()),
@@ -519,7 +520,7 @@ FLAGS = [  # flags; ranks; what the line must say, "" if the run can continue
 ]
 
 
-@pytest.mark.parametrize("argv, ranks, message", FLAGS)
+@each_row("argv, ranks, message", FLAGS)
 def test_wrong_flags_are_refused_in_one_line(
     argv, ranks, message, saved_run, tmp_path, corpus_folder, monkeypatch
 ):
@@ -590,7 +591,7 @@ DAMAGE = [  # what happens to a file; what the line must say
 ]
 
 
-@pytest.mark.parametrize("damage, message", DAMAGE)
+@each_row("damage, message", DAMAGE)
 def test_damaged_file_ends_all_ranks_with_one_line_before_the_training(
     damage, message, saved_run, tmp_path
 ):
@@ -793,7 +794,7 @@ KILLS = {  # the call that kills a rank; the checkpoint that is the last one the
 }
 
 
-@pytest.mark.parametrize("function, count, last", KILLS.values(), ids=list(KILLS))
+@each_row("function, count, last", KILLS.values())
 def test_killed_run_continues_its_last_complete_checkpoint(
     function, count, last, tmp_path, corpus_folder
 ):

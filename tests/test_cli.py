@@ -33,6 +33,7 @@ from plumbing import checkpoint, launch
 from plumbing.log import Clock, Log, RoundRecord
 from plumbing.plan import Plan
 from ranks import ROOT, Launch, flags, method_alone
+from rows import each_row
 
 WRONG = """
 train --learning_rate 1                 | --learning_rate
@@ -153,7 +154,7 @@ def run_here(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("line, message", TABLE, ids=[line[:60] for line, _ in TABLE])
+@each_row("line, message", TABLE)
 def test_wrong_input_is_refused_in_one_line(
     line, message, inputs, run_here, corpus_folder, tmp_path, monkeypatch, capsys
 ):
@@ -188,7 +189,7 @@ def test_loss_that_is_not_finite_at_the_end_is_a_divergence(
     assert not (tmp_path / "model.pt").exists()
 
 
-@pytest.mark.parametrize("known, step", [(2, 4), (1, 5)])
+@each_row("known, step", [(2, 4), (1, 5)])
 def test_divergence_names_its_step_also_if_the_metrics_are_known_a_step_late(known, step):
     """In its first step a process has one row of metrics, and that is known."""
     model = SimpleNamespace(known_metrics=lambda: [1.0, math.nan, 0.0], metrics_lag=1)
@@ -198,7 +199,7 @@ def test_divergence_names_its_step_also_if_the_metrics_are_known_a_step_late(kno
         train.check_finite(model, method)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "variables, message",
     [
         ({"SLURM_STEP_NUM_TASKS": "2"}, "let it start torchrun, see plumbing/slurm.sh"),
@@ -288,7 +289,7 @@ def test_rank_whose_neighbours_are_lost_leaves_without_destroying_its_groups(mon
     assert done.value.code == 0 and left == ["lost"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "argv, said, unsaid",
     [
         ("--method minibatch", "", "warm-up steps"),
@@ -424,7 +425,7 @@ class FullDisk(io.BytesIO):
 FULL_DISKS = [FullDisk, lambda: open("/dev/full", "wb")]  # the latter's close fails, too
 
 
-@pytest.mark.parametrize("open_full", FULL_DISKS)
+@each_row("open_full", FULL_DISKS)
 def test_disk_without_room_for_the_last_checkpoint_costs_only_that(
     open_full, run_here, corpus_folder, tmp_path, capsys, monkeypatch
 ):
@@ -436,7 +437,7 @@ def test_disk_without_room_for_the_last_checkpoint_costs_only_that(
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "model.pt"}
 
 
-@pytest.mark.parametrize("open_full", FULL_DISKS)
+@each_row("open_full", FULL_DISKS)
 def test_disk_without_room_for_the_model_is_named_and_gets_its_room_back(
     open_full, tmp_path, monkeypatch
 ):
@@ -452,7 +453,7 @@ def differ_in_lr(argv, rank, *more):
     ranks._command([*argv, f"--lr=0.{rank}1"], rank, *more)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "function, argv, message",
     [
         (ranks._command, ["--out_dir", "/dev/null/run"], "/dev/null/run"),  # only rank 0 notices it
@@ -501,7 +502,7 @@ def listed_in(text):
     return set(re.findall(r"--(?!no-)(\w+)", text))
 
 
-@pytest.mark.parametrize("method", ["edit", "diloco", "minibatch", "a_edit"])
+@each_row("method", ["edit", "diloco", "minibatch", "a_edit"])
 def test_help_of_a_method_lists_its_flags_with_its_defaults(method, capsys):
     text = show_help(capsys, "--method", method)
     text = text.split(f"The flags of --method {method}: options:")[1]
@@ -578,7 +579,7 @@ def test_average_moments_without_a_value_means_both():
         parse(argv, train.METHODS)[0].check(4)
 
 
-@pytest.mark.parametrize("tau, delay", [(4, 0), (8, 1), (16, 2), (64, 2)])
+@each_row("tau, delay", [(4, 0), (8, 1), (16, 2), (64, 2)])
 def test_default_delay_follows_the_rounds(tau, delay):
     for method in ("streaming_diloco", "streaming_edit"):
         config, _ = parse(["--method", method, "--tau", str(tau)], train.METHODS)
@@ -619,7 +620,7 @@ def test_model_and_corpus_must_have_the_same_tokens():
         assert corpus.tokenizer == (ours if theirs == hf.UNKNOWN else theirs)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "ours, theirs, tokens, padded",
     [("gpt2", "gpt2", 320, True), ("gpt2", "gpt2", 384, False), ("gpt2", "{a", 320, False)],
 )

@@ -21,6 +21,7 @@ from plain import train
 from methods import METHODS
 from plain.__main__ import REFUSED, main, read_config
 from ranks import ROOT, flags, run_training
+from rows import each_row
 from test_docs import shortened_tour
 
 OPTIONS = dict(method="edit", tau=3, sync_warmup_steps=2, max_steps=8, eval_interval=4)
@@ -56,7 +57,7 @@ def test_plain_run_has_the_files_of_a_sharded_one(tmp_path, corpus_folder, capsy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [
+@each_row("options", [
     dict(method="edit"), dict(method="one_bit_edit", warmup_format="int8")
 ])  # fmt: skip
 def test_plain_run_counts_the_bytes_that_a_sharded_one_sends(options, tmp_path, corpus_folder):
@@ -148,7 +149,7 @@ def test_threads_change_no_bit(tmp_path, corpus_folder, monkeypatch):
     assert isinstance(train.map_in_threads(3, "cpu").__self__, ThreadPoolExecutor)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@each_row("dtype", ["fp32", "bf16"])
 def test_lower_precision_trains_alike(dtype, tmp_path, corpus_folder):
     losses = {}
     for each in "fp64", dtype:

@@ -16,6 +16,7 @@ from config import UserError
 from plumbing import launch
 from plumbing.plan import costs
 from ranks import flags, run_training
+from rows import each_row
 
 CASES = [(name, 2, "fp32", {}) for name in ("minibatch", "diloco", "edit")]
 SLOW = [("minibatch", 1, "fp32", {}), ("edit", 1, "fp64", {}), ("edit", 4, "fp32", {})]
@@ -80,7 +81,7 @@ def watch_memory(method, model, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [dict(shards=2), dict(recompute=True), dict(
+@each_row("more", [dict(shards=2), dict(recompute=True), dict(
     shards=2, dtype="bf16", vocab_size=20000, batch_size=1, block_size=64
 )])  # fmt: skip
 def test_planned_memory_is_within_an_eighth_of_the_peak(more, corpus_folder):
@@ -153,7 +154,7 @@ def test_dry_run_of_7b_on_64_gpus_is_right_and_takes_no_memory(corpus_folder, ca
         assert text in printed, text
 
 
-@pytest.mark.parametrize("method", ["minibatch", "a_edit", "streaming_edit", "noloco"])
+@each_row("method", ["minibatch", "a_edit", "streaming_edit", "noloco"])
 def test_dry_run_knows_the_seconds_of_every_method(corpus_folder, capsys, method):
     options = dict(method=method, model="1b", replicas=2, shards=8, device="cuda")
     options |= dict(dry_run=True, link_mbps=1e4, dtype="bf16")

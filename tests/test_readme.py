@@ -20,6 +20,7 @@ from lab import bench, sweep, table
 from methods import METHODS
 from plain.__main__ import read_config
 from ranks import OUR_METHODS, ROOT, Launch, script
+from rows import each_row
 
 TEXT = (ROOT / "README.md").read_text()
 RESULTS = (ROOT / "RESULTS.md").read_text()
@@ -72,7 +73,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("name, text", [("README", TEXT), ("RESULTS", RESULTS)])
+@each_row("name, text", [("README", TEXT), ("RESULTS", RESULTS)])
 def test_every_command_names_real_files_modules_and_flags(name, text):
     seen = set()
     for command in commands(text):
@@ -271,7 +272,7 @@ WRONG_ROWS = {
 }
 
 
-@pytest.mark.parametrize("message", WRONG_ROWS)
+@each_row("message", WRONG_ROWS)
 def test_wrong_row_in_the_table_of_methods_is_named_in_one_line(message, monkeypatch):
     monkeypatch.setitem(methods.TABLE, "averaging", WRONG_ROWS[message])
     with pytest.raises(UserError, match=f"methods.py: --method averaging: {message}"):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mesh import all_gather_single, reduce_scatter_single
 from plumbing import shm
 from ranks import run_ranks
+from rows import each_row
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 SIZES = (1, 3, 5, 33, 1000, 70_001)  # elements per rank
@@ -86,7 +87,7 @@ def compare_with_gloo():
     return wrong, (x.tolist(), shm.machine_id()), maps, open_files()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@each_row("size", [2, 3, 4])
 def test_shm_equals_gloo_for_every_operation_size_dtype_and_order_of_waiting(size):
     results = run_ranks(size, compare_with_gloo)
     for wrong, same, maps, descriptors in results:
