@@ -23,7 +23,9 @@ from model import ModelConfig
 from plumbing.simulate import FRAMING
 from shard import Layout
 
-KEPT = 24  # numbers that a block's backward needs, per token and channel: counted, see test_plan.py
+# Numbers per token and channel, counted (see test_plan.py):
+KEPT = 24  # what a block's forward keeps for its backward
+PASSED = 6  # what that backward has beside it at a time, most of it in the feed-forward layer
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 TFLOPS = 989  # peak of an H100 in bf16, without sparsity
 MFU = 0.4  # the share of it that trainings of large models reach
@@ -119,7 +121,8 @@ class Plan:
         if config.recompute:
             numbers = tokens * (kept + config.n_layer * C)
         else:
-            numbers = tokens * kept * (config.n_layer + 1)
+            numbers = tokens * kept * config.n_layer
+        numbers += tokens * PASSED * C
         logits = 2 * tokens * V
         if self.dtype != self.master:  # model.widen: embedding and head sum gradients in fp32
             logits += 2 * V * C

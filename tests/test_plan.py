@@ -81,19 +81,21 @@ def watch_memory(method, model, mesh):
 
 
 @pytest.mark.slow
-@each_row("more", [dict(shards=2), dict(recompute=True), dict(
-    shards=2, dtype="bf16", vocab_size=20000, batch_size=1, block_size=64
-)])  # fmt: skip
-def test_planned_memory_is_within_an_eighth_of_the_peak(more, corpus_folder):
+@each_row("more, tolerance", [
+    (dict(shards=2), 0.03),
+    (dict(recompute=True), 0.03),
+    # Not all of what a large vocabulary takes is there at the same time.
+    (dict(shards=2, dtype="bf16", vocab_size=20000, batch_size=1, block_size=64), 0.1),
+])  # fmt: skip
+def test_planned_memory_is_near_the_peak(more, tolerance, corpus_folder):
     options = dict(n_layer=4, n_embd=256, n_head=4, block_size=256, batch_size=4, dtype="fp32")
     options |= dict(max_steps=2, sync_warmup_steps=0, tau=1) | more
     run = run_training(2, corpus_folder, watch_memory, **options)
     kinds = planned(corpus_folder, 2, **options).memory()
     total = sum(kinds.values())
     held = total - kinds["activations"]
-    # Rank 0 also gathers the model at the end. An eighth: the plan has one block more than the model,
-    # for the backward, and with shards all is freed in time, so the plan is 11% too high.
-    assert held + run.ranks[1]["watched"] == pytest.approx(total, rel=0.125)
+    # Rank 0 also gathers the model at the end.
+    assert held + run.ranks[1]["watched"] == pytest.approx(total, rel=tolerance)
 
 
 def test_plan_shows_the_mesh_the_warm_up_and_the_round(corpus_folder, capsys):
