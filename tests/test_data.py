@@ -573,5 +573,5 @@ def write_large(folder, suffix, mb):
 @pytest.mark.slow
 @each_row("suffix", [".txt", ".jsonl", ".parquet"])
 def test_memory_does_not_grow_with_the_input(tmp_path, suffix):
-    small, large = [peak_mb(write_large(tmp_path, suffix, mb)) for mb in (8, 136)]
-    assert large < small + 30  # of 128 MB more
+    small, large = [peak_mb(write_large(tmp_path, suffix, mb)) for mb in (8, 72)]
+    assert large < small + 25  # of 64 MB more
