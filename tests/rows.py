@@ -8,14 +8,17 @@ import pytest
 
 def each_row(names, table):
     """Like pytest.mark.parametrize(names, table), but all rows are one test, which names the row
-    that fails. Each row has a folder tmp_path of its own, and its monkeypatch ends with it."""
+    that fails. Each row has a folder tmp_path of its own, and its monkeypatch ends with it. (No row
+    but the last may skip: the rows behind it would not run.)"""
     names = names.replace(",", " ").split()
 
     def make_test(function):
         @functools.wraps(function)
         def test(**fixtures):
             for number, row in enumerate(table):
-                values = dict(zip(names, row, strict=True)) if names[1:] else {names[0]: row}
+                values = {names[0]: row}
+                if len(names) > 1:
+                    values = dict(zip(names, row, strict=True))
                 own = dict(fixtures)
                 if "tmp_path" in own:
                     own["tmp_path"] = fixtures["tmp_path"] / f"row-{number}"
