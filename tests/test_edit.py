@@ -330,25 +330,6 @@ def test_fragment_reads_nothing_on_the_host(elimination, quantize):
     assert sent == [f"sync {hop} {p}" for p in range(2) for hop in ("all-to-all", "all-gather")]
 
 
-def synced_vectors():
-    """Parameters, anchor and momentum of a replica alone after a sync."""
-    method = method_alone(method="edit")
-    method.model.master.mul_(0.9)
-    method.end_round()
-    method.drain()
-    return method.model.master, method.anchor, method.momentum
-
-
-def test_sync_of_offloaded_vectors_writes_their_new_values_back(monkeypatch):
-    """On a GPU, to() copies what --offload keeps on the host."""
-    expected = synced_vectors()
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **more: x.clone())
-    found = synced_vectors()
-    momentum = expected[2]
-    assert momentum.norm() > 0
-    assert all(map(torch.equal, found, expected))
-
-
 def sync_and_forward(replicas, **options):
     """What a method of two shards does at a round's end and in the next forward."""
     method, events = on_meta(replicas, shards=2, **options)
