@@ -28,7 +28,8 @@ STOPS = {signal.SIGINT, signal.SIGTERM}
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
     STOPS.add(signal.SIGHUP)
 
-
+HINT = "lower --lr, or raise --lr_warmup_steps"  # when a run diverges or learns nothing
+NCCL_TIMEOUT_S = 3600  # between machines
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -193,7 +194,9 @@ class Config:
     eval_interval: int = option(200, "steps between evaluations (at round ends)", low=1)
     eval_batches: int = option(16, "validation batches of 16 windows", low=1, below=10**6)
     timeout_s: float = option(
-        0.0, "wait for a silent rank; 0: 600, with NCCL between machines 3600", below=1e7
+        0.0,
+        f"wait for a silent rank; 0: 600, with NCCL between machines {NCCL_TIMEOUT_S}",
+        below=1e7,
     )
 
     checkpoint_interval: int = option(
@@ -271,6 +274,8 @@ class Config:
 
     def check(self, replicas: int):
         """Raise UserError if the flags do not fit together."""
+        if self.n_embd % (2 * self.n_head):
+            raise UserError(f"--n_embd {self.n_embd}: must be a multiple of 2 x --n_head")
         before_decay = (1 - self.decay_share) * self.max_steps
         if self.schedule == "wsd" and self.lr_warmup_steps > before_decay:
             raise UserError(

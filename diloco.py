@@ -62,7 +62,7 @@ def nesterov(anchor, momentum, d, lr, mu):
 
 class DiLoCo(Method):
     Config = Config
-    shared = ("anchor", "momentum")  # Method makes self.anchor and self.momentum: zeros
+    vectors = ("anchor", "momentum")  # Method makes self.anchor and self.momentum: zeros
 
     def begin(self):
         self.anchor.copy_(self.model.master)

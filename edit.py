@@ -306,23 +306,20 @@ class Penalty:
 
 class EDiT(Method):
     Config = Config
-    shared = ("anchor", "momentum")
+    vectors = ("anchor", "momentum")
     scalars = ("statistics",)
     repairs_replicas = True  # a flagged replica restarts from the anchor
     make_penalty = Penalty
 
     def __init__(self, model, mesh, config, record, clock):
+        x = model.master
+        if config.offload and x.device.type == "cuda":  # in pinned memory of the host
+            self.anchor = torch.zeros(x.shape, dtype=x.dtype, pin_memory=True)
+            self.momentum = torch.zeros(x.shape, dtype=x.dtype, pin_memory=True)
         super().__init__(model, mesh, config, record, clock)
         self.penalty = self.make_penalty(self)
         self.anchors = model.views(self.anchor)
         self.momenta = model.views(self.momentum)
-
-    def new_vector(self, name):
-        """With --offload, on a GPU: anchor and momentum in pinned memory of the host."""
-        x = self.model.master
-        if name not in EDiT.shared or not self.config.offload or x.device.type != "cuda":
-            return super().new_vector(name)
-        return torch.zeros(x.shape, dtype=x.dtype, pin_memory=True)
 
     def begin(self):
         self.anchor.copy_(self.model.master, non_blocking=True)  # --offload: on the host

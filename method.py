@@ -72,11 +72,9 @@ class LocalConfig(RoundConfig):
 
 class Method:
     Config = LocalConfig  # its flags: a dataclass
-    shared = ()  # names of vectors, laid out like model.master, equal in all replicas after a sync
-    private = ()  # names of vectors that differ between replicas
+    vectors = ()  # names of what it keeps beside model.master, each laid out like that; zeros first
     scalars = ()  # names of a replica's numbers and small tensors, from begin() on
     barrier = True  # False: no collective at a round end waits for all replicas
-    equal_replicas = True  # after a sync
     repairs_replicas = False  # does a sync replace parameters that are not finite?
 
     def __init__(self, model, mesh, config, record, clock):
@@ -90,12 +88,9 @@ class Method:
         self.rounds = 0
         self.averages_gradients = True  # until the warm-up ends
         self.rows = None  # see gather()
-        for name in self.shared + self.private:
-            setattr(self, name, self.new_vector(name))
-
-    def new_vector(self, name: str) -> torch.Tensor:
-        """Zeros for self.NAME. EDiT may put them on the host."""
-        return torch.zeros_like(self.model.master)
+        for name in self.vectors:
+            if name not in vars(self):  # with --offload EDiT has made it on the host
+                setattr(self, name, torch.zeros_like(model.master))
 
     # ---- what a method writes ----
 
@@ -110,9 +105,9 @@ class Method:
 
     def sync(self):
         """Make model.master the parameters that the next round starts from, now or (EDiT) layer by
-        layer in the next forward. They must be equal in all replicas; else set equal_replicas =
-        False, and let evaluation_model() return some that are. The storage of model.grad is free
-        from here to the next step. self.rounds counts this round, too: it is 1 in the first one."""
+        layer in the next forward. They must be equal in all replicas; else let evaluation_model()
+        return some that are. The storage of model.grad is free from here to the next step.
+        self.rounds counts this round, too: it is 1 in the first one."""
         raise NotImplementedError
 
     def after_backward(self):
@@ -169,7 +164,7 @@ class Method:
         """Gather every replica's loss, steps and distance from its anchor, if it has one.
         The storage of model.grad is free at a round's end."""
         norms = {}
-        if "anchor" in self.shared + self.private:
+        if "anchor" in self.vectors:
             d = torch.sub(self.anchor, self.model.master, out=self.model.grad)
             norms["norms"] = self.model.norm(d)
         self.gather(**norms)

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 import data
-from config import UserError, run_command
+from config import HINT, UserError, run_command
 from hf import save_model
 from methods import METHODS
 from model import initialize, make_layer, mixed_seed
@@ -39,7 +39,6 @@ from plumbing.simulate import Cluster
 from sample import print_sample
 from shard import ShardedModel
 
-HINT = "lower --lr, or raise --lr_warmup_steps"
 LARGEST_SAMPLED = 200e6  # parameters. The other ranks wait for the sample, which one CPU makes
 
 

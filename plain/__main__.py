@@ -40,10 +40,16 @@ REPLICAS = 4
 
 def read_config(argv):
     """All flags. Raises UserError."""
+    return read_command(argv)[0]
+
+
+def read_command(argv):
+    """(all flags, the model of --init_from or None). Raises UserError."""
     given = read_flags(argv, METHODS)
     for name in REFUSED.split():
         if name in given:
             raise UserError(f"--{name}: only train.py has it, not one process; leave it out")
+    source = None
     base = {}
     if "init_from" in given:
         source = open_model(given["init_from"])
@@ -53,18 +59,20 @@ def read_config(argv):
     f.replicas = f.replicas or REPLICAS
     f.out_dir = f.out_dir or f"out/plain/{f.method}"
     f.backend = "plain"  # for the record
-    f.virtual_clock |= hasattr(f, "tau_time_s") or bool(f.slow_replica)
+    if hasattr(f, "tau_time_s") or f.slow_replica:  # what depends on time
+        if not given.get("virtual_clock", True):
+            hint = "a_edit and --slow_replica have a virtual clock in one process; leave it out"
+            raise UserError(f"--no-virtual_clock: {hint}")
+        f.virtual_clock = True
     if f.device == "auto":
         f.device = "cuda" if torch.cuda.is_available() else "cpu"
     elif f.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if f.dtype == "auto":
         f.dtype = "bf16" if has_native_bf16(f.device) else "fp32"
-    if f.n_embd % (2 * f.n_head):
-        raise UserError(f"--n_embd {f.n_embd}: must be a multiple of 2 x --n_head")
     f.check(f.replicas)
     simulate.check(f, METHODS[f.method], f.replicas)
-    return f
+    return f, source
 
 
 def make_folder(f):
@@ -85,17 +93,14 @@ def make_folder(f):
         (folder / name).unlink(missing_ok=True)
 
 
-def open_source(f, corpus):
-    """The model of --init_from, or None. Raises UserError if it does not fit the corpus."""
-    if not f.init_from:
-        return None
-    source = open_model(f.init_from)
+def check_source(source, f, corpus):
+    """The model of --init_from and the corpus get one vocabulary. Raises UserError if they do not
+    fit."""
     if not f.vocab_size:
         if source.is_padded(corpus):
             corpus.vocab_size = source.config.vocab_size
         f.vocab_size = corpus.vocab_size
     source.check(model_config(f, corpus), corpus)
-    return source
 
 
 def save_model(path, model, shape, corpus, flags):
@@ -107,10 +112,11 @@ def save_model(path, model, shape, corpus, flags):
 
 
 def main(argv):
-    f = read_config(argv)
+    f, source = read_command(argv)
     M, N = f.replicas, f.shards
     corpus = data.load(f.data or None, f.vocab_size, f.block_size)
-    source = open_source(f, corpus)
+    if source:
+        check_source(source, f, corpus)
     training = text_training(f, M, N, corpus, source and source.tensors)
     make_folder(f)
     record = Record(f, training, corpus)

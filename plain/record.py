@@ -11,9 +11,7 @@ from pathlib import Path
 
 import torch
 
-from config import UserError
-
-HINT = "lower --lr, or raise --lr_warmup_steps"
+from config import HINT, UserError
 
 
 class Record:

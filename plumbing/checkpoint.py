@@ -169,7 +169,7 @@ def vectors(model, method) -> dict:
         "exp_avg": model.exp_avg,
         "exp_avg_sq": model.exp_avg_sq,
     }
-    for name in method.shared + method.private:
+    for name in method.vectors:
         found[name] = getattr(method, name)
     return found
 
@@ -490,7 +490,7 @@ def load(setup, model, optimizer, method, clock):
         with readable(path):
             for name, vector in vectors(model, method).items():
                 # In the warm-up the method may change. Vectors of another one do not fit.
-                if same_method or name not in method.shared + method.private:
+                if same_method or name not in method.vectors:
                     fill(vector, [part["vectors"][name] for part in saved], model, name)
 
 

@@ -38,7 +38,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from config import STOPS, Config, UserError, end_at_next, explain, make_config
+from config import NCCL_TIMEOUT_S, STOPS, Config, UserError, end_at_next, explain, make_config
 from config import padded_vocabulary, read_flags
 from hf import open_model
 from mesh import Mesh, translate_comm_errors
@@ -362,7 +362,9 @@ def make_mesh(config, everyone: Mesh, barrier: bool = True) -> Mesh:
     # NCCL counts an operation's time from its issue. The host issues a whole sync or backward at
     # once, so on a slow link the last operation is legitimately old.
     several = not on_one_machine(range(everyone.world_size))
-    timeout_s = config.timeout_s or (3600 if several and config.backend == "nccl" else 600)
+    timeout_s = config.timeout_s or (
+        NCCL_TIMEOUT_S if several and config.backend == "nccl" else 600
+    )
 
     def few_sms(ranks):
         # In a round only syncs cross machines, and they may take the time of many steps. Averaged

@@ -18,12 +18,14 @@ import numpy as np
 import torch
 
 import model
-from config import PRESETS, UserError
+from config import NCCL_TIMEOUT_S, PRESETS, UserError
 from model import ModelConfig
 from plumbing.simulate import FRAMING
 from shard import Layout
 
-KEPT = 24  # numbers that a block's backward needs, per token and channel: counted, see test_plan.py
+# Numbers per token and channel, counted (see test_plan.py):
+KEPT = 24  # what a block's forward keeps for its backward
+PASSED = 6  # what that backward has beside it at a time, most of it in the feed-forward layer
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 TFLOPS = 989  # peak of an H100 in bf16, without sparsity
 MFU = 0.4  # the share of it that trainings of large models reach
@@ -41,8 +43,6 @@ class Plan:
         self.shards = config.shards
         self.replicas = world_size // config.shards
         self.on_cpu = config.device == "cpu"
-        if config.n_embd % (2 * config.n_head):
-            raise UserError(f"--n_embd {config.n_embd}: must be a multiple of 2 x --n_head")
         shape = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
         shape["vocab_size"] = vocab_size
         self.model_config = ModelConfig(**shape)
@@ -96,13 +96,12 @@ class Plan:
             squares = (embedding.shard_size + head.shard_size) * self.master.itemsize
             kinds["Muon and AdamW"] = kinds.pop("AdamW") - vector + squares
         on_host = getattr(config, "offload", False) and not self.on_cpu
-        for name in self.method.shared:
-            if on_host:  # torch rounds a pinned block up to a power of two
+        for name in self.method.vectors:
+            if on_host and name in ("anchor", "momentum"):
+                # torch rounds a pinned block up to a power of two
                 kinds[f"{name} (host)"] = 1 << (vector - 1).bit_length()
             else:
                 kinds[name] = vector
-        for name in self.method.private:
-            kinds[name] = vector
         kinds["sync buffers"] = config.buffer_vectors * vector
         if self.shards > 1 or self.dtype != self.master:  # else a layer is a view of parameters
             kinds["two whole layers"] = 2 * layer * self.dtype.itemsize
@@ -122,7 +121,8 @@ class Plan:
         if config.recompute:
             numbers = tokens * (kept + config.n_layer * C)
         else:
-            numbers = tokens * kept * (config.n_layer + 1)
+            numbers = tokens * kept * config.n_layer
+        numbers += tokens * PASSED * C
         logits = 2 * tokens * V
         if self.dtype != self.master:  # model.widen: embedding and head sum gradients in fp32
             logits += 2 * V * C
@@ -366,7 +366,7 @@ def describe(run: Run) -> str:
     lines.append(
         f"NCCL    give --timeout_s {math.ceil(2 * slowest_s)} or more: twice a step of warm-up, "
         "or a sync.\n        Its clock starts when the host issues an operation. (Default between "
-        "machines: 3600)"
+        f"machines: {NCCL_TIMEOUT_S})"
     )
     one = needed_mbps(M, run.bits) / 1000
     here = one * run.parameters / 1e9 / run.step_s

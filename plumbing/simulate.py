@@ -90,7 +90,7 @@ def check(config, method, replicas: int):
         raise UserError(f"--link_mbps {config.link_mbps}: must be 0 or at least {SLOWEST_MBPS}")
     for flag in FORMS:
         read_disturbance(config, flag, replicas)
-    has_anchor = "anchor" in method.shared + method.private
+    has_anchor = "anchor" in method.vectors
     if config.flip and (not has_anchor or hasattr(config, "fragments")):  # these sync in a round
         hint = "has no anchor, or syncs within a round; choose diloco, edit or robust"
         raise UserError(f"--flip: {config.method} {hint}")

@@ -52,7 +52,7 @@ class Config(LocalConfig):  # code: tau 48, outer_lr 1, outer_momentum 0.5, no p
 
 class CO2(Method):
     Config = Config
-    shared = ("anchor", "momentum", "mean")
+    vectors = ("anchor", "momentum", "mean")
     barrier = False
     handle = Handle()  # of f: nothing is in flight
 

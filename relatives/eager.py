@@ -49,10 +49,8 @@ class Config(LocalConfig):  # paper: tau 30
 
 class Eager(Method):
     Config = Config
-    shared = ("mean",)
-    private = ("anchor", "momentum", "own")
+    vectors = ("anchor", "momentum", "own", "mean")
     barrier = False
-    equal_replicas = False
     handle = Handle()  # of dbar: nothing is in flight
 
     def begin(self):

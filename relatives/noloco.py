@@ -76,9 +76,8 @@ def partner(replica: int, replicas: int, seed: int, t: int) -> int:
 
 class NoLoCo(Method):
     Config = Config
-    private = ("anchor", "momentum")
+    vectors = ("anchor", "momentum")
     barrier = False
-    equal_replicas = False
 
     def begin(self):
         self.anchor.copy_(self.model.master)

@@ -86,7 +86,7 @@ class Config(edit.Config, QuantizedConfig):
 
 class OneBitEDiT(EDiT):
     Config = Config
-    private = ("error", "mean_error")
+    vectors = (*EDiT.vectors, "error", "mean_error")
 
     def __init__(self, *arguments):
         super().__init__(*arguments)

@@ -49,7 +49,7 @@ class Config(LocalConfig):  # paper: tau 12; momentum 0.4 to 0.8, tuned
 
 class SlowMo(Method):
     Config = Config
-    shared = ("anchor", "momentum")
+    vectors = ("anchor", "momentum")
     scalars = ("previous_lr",)
 
     def begin(self):

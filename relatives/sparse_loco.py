@@ -84,8 +84,7 @@ def decode(codes, means):
 
 class SparseLoCo(Method):
     Config = Config
-    shared = ("anchor",)
-    private = ("error",)
+    vectors = ("anchor", "error")
 
     def begin(self):
         self.anchor.copy_(self.model.master)

@@ -65,10 +65,9 @@ class Config(QuantizedConfig):  # paper: tau 100
 
 class StreamingDiLoCo(Method):
     Config = Config
-    shared = ("anchor", "momentum")
+    vectors = ("anchor", "momentum")
     scalars = ("landed",)
     barrier = False
-    equal_replicas = False
     mean = None  # of the fragment in flight
     landed = None  # the fragment that landed in this step
 

@@ -57,7 +57,7 @@ class Config(LocalConfig):  # paper: 0.001
 
 class TopK(Method):
     Config = Config
-    private = ("momentum", "rest")
+    vectors = ("momentum", "rest")
 
     def begin(self):
         self.momentum.copy_(self.model.exp_avg)

@@ -97,8 +97,7 @@ def scheduled_rounds(schedule: str) -> list:
 
 class ZeroOneAdam(Method):
     Config = Config
-    shared = ("anchor",)
-    private = ("variance", "error", "mean_error")
+    vectors = ("anchor", "variance", "error", "mean_error")
 
     def begin(self):
         self.anchor.copy_(self.model.master)

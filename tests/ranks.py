@@ -27,6 +27,7 @@ import torch.distributed as dist
 import train
 from config import Config, parse, run_command
 from mesh import Mesh
+from method import Method
 from model import ModelConfig
 from optimizer import AdamW
 from plumbing import launch, simulate
@@ -231,16 +232,18 @@ def method_alone(mesh=None, steps=0, **options):
 
 
 def watch_syncs(method):
-    """Record a checksum of this rank's parameters and of the vectors that replicas share, whenever
-    a sync has completed or a fragment has landed."""
+    """Record a checksum of what a method promises to be equal in all replicas, whenever a sync has
+    completed or a fragment has landed: the parameters, or the anchor of the streaming methods."""
     seen = []
-    equal = [getattr(method, name) for name in method.shared if name != "mean"]  # CO2's: in flight
-    if method.equal_replicas:
-        equal.append(method.model.master)
+    equal = None
+    if type(method).evaluation_model is Method.evaluation_model:
+        equal = method.model.master
+    elif hasattr(method, "land"):
+        equal = method.anchor
 
     def and_look(function, *args):
         function(*args)
-        seen.append([zlib.crc32(vector.numpy()) for vector in equal])
+        seen.append(None if equal is None else zlib.crc32(equal.numpy()))
 
     method.record.done = functools.partial(and_look, method.record.done)
     if hasattr(method, "land"):
@@ -290,7 +293,7 @@ def _train(corpus_folder, transport, tamper, out_dir, options):
             "sent": dict(mesh.sent),
             "shard_index": mesh.shard_index,
         }
-        for name in method.shared + method.private:
+        for name in method.vectors:
             result["vectors"][name] = getattr(method, name).clone()
         if mesh.rank == 0:
             result["rows"] = [json.loads(line) for line in open(out / "metrics.jsonl")]

@@ -8,6 +8,7 @@ import torch
 
 from mesh import Mesh
 from ranks import CPU, method_alone, run_training, train_all
+from rows import each_row
 
 WARMUP = 3  # steps
 LONG = dict(
@@ -51,12 +52,12 @@ class SpeedClock:
         method.vote = pass_time_and_vote
 
 
-@pytest.mark.parametrize("rounds", [
+@each_row("rounds", [
     [8] * 20 + [40] * 60,  # faster
     [40] * 20 + [8] * 60,  # slower
     [40] * 20 + [20] * 200 + [40] * 60,  # slower for a while
     [40] * 20 + [8] * 200 + [40] * 60 + [3],  # the last round is short
-], ids=["faster", "slower", "for a while", "much slower for a while"])  # fmt: skip
+])  # fmt: skip
 def test_machine_that_changes_its_speed_is_no_anomaly(rounds):
     """rounds: the steps of each. A norm grows less than the steps do, here with their root."""
     method = method_alone(method="a_edit")
@@ -69,7 +70,7 @@ def test_machine_that_changes_its_speed_is_no_anomaly(rounds):
     assert method.penalty.flag(torch.full((4,), 100.0).double()).all()
 
 
-@pytest.mark.parametrize("longest", [8, 40, 200])
+@each_row("longest", [8, 40, 200])
 def test_a_long_round_is_forgotten(longest):
     """After 400 more rounds of 8 steps a norm of twice the usual size is flagged as ever."""
     method = method_alone(method="a_edit")
@@ -115,8 +116,8 @@ def test_longest_round_is_forgotten_where_the_statistics_start_anew():
     assert end_round(method, steps=8, norm=2 * 8**0.5)
 
 
-@pytest.mark.parametrize("replica", [0, 1])
-@pytest.mark.parametrize("shard", [0, 1])
+@each_row("replica", [0, 1])
+@each_row("shard", [0, 1])
 def test_shard_0_of_every_replica_votes_and_nobody_else(replica, shard):
     mesh = Mesh(1, CPU)
     method = method_alone(mesh, method="a_edit", tau_time_s=2.0)

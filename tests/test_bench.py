@@ -9,6 +9,7 @@ import torch
 from config import UserError
 from lab import bench
 from ranks import Launch, run_bench
+from rows import each_row
 
 SMALL = "--n_layer 1 --n_head 1 --n_embd 16 --block_size 8 --batch_size 1 --dtype fp32".split()
 SMALL += "--repeats 1 --device cpu".split()
@@ -51,7 +52,7 @@ def test_one_rank_is_compared_with_fsdp2_alone(capsys):
     assert names(figures) == ["ours", "fsdp2"]
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@each_row("shards", [1, 2])
 def test_two_ranks_are_compared_with_the_bound_too(shards, tmp_path):
     special = {0: (run_bench,), 1: (run_bench,)}
     run = Launch(2, tmp_path, *SMALL, "--shards", str(shards), special=special)
@@ -62,7 +63,7 @@ def test_two_ranks_are_compared_with_the_bound_too(shards, tmp_path):
     assert names(figures) == ["ours", "fsdp2", "bound"]
 
 
-@pytest.mark.parametrize("flag, value", [("--method", "edit"), ("--tau", "2")])
+@each_row("flag, value", [("--method", "edit"), ("--tau", "2")])
 def test_flags_of_other_methods_are_refused(flag, value):
     with pytest.raises(UserError, match=flag):
         bench.main([*SMALL, flag, value])

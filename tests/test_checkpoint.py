@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shlex
 import shutil
 import signal
@@ -20,6 +19,7 @@ import train
 from config import UserError
 from plumbing import checkpoint, launch, log
 from ranks import OUR_METHODS, Launch, run_training, train_all
+from rows import each_row
 from test_launch import errors, finish, patched
 
 ROUNDS = dict(tau=4, sync_warmup_steps=3, max_steps=17, eval_interval=5, dtype="fp32")
@@ -121,9 +121,9 @@ def without_log(method, model, mesh):
     Path(method.config.out_dir, "metrics.jsonl").touch()
 
 
-@pytest.mark.parametrize("options", [
+@each_row("options", [
     LOCAL | TIGHT | dict(method="edit"), LOCAL | VIRTUAL | dict(method="a_edit"),
-], ids=["edit", "a_edit"])  # fmt: skip
+])  # fmt: skip
 def test_run_without_the_log_trains_evaluates_and_saves_the_same(options, corpus_folder, tmp_path):
     options = options | dict(checkpoint_interval=4, eval_interval=5, keep=9)
     cases = (None, tmp_path / "logged", options), (without_log, tmp_path / "silent", options)
@@ -206,7 +206,7 @@ def test_a_long_wsd_run_ends_sooner_or_later_from_its_constant_phase(tmp_path, c
 
 def watch_padding(method, model, mesh):
     """Returns when called the names of the vectors that have anything but 0 in their padding."""
-    names = {name: method for name in method.shared + method.private}
+    names = {name: method for name in method.vectors}
     names |= dict.fromkeys(["master", "grad", "exp_avg", "exp_avg_sq"], model)
 
     def stop():
@@ -480,7 +480,7 @@ def refusal(argv, world_size) -> str:
     return ""
 
 
-@pytest.mark.parametrize("argv, ranks, changed", [
+@each_row("argv, ranks, changed", [
     ("--shards 2 --batch_size 1", 4, set()),
     ("--accum 2 --batch_size 1", 2, set()),
     ("--tokens_per_step 64", 4, set()),
@@ -519,7 +519,7 @@ FLAGS = [  # flags; ranks; what the line must say, "" if the run can continue
 ]
 
 
-@pytest.mark.parametrize("argv, ranks, message", FLAGS)
+@each_row("argv, ranks, message", FLAGS)
 def test_wrong_flags_are_refused_in_one_line(
     argv, ranks, message, saved_run, tmp_path, corpus_folder, monkeypatch
 ):
@@ -590,7 +590,7 @@ DAMAGE = [  # what happens to a file; what the line must say
 ]
 
 
-@pytest.mark.parametrize("damage, message", DAMAGE)
+@each_row("damage, message", DAMAGE)
 def test_damaged_file_ends_all_ranks_with_one_line_before_the_training(
     damage, message, saved_run, tmp_path
 ):
@@ -617,32 +617,6 @@ def test_run_continues_when_the_damaged_checkpoint_is_deleted(saved_run, tmp_pat
     rows = [json.loads(row) for row in open(run / "metrics.jsonl")]
     steps = [row["step"] for row in rows if row["event"] == "step"]
     assert steps == list(range(1, 10))  # each once
-
-
-def test_every_flipped_bit_of_a_file_is_noticed_or_changes_nothing(saved_run, tmp_path):
-    path = shutil.copytree(saved_run, tmp_path / "run") / "checkpoint-00000009"
-    file = path / OF_RANK[0]
-    state = checkpoint.read(path, train.METHODS)
-    expected = torch.load(file, weights_only=True)
-    whole = file.read_bytes()
-    dice = random.Random(1)
-    noticed = 0
-    for _ in range(200):
-        content = bytearray(whole)
-        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
-        file.write_bytes(content)
-        try:
-            with checkpoint.readable(path):
-                found = checkpoint.open_part(file, state)
-        except UserError:
-            noticed += 1
-            continue
-        assert found["state"] == expected["state"] and found["steps"] == expected["steps"]
-        for group in "scalars", "vectors":
-            assert found[group].keys() == expected[group].keys()
-            for name, value in expected[group].items():
-                assert torch.equal(found[group][name], value), name
-    assert noticed > 100  # the rest is padding and names that nobody reads
 
 
 def test_flipped_bit_of_the_state_is_noticed_before_a_flag_is_used(saved_run, tmp_path):
@@ -793,7 +767,7 @@ KILLS = {  # the call that kills a rank; the checkpoint that is the last one the
 }
 
 
-@pytest.mark.parametrize("function, count, last", KILLS.values(), ids=list(KILLS))
+@each_row("function, count, last", KILLS.values())
 def test_killed_run_continues_its_last_complete_checkpoint(
     function, count, last, tmp_path, corpus_folder
 ):

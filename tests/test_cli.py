@@ -27,12 +27,13 @@ import ranks
 import sample
 import train
 from config import Config, UserError, make_config, option, parse, run_command
-from mesh import Mesh, RankLostError, translate_comm_errors
+from mesh import Mesh
 from model import Llama, ModelConfig
 from plumbing import checkpoint, launch
-from plumbing.log import Clock, Log, RoundRecord
+from plumbing.log import Clock
 from plumbing.plan import Plan
 from ranks import ROOT, Launch, flags, method_alone
+from rows import each_row
 
 WRONG = """
 train --learning_rate 1                 | --learning_rate
@@ -42,7 +43,6 @@ train --method diloco --anomaly_threshold 5 --quantize sign | --method diloco do
 train --method minibatch --tau 16       | minibatch does not have --tau (a flag of all but minibatch, a_edit)
 train --density 0.1                     | --method edit does not have --density (a flag of sparse_loco, top_k)
 train --tau 0                           | --tau 0: must be at least 1
-train --outer_lr=-1                     | --outer_lr -1
 train --pseudo_grad_clip 0              | --pseudo_grad_clip 0.0: must be above 0
 train --max_steps DIGITS                | --max_steps 999
 train --shards 3                        | error: --shards 3: 1 ranks do not form replicas of 3; change --nproc_per_node or give --shards 1
@@ -52,13 +52,10 @@ train --link_mbps 1e-300                | --link_mbps 1e-300: must be 0 or at le
 train --lr 1e-320 --optimizer muon      | muon's rate follows its schedule
 train --data xNEWLINEy                     | x\\ny: No such file
 train --data EMPTY                      | --data is empty, as of an unset variable
-train --init_from EMPTY                 | --init_from is empty
 data --input IN/text.txt --out EMPTY    | --out is empty
-hf --model EMPTY --out new          | --model is empty
 hf --model IN/half.pt --out EMPTY   | --out is empty
 train --n_head 2 --n_embd 6             | --n_embd 6
 train --slow_replica 1:2                | --slow_replica 1:2: must be R:F, R below 1, 1 <= F < 1e9
-train --random_tokens 0:3:2             | must be R:FIRST:LAST, R below 1, 1 <= F < 1e9, 0 <= FACTOR < 1e9, 0 <= FIRST <= LAST
 train --method zero_one_adam --sync_warmup_steps 0 | needs --sync_warmup_steps above 0
 train --method zero_one_adam --optimizer muon | --optimizer muon: zero_one_adam needs AdamW's variance
 train --optimizer muon --average_moments | give --average_moments m
@@ -73,25 +70,16 @@ train --resume nowhere                  | --resume nowhere: there is no checkpoi
 train --out_dir NAME                    | File name too long
 train --out_dir /dev/null/run           | error: /dev/null/run: Not a directory
 train --overwrite --resume auto         | --resume, --overwrite: give only one of them
-train --tokens_per_step 100             | --tokens_per_step 100: must be a multiple of 8
 train --tokens_per_step 96 --accum 2    | leave out --accum
-train --backend nccl                    | --backend nccl
 train --device cuda                     | use --device cpu
 train --data nowhere                    | nowhere: No such file
 train --data IN/text.txt                | is no folder: python data.py --input FILE --out FOLDER makes one
-train --data IN                         | no train.bin, val.bin, meta.json: data.py makes
 train --vocab_size 9                    | its vocabulary has 9 tokens
 train --method streaming_diloco --tau 8 --fragments 3 | --fragments 3: must divide --tau 8
 train --method streaming_diloco --tau 8 --delay 2 | --delay 2: must be below tau / fragments = 2
-train --method streaming_diloco --tau 8 --fragments 8 --delay 0 | at most one per layer
 train --method noloco                   | --method noloco: it needs at least two replicas
 data                                    | --out
-data --input IN/nowhere --out new       | No such file
 data --input IN --out new               | Is a directory
-data --input IN/latin.txt --out new     | 'utf-8' codec can't decode
-data --input IN/empty.txt --out new     | no text
-data --input IN/bad.jsonl --out new     | line 2 is not a JSON object
-data --input IN/a.Json --out new        | not a .txt, .jsonl or .parquet: the head of data.py
 data --input IN/text.txt --out new --tokenizer gpt3 | gpt3/tokenizer.json: No such file
 data --input IN/text.txt --out IN       | exists already
 data --input IN/text.txt --out new --tokenizer EMPTY | --tokenizer is empty, as of an unset
@@ -102,7 +90,6 @@ hf --model IN --out new             | this needs a package: pip install transfor
 hf --model IN/half.pt --out new     | is not a model (RuntimeError: PytorchStreamReader failed reading
 sample                                  | --model
 sample --model IN/nowhere               | No such file
-sample --model IN/half.pt               | is not a model
 sample --model IN/pickle.pt             | is not a model
 sample --model x --seed DIGITS          | --seed
 """
@@ -153,7 +140,7 @@ def run_here(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("line, message", TABLE, ids=[line[:60] for line, _ in TABLE])
+@each_row("line, message", TABLE)
 def test_wrong_input_is_refused_in_one_line(
     line, message, inputs, run_here, corpus_folder, tmp_path, monkeypatch, capsys
 ):
@@ -188,17 +175,7 @@ def test_loss_that_is_not_finite_at_the_end_is_a_divergence(
     assert not (tmp_path / "model.pt").exists()
 
 
-@pytest.mark.parametrize("known, step", [(2, 4), (1, 5)])
-def test_divergence_names_its_step_also_if_the_metrics_are_known_a_step_late(known, step):
-    """In its first step a process has one row of metrics, and that is known."""
-    model = SimpleNamespace(known_metrics=lambda: [1.0, math.nan, 0.0], metrics_lag=1)
-    model.metrics = [None] * known
-    method = SimpleNamespace(steps=5, repairs_replicas=False, averages_gradients=False)
-    with pytest.raises(UserError, match=f"diverged at step {step}: loss nan, gradient norm 1; lower"):
-        train.check_finite(model, method)
-
-
-@pytest.mark.parametrize(
+@each_row(
     "variables, message",
     [
         ({"SLURM_STEP_NUM_TASKS": "2"}, "let it start torchrun, see plumbing/slurm.sh"),
@@ -214,17 +191,6 @@ def test_start_without_torchrun_is_refused_in_a_line(
     written = capsys.readouterr()
     (error,) = written.err.splitlines()
     assert message in error and written.out == ""
-
-
-def test_rank_ends_if_torchrun_died_before_the_rank_asked_for_its_signal(monkeypatch):
-    sent = []
-    parents = iter([77, 1])
-    monkeypatch.setattr(launch.dist, "is_torchelastic_launched", lambda: True)
-    monkeypatch.setattr(launch, "LIBC", SimpleNamespace(prctl=lambda *_: 0))
-    monkeypatch.setattr(launch.os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(launch.os, "kill", lambda *call: sent.append(call))
-    launch.end_with_torchrun()
-    assert sent == [(os.getpid(), signal.SIGTERM)]
 
 
 def on_windows(argv, rank, *more):
@@ -260,35 +226,7 @@ def test_windows_gets_all_but_the_training_and_there_a_line(tmp_path):
     assert run.lines("out")[-1].startswith("abc")
 
 
-def test_error_of_gloo_is_told_without_its_source_files():
-    text = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
-    text += "[127.0.0.1]:5133. This means that the peer has crashed. GLHF!\nmore"
-    with pytest.raises(RankLostError) as lost, translate_comm_errors():
-        raise RuntimeError(text)
-    assert "rank (Connection closed by peer [127.0.0.1]:5133); --resume" in str(lost.value)
-
-
-def test_rank_whose_neighbours_are_lost_leaves_without_destroying_its_groups(monkeypatch):
-    """Destroying could wait for ever."""
-    left = []
-    monkeypatch.setattr(launch.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: left.append("destroyed"))
-
-    def barrier():
-        if left == ["lost"]:
-            raise RuntimeError("lost")
-
-    monkeypatch.setattr(launch.dist, "barrier", barrier)
-    launch.leave_together()
-    assert left == ["destroyed"]
-    left[:] = ["lost"]
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as done:
-        launch.leave_together()
-    assert done.value.code == 0 and left == ["lost"]
-
-
-@pytest.mark.parametrize(
+@each_row(
     "argv, said, unsaid",
     [
         ("--method minibatch", "", "warm-up steps"),
@@ -424,7 +362,7 @@ class FullDisk(io.BytesIO):
 FULL_DISKS = [FullDisk, lambda: open("/dev/full", "wb")]  # the latter's close fails, too
 
 
-@pytest.mark.parametrize("open_full", FULL_DISKS)
+@each_row("open_full", FULL_DISKS)
 def test_disk_without_room_for_the_last_checkpoint_costs_only_that(
     open_full, run_here, corpus_folder, tmp_path, capsys, monkeypatch
 ):
@@ -436,7 +374,7 @@ def test_disk_without_room_for_the_last_checkpoint_costs_only_that(
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "model.pt"}
 
 
-@pytest.mark.parametrize("open_full", FULL_DISKS)
+@each_row("open_full", FULL_DISKS)
 def test_disk_without_room_for_the_model_is_named_and_gets_its_room_back(
     open_full, tmp_path, monkeypatch
 ):
@@ -452,7 +390,7 @@ def differ_in_lr(argv, rank, *more):
     ranks._command([*argv, f"--lr=0.{rank}1"], rank, *more)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "function, argv, message",
     [
         (ranks._command, ["--out_dir", "/dev/null/run"], "/dev/null/run"),  # only rank 0 notices it
@@ -501,7 +439,7 @@ def listed_in(text):
     return set(re.findall(r"--(?!no-)(\w+)", text))
 
 
-@pytest.mark.parametrize("method", ["edit", "diloco", "minibatch", "a_edit"])
+@each_row("method", ["edit", "diloco", "minibatch", "a_edit"])
 def test_help_of_a_method_lists_its_flags_with_its_defaults(method, capsys):
     text = show_help(capsys, "--method", method)
     text = text.split(f"The flags of --method {method}: options:")[1]
@@ -578,7 +516,7 @@ def test_average_moments_without_a_value_means_both():
         parse(argv, train.METHODS)[0].check(4)
 
 
-@pytest.mark.parametrize("tau, delay", [(4, 0), (8, 1), (16, 2), (64, 2)])
+@each_row("tau, delay", [(4, 0), (8, 1), (16, 2), (64, 2)])
 def test_default_delay_follows_the_rounds(tau, delay):
     for method in ("streaming_diloco", "streaming_edit"):
         config, _ = parse(["--method", method, "--tau", str(tau)], train.METHODS)
@@ -619,7 +557,7 @@ def test_model_and_corpus_must_have_the_same_tokens():
         assert corpus.tokenizer == (ours if theirs == hf.UNKNOWN else theirs)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "ours, theirs, tokens, padded",
     [("gpt2", "gpt2", 320, True), ("gpt2", "gpt2", 384, False), ("gpt2", "{a", 320, False)],
 )
@@ -640,21 +578,6 @@ def test_clock_stops_for_evaluations_and_goes_on_in_a_resumed_run(monkeypatch):
     assert clock.train_s() == 6.0
     clock.start_at({"train_s": 50.0})
     assert clock.train_s() == 51.0
-
-
-def test_three_lost_rounds_end_the_training_if_they_are_in_a_row(capsys):
-    mesh = Mesh(1, torch.device("cpu"))
-    log = Log.__new__(Log)
-    log.file = io.StringIO()
-    log.note_sick = lambda dropped: None
-    record = RoundRecord(mesh)
-    row = dict.fromkeys("round clip sync_bytes tau wait_others_ms wait_link_ms".split(), 0)
-    row |= dict(steps=[1], dropped=[0], rolled_back=[1, 0], stall_ms=[], pseudo_grad_norm=[math.nan])
-    record.rows += [row | {"weight": [w]} for w in (0, 0, 1, 0, 0, 0)]
-    with pytest.raises(UserError, match="left out of the last 3 syncs"):
-        train.write_syncs(SimpleNamespace(record=record), log)
-    assert log.file.getvalue().count("[null]") == 6  # JSON has no NaN
-    assert capsys.readouterr().out.count("(rolled back: layer 0)") == 6
 
 
 def test_run_leaves_a_record_and_a_model(tmp_path, corpus_folder, run_here, capsys):

@@ -14,6 +14,7 @@ import one_page
 from edit import PenaltyConfig
 from plain import edit as plain_edit
 from ranks import ROOT
+from rows import each_row
 
 sys.path.insert(0, str(ROOT / "examples"))
 import check_edit
@@ -201,7 +202,7 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@each_row("case", BROKEN)
 def test_broken_equation_is_named(case):
     name, function, equation = BROKEN[case]
     module = own(edit)

@@ -108,6 +108,9 @@ class Watch:
         """Copies to vectors on the host have arrived before it reads them."""
         if not self.gpu:
             return self.save(*args)
+        setup, _, method, _ = args
+        if getattr(setup.config, "offload", False):
+            assert method.anchor.device == method.momentum.device == CPU
         before = len(self.gpu.waits)
         path = self.save(*args)
         assert self.gpu.waits[before] == "device"

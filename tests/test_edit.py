@@ -30,6 +30,7 @@ from edit import (
 from mesh import Mesh
 from plain import text_training
 from ranks import Launch, method_alone, run_config, run_training, train_all
+from rows import each_row
 from sick import Sick
 
 ROUNDS = dict(method="edit", tau=3, sync_warmup_steps=2, max_steps=14)  # four rounds
@@ -144,7 +145,7 @@ def test_every_flag_of_batches_and_the_inner_optimizer_scales_norms():
     assert SCALES_NORMS == found - {"vocab_size", "optimizer"}
 
 
-@pytest.mark.parametrize("replica, count", [(0, 12), (1, 0)])
+@each_row("replica, count", [(0, 12), (1, 0)])
 def test_replica_starts_a_lost_layer_anew_if_its_own_norm_is_finite(replica, count):
     """The norm of replica 0 is not."""
     mesh = SimpleNamespace(replicas=2, replica=replica)
@@ -220,7 +221,7 @@ def test_warmup_flags_only_non_finite_norms_and_takes_at_least_two():
 # ---- rollback ----
 
 
-@pytest.mark.parametrize(
+@each_row(
     "options, sick_steps",
     [
         (ROUNDS | dict(max_steps=20), [4, 7, 10]),  # known at the end of the next round
@@ -294,7 +295,7 @@ def on_meta(replicas=1, shards=1, **options):
     return method, events
 
 
-@pytest.mark.parametrize("elimination", [True, False])
+@each_row("elimination", [True, False])
 def test_sync_reads_nothing_on_the_host_and_allocates_only_scalars(elimination):
     """The collectives are those that edit.py promises."""
     method, events = on_meta(method="edit", anomaly_elimination=elimination)
@@ -315,7 +316,7 @@ def test_sync_reads_nothing_on_the_host_and_allocates_only_scalars(elimination):
     }
 
 
-@pytest.mark.parametrize("elimination, quantize", [(True, "e3m0"), (False, "none")])
+@each_row("elimination, quantize", [(True, "e3m0"), (False, "none")])
 def test_fragment_reads_nothing_on_the_host(elimination, quantize):
     flags = dict(anomaly_elimination=elimination, quantize=quantize, tau=4, fragments=2)
     method, events = on_meta(4, method="streaming_edit", **flags)
@@ -327,45 +328,6 @@ def test_fragment_reads_nothing_on_the_host(elimination, quantize):
     # Of each fragment of two layers: one operation in each hop.
     sent = [event for event in events if event.startswith("sync")]
     assert sent == [f"sync {hop} {p}" for p in range(2) for hop in ("all-to-all", "all-gather")]
-
-
-def synced_vectors():
-    """Parameters, anchor and momentum of a replica alone after a sync."""
-    method = method_alone(method="edit")
-    method.model.master.mul_(0.9)
-    method.end_round()
-    method.drain()
-    return method.model.master, method.anchor, method.momentum
-
-
-def test_offloaded_vectors_never_take_memory_of_the_device(monkeypatch):
-    """anchor and momentum are made on the host; one_bit_edit's errors stay on the device."""
-    made = []
-
-    def zeros(shape, dtype, pin_memory):
-        made.append(pin_memory)
-        return real_zeros(shape, dtype=dtype)
-
-    real_zeros = torch.zeros
-    method = method_alone(method="one_bit_edit", offload=True)
-    monkeypatch.setattr(torch, "zeros", zeros)
-    x = SimpleNamespace(device=torch.device("cuda"), shape=(3,), dtype=torch.float64)
-    method.model = SimpleNamespace(master=x)
-    for name in method.shared:
-        assert method.new_vector(name).shape == (3,)
-    assert made == [True, True]
-    monkeypatch.setattr(torch, "zeros_like", lambda y: y)
-    assert method.new_vector("error") is x
-
-
-def test_sync_of_offloaded_vectors_writes_their_new_values_back(monkeypatch):
-    """On a GPU, to() copies what --offload keeps on the host."""
-    expected = synced_vectors()
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **more: x.clone())
-    found = synced_vectors()
-    momentum = expected[2]
-    assert momentum.norm() > 0
-    assert all(map(torch.equal, found, expected))
 
 
 def sync_and_forward(replicas, **options):
@@ -440,16 +402,16 @@ def assert_window(events):
     return most
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-@pytest.mark.parametrize("name", ["edit", "one_bit_edit"])
+@each_row("replicas", [2, 4])
+@each_row("name", ["edit", "one_bit_edit"])
 def test_two_means_are_in_flight_and_no_shard_operation_waits_for_what_is_not_needed(
     name, replicas
 ):
     assert assert_window(sync_and_forward(replicas, method=name)) == 2
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-@pytest.mark.parametrize("name", ["streaming_diloco", "streaming_edit"])
+@each_row("replicas", [2, 4])
+@each_row("name", ["streaming_diloco", "streaming_edit"])
 def test_one_operation_of_a_fragment_is_in_flight(name, replicas):
     method, events = on_meta(replicas, shards=2, method=name, tau=8, fragments=2, delay=3)
     for p in range(2):
@@ -505,7 +467,7 @@ def use_median(method, model, mesh):
     method.penalty = MedianPenalty(method)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@each_row("shards", [1, 2])
 def test_another_penalty_is_a_subclass_and_equals_its_plain_version(shards, corpus_folder):
     options = dict(method="edit", tau=2, sync_warmup_steps=2, max_steps=20, shards=shards)
     options |= dict(scale_lr="1:13:14:30", batch_size=4 // shards)

@@ -14,13 +14,24 @@ import edit
 import ranks
 from plumbing.plan import FRAMING, Run, costs, round_seconds
 from ranks import ROOT
+from rows import each_row
 
 pytestmark = pytest.mark.slow
 
 
+# Fewer steps than the reader takes show the same.
+SHORTER = {
+    "--max_steps 300": "--max_steps 100 --eval_batches 4",
+    "--sync_warmup_steps 60 ": "--sync_warmup_steps 20 ",
+}
+
+
 def numbered(path) -> dict:
-    """Number of a task -> its text in this file."""
-    tasks = re.split(r"\n\*\*(?=\d)", (ROOT / path).read_text())[1:]
+    """Number of a task -> its text in this file, with SHORTER commands."""
+    text = (ROOT / path).read_text()
+    for words, fewer in SHORTER.items():
+        text = text.replace(words, fewer)
+    tasks = re.split(r"\n\*\*(?=\d)", text)[1:]
     return {int(task.split(".")[0]): task for task in tasks}
 
 
@@ -45,8 +56,9 @@ def run(folder, command, code=0, typed=None) -> str:
 
 
 def in_folder(argv, rank, world_size, port, out, folder):
-    """In place of ranks._command: in this folder."""
+    """In place of ranks._command: in this folder, and without a sample, which takes seconds."""
     os.chdir(folder)
+    ranks.train.print_sample = lambda path: None
     ranks._command(argv, rank, world_size, port, out)
 
 
@@ -55,7 +67,8 @@ def train(folder, command) -> str:
     launcher, flags = command.split("train.py ")
     count = int(re.search(r"nproc_per_node (\d+)", launcher)[1])
     special = {rank: (in_folder, folder) for rank in range(count)}
-    launch = ranks.Launch(count, folder / "out" / "printed", *flags.split(), special=special)
+    words = [*flags.split(), "--eval_batches", "1"]
+    launch = ranks.Launch(count, folder / "out" / "printed", *words, special=special)
     assert launch.wait() == [0] * count, (command, launch.lines("err"))
     return "\n".join(launch.lines("out"))
 
@@ -181,14 +194,14 @@ def page_model(name) -> tuple:
     return float(parameters), int(layers), float(step_s)
 
 
-@pytest.mark.parametrize("tau, percent", [(1, 97), (16, 70), (128, 23)])
+@each_row("tau, percent", [(1, 97), (16, 70), (128, 23)])
 def test_share_of_waiting_is_the_planners(tau, percent):
     run = Run(7e9, 32, 3.0, 2, tau, 1000 * FRAMING, 16)
     assert round(100 * (1 - costs(run, "diloco")["share"])) == percent
     assert f"{percent}%" in ANSWERS[1]
 
 
-@pytest.mark.parametrize("c", [0.5, 1.0, 4.0])
+@each_row("c", [0.5, 1.0, 4.0])
 def test_waits_of_diloco_and_edit_are_the_planners(c):
     """c: how long a layer travels, in forwards of a layer."""
     L, f, tau = 12, 0.25, 16
@@ -210,7 +223,7 @@ def test_link_of_the_page_is_as_fast_as_a_forward():
         assert f"{wait_ms:.1f} ms" in ANSWERS[8]
 
 
-@pytest.mark.parametrize("method", ["minibatch", "edit", "one_bit_edit"])
+@each_row("method", ["minibatch", "edit", "one_bit_edit"])
 def test_slowest_link_of_95_percent_computing_is_the_planners(method):
     links = [10 ** (k / 12) for k in range(-36, 37)]  # of the slider
     model = page_model("124m")
@@ -224,7 +237,7 @@ def test_slowest_link_of_95_percent_computing_is_the_planners(method):
     assert slowest == pytest.approx(float(expected[method]), rel=0.01)
 
 
-@pytest.mark.parametrize("method, tau", [("edit", 25), ("one_bit_edit", 1)])
+@each_row("method, tau", [("edit", 25), ("one_bit_edit", 1)])
 def test_shortest_round_of_80_percent_computing_is_the_planners(method, tau):
     model = page_model("7b")
 
@@ -235,7 +248,7 @@ def test_shortest_round_of_80_percent_computing_is_the_planners(method, tau):
     assert "** 25 and 1. " in ANSWERS[14]
 
 
-@pytest.mark.parametrize("healthy, sick, weight", [(1.0, 3.0, 0.04), (3.0, 9.0, 0.0)])
+@each_row("healthy, sick, weight", [(1.0, 3.0, 0.04), (3.0, 9.0, 0.0)])
 def test_weight_of_a_large_norm_is_edits(healthy, sick, weight):
     norms = torch.tensor([[healthy], [healthy], [healthy], [sick]])
     none = torch.zeros_like(norms, dtype=torch.bool)
@@ -284,7 +297,7 @@ def test_averaging_in_every_second_round_is_averaging_in_rounds_twice_as_long(co
     common = (
         "torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node 2 train.py --device cpu --dtype fp32 "
         "--max_steps 40 --sync_warmup_steps 0 --log_interval 1 --eval_interval 16 "
-        "--eval_batches 1 --overwrite"
+        "--eval_batches 1 --n_layer 1 --n_embd 32 --block_size 32 --overwrite"
     )
     run(folder, f"{common} --method second --tau 8 --out_dir out/a")
     run(folder, f"{common} --method post_local_sgd --tau 16 --out_dir out/b")

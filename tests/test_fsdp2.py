@@ -5,7 +5,6 @@ silent error is needed."""
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -293,8 +292,9 @@ def assert_same(found, expected, steps=None, **tolerance):
 
 @pytest.mark.slow
 def test_prefetch_kept_layers_evaluations_and_compilers_change_no_bit(corpus_folder):
+    two_rounds = RUN | dict(max_steps=26)
     base, *others = results(
-        corpus_folder, (SHORT, {}), *[(SHORT, variant) for variant in VARIANTS.values()]
+        corpus_folder, (two_rounds, {}), *[(two_rounds, variant) for variant in VARIANTS.values()]
     )
     for name, found in zip(VARIANTS, others):
         assert isinstance(found[0], dict), (name, found)
@@ -603,19 +603,11 @@ def test_example_trains_as_train_py_does_and_goes_on_from_its_checkpoint(tmp_pat
         norms = row["pseudo_grad_norm"]
         assert found == pytest.approx([min(norms), max(norms)], abs=0.011)
 
-    again = torchrun(*script, "--load", f"{tmp_path}/dcp", "--max_steps", "40", "--shards", "1")
-    assert "step 00040 | loss" in again
-
-
-@pytest.mark.slow
-def test_example_goes_on_when_nobody_reads_what_it_prints():
-    """As with `| head`. The pipe is closed before the first line."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [*TORCHRUN, "examples/train_fsdp2.py", *"--max_steps 2 --tau 1".split()]
-    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=900)
-    os.close(writer)
-    assert done.returncode == 0, done.stderr
+    again = [*TORCHRUN, *script, "--load", f"{tmp_path}/dcp", "--max_steps", "40", "--shards", "1"]
+    with subprocess.Popen(again, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert any(line.startswith("step 00032 | loss") for line in process.stdout)
+        process.stdout.close()  # as `| head` does: the run goes on when nobody reads any more
+        assert process.wait(900) == 0
 
 
 @pytest.mark.slow

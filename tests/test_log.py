@@ -9,6 +9,7 @@ from mesh import Mesh
 from plumbing import launch
 from plumbing.log import Log
 from ranks import CPU, flags, run_training
+from rows import each_row
 
 
 def row(dropped):
@@ -18,7 +19,7 @@ def row(dropped):
     return dict.fromkeys(names, 0) | lists | {"steps": [1] * len(dropped), "dropped": dropped}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "rounds, times",
     [
         ([3, 3, 4, 4, 4], 1),

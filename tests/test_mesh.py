@@ -15,6 +15,7 @@ from config import UserError
 from mesh import Group, Handle, Mesh, RankLostError, translate_comm_errors
 from plumbing import launch, simulate
 from ranks import run_ranks
+from rows import each_row
 
 CPU = torch.device("cpu")
 ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
@@ -104,7 +105,7 @@ def groups_of(rank, shards):
     }
 
 
-@pytest.mark.parametrize("shards, backend", MESHES)
+@each_row("shards, backend", MESHES)
 def test_collectives_in_a_group_compute_what_they_promise(shards, backend, found):
     for rank, result in enumerate(found[shards, backend]):
         for name, ranks in groups_of(rank, shards).items():
@@ -124,7 +125,7 @@ def test_collectives_in_a_group_compute_what_they_promise(shards, backend, found
             }
 
 
-@pytest.mark.parametrize("shards, backend", MESHES)
+@each_row("shards, backend", MESHES)
 def test_all_ranks_get_the_same_sum_and_all_objects(shards, backend, found):
     in_rank_order = odd_numbers(0)
     for rank in 1, 2, 3:
@@ -146,7 +147,7 @@ BYTES_OF_A_SUM = {
 }
 
 
-@pytest.mark.parametrize("shards, backend", MESHES)
+@each_row("shards, backend", MESHES)
 def test_mesh_counts_the_bytes_calls_and_waits_it_promises(shards, backend, found):
     sizes = {"shard": shards, "sync": 4 // shards}
     in_sum = BYTES_OF_A_SUM[shards]
@@ -197,7 +198,7 @@ def test_waits_for_a_simulated_link_and_for_others_are_told_apart(monkeypatch):
     assert mesh.waited_s["others"] == 1.0
 
 
-@pytest.mark.parametrize("more", ["", ". This may mean that a process has died"])
+@each_row("more", ["", ". This may mean that a process has died"])
 def test_lost_rank_is_reported_in_one_line_without_torchs_stack_and_files(more):
     text = f"[/pytorch/gloo/pair.cc:598] Connection closed{more}\nException raised from pair.cc"
     with pytest.raises(RankLostError) as error, translate_comm_errors():
@@ -207,7 +208,7 @@ def test_lost_rank_is_reported_in_one_line_without_torchs_stack_and_files(more):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+@each_row("error", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_fault_of_this_ranks_gpu_is_no_lost_rank(error):
     with pytest.raises(error), translate_comm_errors():
         raise error("x")
@@ -263,7 +264,7 @@ def groups_made(monkeypatch, backend, machines="aabb"):
     return made, mesh
 
 
-@pytest.mark.parametrize("machines, limited", [("aabb", True), ("aaaa", False)])
+@each_row("machines, limited", [("aabb", True), ("aaaa", False)])
 def test_nccl_takes_few_sms_between_machines_and_has_no_third_communicator(
     monkeypatch, machines, limited
 ):
@@ -303,7 +304,7 @@ def launch_flags(device, backend):
     return config
 
 
-@pytest.mark.parametrize(
+@each_row(
     "backend, link_mbps, barrier, machines, expected",
     [
         # rank 0 .. 3 on machine a or b
@@ -331,7 +332,7 @@ def test_groups_use_shm_within_a_machine(
     assert mesh.backend([1, 2], crosses_replicas=True) == between_machines
 
 
-@pytest.mark.parametrize(
+@each_row(
     "machines, given, rounds, expected_s, few",
     [
         ("aabb", 0, True, 3600, True),
@@ -356,7 +357,7 @@ def test_nccl_between_machines_waits_an_hour_and_syncs_with_few_sms(
     assert mesh.few_sms([0, 2]) == few
 
 
-@pytest.mark.parametrize("given", [None, "0"])
+@each_row("given", [None, "0"])
 def test_nccl_launches_in_the_order_of_issue_by_default(monkeypatch, given):
     """Operations of two communicators in flight may hang otherwise."""
     replace_functions(monkeypatch, torch.cuda, device_count=1, set_device=None)
@@ -374,7 +375,7 @@ def test_nccl_launches_in_the_order_of_issue_by_default(monkeypatch, given):
     assert os.environ[ORDER] == (given or "1")
 
 
-@pytest.mark.parametrize(
+@each_row(
     "names, expected",
     [
         ({}, None),
@@ -391,7 +392,7 @@ def test_nccl_takes_the_interface_of_gloo(monkeypatch, names, expected):
     assert os.environ.get("NCCL_SOCKET_IFNAME") == expected
 
 
-@pytest.mark.parametrize(
+@each_row(
     "backend, gpus, local_rank, refused",
     [
         ("auto", 4, 3, False),
@@ -401,7 +402,7 @@ def test_nccl_takes_the_interface_of_gloo(monkeypatch, names, expected):
         ("auto", 1, 0, False),  # it may see only its own GPU, like all others
     ],
 )
-@pytest.mark.parametrize("own_host", [False, True])
+@each_row("own_host", [False, True])
 def test_ranks_that_share_a_gpu_are_refused_for_nccl_unless_each_says_it_is_a_host(
     monkeypatch, backend, gpus, local_rank, refused, own_host
 ):

@@ -17,6 +17,7 @@ from edit import anomaly_limits, nesterov_unless_flagged
 from methods import METHODS, PLAIN
 from plain import text_training
 from ranks import run_config, run_training, train_all
+from rows import each_row
 from sick import Sick
 from train import learning_rate
 
@@ -454,7 +455,7 @@ def assert_penalty_has_acted(run, verdicts):
 OTHERS = [dict(schedule="wsd", decay_share=0.35), dict(data_by_replica=True)]
 
 
-@pytest.mark.parametrize("flags", OTHERS, ids=str)
+@each_row("flags", OTHERS)
 def test_schedule_and_documents_are_those_of_the_plain_version(flags, tmp_path):
     """With uneven clocks: the rate follows the tokens of all replicas."""
     texts = [f"{word} {count} " * count for count in range(3, 90) for word in ("one", "two")]
@@ -510,8 +511,8 @@ def test_wsd_rises_stays_falls_and_does_not_depend_on_the_end_before_the_decay()
 nesterov_moves = functools.partial(nesterov_unless_flagged, moves=torch.ones(()).double())
 
 
-@pytest.mark.parametrize("momentum", [0.85, 0.0])
-@pytest.mark.parametrize("step", [nesterov, nesterov_moves])
+@each_row("momentum", [0.85, 0.0])
+@each_row("step", [nesterov, nesterov_moves])
 def test_outer_step_is_torchs_sgd(step, momentum):
     torch.manual_seed(0)
     a = torch.randn(7).double()

@@ -10,6 +10,7 @@ import optimizer
 from mesh import Mesh
 from model import ModelConfig
 from ranks import CPU, run_training
+from rows import each_row
 from train import make_model
 
 SHAPE = ModelConfig(n_layer=3, n_head=2, n_embd=16, block_size=8, vocab_size=97)
@@ -49,7 +50,7 @@ def takes_muon(model, l, tensor):
     return 0 < l < len(model.layers) - 1 and tensor.dim() == 2
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (24, 8), (8, 24)], ids=str)
+@each_row("shape", [(8, 8), (24, 8), (8, 24)])
 def test_orthogonalized_matrix_has_the_singular_vectors_and_singular_values_near_1(shape):
     torch.manual_seed(0)
     U, _, V = torch.linalg.svd(torch.randn(shape).double(), full_matrices=False)
@@ -175,7 +176,7 @@ def test_embedding_head_and_gains_take_adamws_step():
 
 
 @pytest.mark.slow  # the default suite has a run of Muon on two shards in test_methods.py
-@pytest.mark.parametrize("dtype, rtol", [("fp64", 1e-12), ("bf16", 1e-2)])
+@each_row("dtype, rtol", [("fp64", 1e-12), ("bf16", 1e-2)])
 def test_shards_change_only_the_order_of_sums(dtype, rtol, corpus_folder):
     """Three blocks on four shards: one rank has none to orthogonalize."""
     options = dict(method="minibatch", optimizer="muon", n_layer=3, max_steps=4, batch_size=4)

@@ -14,6 +14,7 @@ from config import parse
 from edit import PenaltyConfig, anomaly_limits, update_statistics
 from model import Llama, ModelConfig
 from ranks import train_all
+from rows import each_row
 
 # The last round, the 15th, is shorter.
 SICK_ROUND = 12
@@ -136,7 +137,7 @@ def test_page_prints_a_row_per_round_and_says_which_replica_is_sick(capsys):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("spread", [1.0, 0.01])  # below the floor of sigma, which is 5%
+@each_row("spread", [1.0, 0.01])  # below the floor of sigma, which is 5%
 def test_limits_of_the_page_are_those_of_edit(spread):
     """The run above has too few rounds to show all of them."""
     generator = torch.Generator().manual_seed(1)

@@ -23,6 +23,7 @@ from model import Llama, ModelConfig, initialize
 from optimizer import AdamW, Muon
 from plain import Training
 from ranks import CPU, OUR_METHODS, ROOT, method_alone, run_config, run_ranks, run_training
+from rows import each_row
 from shard import ShardedModel
 
 FP64 = torch.float64
@@ -126,7 +127,7 @@ def all_gradients(shards):
     return [sharded_gradient(mesh, make_layers(name), dtype) for name, dtype in CASES]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@each_row("mesh", MESHES)
 def test_gradients_of_any_list_of_layers_equal_autograds(mesh):
     """Also if the first layer has two matrices, or is a table that needs its weights."""
     world_size, shards = MESHES[mesh]
@@ -151,7 +152,7 @@ def count_gathers(needs_weights):
     return mesh.calls["shard all-gather"]
 
 
-@pytest.mark.parametrize("needs_weights, gathers", [(True, 2 * 4 - 2), (False, 2 * 4 - 3)])
+@each_row("needs_weights, gathers", [(True, 2 * 4 - 2), (False, 2 * 4 - 3)])
 def test_layer_0_is_gathered_in_the_backward_unless_it_says_that_it_needs_no_weights(
     needs_weights, gathers
 ):
@@ -271,7 +272,7 @@ def train_sharded(shards):
     return found
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "2x2"])
+@each_row("mesh", ["1x1", "2x2"])
 def test_own_layers_and_own_optimizer_train_plain_as_sharded(mesh):
     """Also experts that no row chooses, and the loss of their balance."""
     world_size, shards = MESHES[mesh]
@@ -387,7 +388,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", REFUSED)
+@each_row("message", REFUSED)
 def test_list_that_cannot_be_sharded_is_refused_in_one_line(message):
     for make in (
         lambda: ShardedModel(REFUSED[message](), Mesh(1, CPU)),
@@ -414,7 +415,7 @@ WRONG_OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("message", WRONG_OUTPUTS)
+@each_row("message", WRONG_OUTPUTS)
 def test_layer_with_another_output_is_refused_by_its_name(message):
     layer = WRONG_OUTPUTS[message]
     layers = [nn.Linear(3, 3), layer, Head(3, 4)][: 3 if isinstance(layer, Pair) else 2]
@@ -575,7 +576,7 @@ def test_forward_without_a_backward_leaves_nothing_behind():
 # ---- the votes of a loop of one's own ----
 
 
-@pytest.mark.parametrize("method", OUR_METHODS)
+@each_row("method", OUR_METHODS)
 def test_every_method_votes_0_in_the_warm_up(method):
     made = method_alone(method=method, sync_warmup_steps=1)  # before its first round
     assert made.averages_gradients
@@ -603,7 +604,7 @@ ANOTHER = {
 }
 
 
-@pytest.mark.parametrize("reason", ANOTHER)
+@each_row("reason", ANOTHER)
 def test_model_file_of_another_model_is_refused_in_one_line(reason, tmp_path, monkeypatch):
     """By sample.py, hf.py and train.py --init_from."""
     path = saved_model(tmp_path / "model.pt", SHAPE, **ANOTHER[reason])

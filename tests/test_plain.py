@@ -22,6 +22,7 @@ from plain import train
 from methods import METHODS
 from plain.__main__ import REFUSED, main, read_config
 from ranks import ROOT, flags, run_training
+from rows import each_row
 from test_docs import shortened_tour
 
 OPTIONS = dict(method="edit", tau=3, sync_warmup_steps=2, max_steps=8, eval_interval=4)
@@ -74,7 +75,7 @@ def test_record_says_how_much_successive_rounds_move_alike(tmp_path, corpus_fold
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [
+@each_row("options", [
     dict(method="edit"), dict(method="one_bit_edit", warmup_format="int8")
 ])  # fmt: skip
 def test_plain_run_counts_the_bytes_that_a_sharded_one_sends(options, tmp_path, corpus_folder):
@@ -95,6 +96,9 @@ def test_flags_without_sense_in_one_process_are_refused():
             argv.append({"backend": "gloo"}.get(name, "2"))
         with pytest.raises(UserError, match=f"--{name}: only train.py has it"):
             read_config(argv)
+    for argv in ["--method=a_edit"], ["--replicas=2", "--slow_replica=1:2"]:
+        with pytest.raises(UserError, match="--no-virtual_clock: a_edit and --slow_replica have"):
+            read_config([*argv, "--no-virtual_clock"])
 
 
 def test_every_flag_is_read_or_refused():
@@ -163,7 +167,7 @@ def test_threads_change_no_bit(tmp_path, corpus_folder, monkeypatch):
     assert isinstance(train.map_in_threads(3, "cpu").__self__, ThreadPoolExecutor)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@each_row("dtype", ["fp32", "bf16"])
 def test_lower_precision_trains_alike(dtype, tmp_path, corpus_folder):
     losses = {}
     for each in "fp64", dtype:

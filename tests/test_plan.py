@@ -16,6 +16,7 @@ from config import UserError
 from plumbing import launch
 from plumbing.plan import costs
 from ranks import flags, run_training
+from rows import each_row
 
 CASES = [(name, 2, "fp32", {}) for name in ("minibatch", "diloco", "edit")]
 SLOW = [("minibatch", 1, "fp32", {}), ("edit", 1, "fp64", {}), ("edit", 4, "fp32", {})]
@@ -31,7 +32,7 @@ def planned(corpus_folder, ranks, **options):
 
 def measure_memory(method, model, mesh):
     tensors = [model.master, model.grad, model.exp_avg, model.exp_avg_sq, *model.gathered]
-    tensors += [getattr(method, name) for name in method.shared + method.private]
+    tensors += [getattr(method, name) for name in method.vectors]
     tensors += [model.grad_buffer] if mesh.shards > 1 else []
     count = sum(p.numel() for layer in model.layers for p in layer.parameters())
     return count, sum(tensor.nbytes for tensor in tensors)
@@ -80,19 +81,21 @@ def watch_memory(method, model, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [dict(shards=2), dict(recompute=True), dict(
-    shards=2, dtype="bf16", vocab_size=20000, batch_size=1, block_size=64
-)])  # fmt: skip
-def test_planned_memory_is_within_an_eighth_of_the_peak(more, corpus_folder):
+@each_row("more, tolerance", [
+    (dict(shards=2), 0.03),
+    (dict(recompute=True), 0.03),
+    # Not all of what a large vocabulary takes is there at the same time.
+    (dict(shards=2, dtype="bf16", vocab_size=20000, batch_size=1, block_size=64), 0.1),
+])  # fmt: skip
+def test_planned_memory_is_near_the_peak(more, tolerance, corpus_folder):
     options = dict(n_layer=4, n_embd=256, n_head=4, block_size=256, batch_size=4, dtype="fp32")
     options |= dict(max_steps=2, sync_warmup_steps=0, tau=1) | more
     run = run_training(2, corpus_folder, watch_memory, **options)
     kinds = planned(corpus_folder, 2, **options).memory()
     total = sum(kinds.values())
     held = total - kinds["activations"]
-    # Rank 0 also gathers the model at the end. An eighth: the plan has one block more than the model,
-    # for the backward, and with shards all is freed in time, so the plan is 11% too high.
-    assert held + run.ranks[1]["watched"] == pytest.approx(total, rel=0.125)
+    # Rank 0 also gathers the model at the end.
+    assert held + run.ranks[1]["watched"] == pytest.approx(total, rel=tolerance)
 
 
 def test_plan_shows_the_mesh_the_warm_up_and_the_round(corpus_folder, capsys):
@@ -153,7 +156,7 @@ def test_dry_run_of_7b_on_64_gpus_is_right_and_takes_no_memory(corpus_folder, ca
         assert text in printed, text
 
 
-@pytest.mark.parametrize("method", ["minibatch", "a_edit", "streaming_edit", "noloco"])
+@each_row("method", ["minibatch", "a_edit", "streaming_edit", "noloco"])
 def test_dry_run_knows_the_seconds_of_every_method(corpus_folder, capsys, method):
     options = dict(method=method, model="1b", replicas=2, shards=8, device="cuda")
     options |= dict(dry_run=True, link_mbps=1e4, dtype="bf16")

@@ -15,6 +15,7 @@ from edit import PenaltyConfig, anomaly_limits, clip_factor, is_anomaly, replica
 from lab import planner
 from plumbing.plan import FRAMING, Run, costs, needed_mbps, round_seconds, smallest_tau
 from ranks import ROOT
+from rows import each_row
 
 PAGE = ROOT / "explain.html"
 METHODS = "minibatch diloco edit a_edit streaming_edit co2 one_bit_edit".split()
@@ -31,7 +32,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize(
+@each_row(
     "method, tau, link_s, round_s",  # steps of 6 s, two layers: forward 1 + 1 s, backward 2 + 2 s
     [
         ("minibatch", 1, 8, 12),  # layer 1 from 4 to 8 s, layer 0 from 8 to 12 s
@@ -96,7 +97,7 @@ def test_planner_answers_in_a_few_lines(capsys):
     assert "--timeout_s 7 or more" in printed and len(printed.splitlines()) < 20
 
 
-@pytest.mark.parametrize(
+@each_row(
     "words, line",
     [
         ("--link_mbps 0", "--link_mbps 0.0: must be above 0"),

@@ -10,6 +10,7 @@ from mesh import Mesh
 from ranks import CPU, run_ranks
 from plain import rounded
 from relatives.quantize import MeanInFlight, decode, encode
+from rows import each_row
 
 FORMATS = ["e3m0", "int8"]  # sign, two_bits and log8: below
 
@@ -55,8 +56,8 @@ def test_int8_codes_by_hand():
     assert decode(code, "int8")[0, :5].tolist() == [-254.0, 254.0, 4.0, -2.0, 0.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("format", FORMATS)
+@each_row("dtype", [torch.float32, torch.float64])
+@each_row("format", FORMATS)
 def test_rounding_is_nearest_bounded_and_symmetric(format, dtype):
     powers = torch.arange(-20, 20)[:, None].to(dtype)
     v = drawn(40, 256, dtype=dtype) * 10.0**powers
@@ -79,7 +80,7 @@ def test_rounding_is_nearest_bounded_and_symmetric(format, dtype):
         assert torch.equal(Q(q, format), q)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@each_row("format", FORMATS)
 def test_zero_blocks_stay_zero_and_divergence_shows(format):
     v = drawn(5, 256)
     v[0] = 0.0
@@ -103,7 +104,7 @@ def test_sign_codes_by_hand():
     assert decode(code, "sign")[0, :6].tolist() == [-3.0, 3.0, 3.0, 3.0, -3.0, 3.0]
 
 
-@pytest.mark.parametrize("format", ["sign", "two_bits", "log8"])
+@each_row("format", ["sign", "two_bits", "log8"])
 def test_coarse_formats_show_a_divergence_and_keep_zero_blocks(format):
     assert (Q(block(), format) == 0).all()
     for wrong in torch.nan, torch.inf:
@@ -160,8 +161,8 @@ def feed_back(rounds, size):
     return total, value, e, E
 
 
-@pytest.mark.parametrize("size", [700, 16, 1300])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@each_row("size", [700, 16, 1300])
+@each_row("ranks", [2, 3, 4])
 def test_error_feedback_loses_nothing(ranks, size):
     """What all have added up and what is left is what was to be sent, to rounding."""
     totals, values, e, E = zip(*run_ranks(ranks, feed_back, 5, size))
@@ -195,7 +196,7 @@ def mesh_of_equals(replicas, replica):
     )
 
 
-@pytest.mark.parametrize("replica", [0, 1, 2])
+@each_row("replica", [0, 1, 2])
 def test_owner_forgets_errors_beside_its_piece(replica):
     """After a resume with other replicas its piece is another one."""
     size = 700
@@ -207,8 +208,8 @@ def test_owner_forgets_errors_beside_its_piece(replica):
     assert not E[first + 256 :].any()
 
 
-@pytest.mark.parametrize("format", ["none", "sign", "two_bits", "e3m0", "int8"])
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@each_row("format", ["none", "sign", "two_bits", "e3m0", "int8"])
+@each_row("replicas", [1, 2, 3])
 def test_mean_of_a_shard_that_is_all_padding_is_empty(replicas, format):
     empty = torch.zeros(0)
     vectors = [drawn(300, dtype=torch.float32), empty]

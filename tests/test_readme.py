@@ -19,6 +19,7 @@ from lab import sweep
 from methods import METHODS
 from plain.__main__ import read_config
 from ranks import OUR_METHODS, ROOT, Launch, script
+from rows import each_row
 
 TEXT = (ROOT / "README.md").read_text()
 RESULTS = (ROOT / "RESULTS.md").read_text()
@@ -235,7 +236,7 @@ WRONG_ROWS = {
 }
 
 
-@pytest.mark.parametrize("message", WRONG_ROWS)
+@each_row("message", WRONG_ROWS)
 def test_wrong_row_in_the_table_of_methods_is_named_in_one_line(message, monkeypatch):
     monkeypatch.setitem(methods.TABLE, "averaging", WRONG_ROWS[message])
     with pytest.raises(UserError, match=f"methods.py: --method averaging: {message}"):

@@ -18,6 +18,7 @@ from relatives.noloco import partner
 from relatives.qsr import QSR
 from relatives.quantize import pack, unpack
 from relatives.robust import flag_weights, middle
+from rows import each_row
 
 
 def sends_without_a_barrier(case):
@@ -90,7 +91,7 @@ def test_bytes_equal_the_docstrings_and_the_plan(case, mesh, transport, corpus_f
         assert planned * (1 - 1e-9) <= sent[1] <= 2.5 * planned
 
 
-@pytest.mark.parametrize("M, global_every, expected", [
+@each_row("M, global_every, expected", [
     (4, 0, 1), (3, 0, 2 / 3), (4, 2, (1 + 1.5) / 2), (3, 4, (3 * 2 / 3 + 4 / 3) / 4)
 ])  # fmt: skip
 def test_noloco_plans_the_mean_of_its_rounds(M, global_every, expected):
@@ -103,7 +104,7 @@ def pairs_of_rounds(M, seed):
     return [[partner(i, M, seed, t) for i in range(M)] for t in range(1, 200)]
 
 
-@pytest.mark.parametrize("M", [2, 3, 4, 7, 8])
+@each_row("M", [2, 3, 4, 7, 8])
 def test_noloco_pairs_are_a_perfect_matching_and_new_each_round(M):
     rounds = pairs_of_rounds(M, seed=5)
     met = set()
@@ -136,7 +137,7 @@ def test_slowmo_goes_through_a_rate_of_zero():
         assert method.anchor.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["co2", "eager"])
+@each_row("name", ["co2", "eager"])
 def test_mean_is_waited_for_one_round_late_and_before_a_checkpoint(name):
     method = method_alone(method=name)
     waited = []
@@ -319,7 +320,7 @@ def test_at_least_one_element_of_a_chunk_is_found():
     assert positions[0].shape == (1, 1)
 
 
-@pytest.mark.parametrize("n", [7, 8])
+@each_row("n", [7, 8])
 def test_positions_survive_12_bits_and_payloads_their_bytes(n):
     firsts = 4096 * torch.arange(n)
     positions = torch.tensor([0, 4095, 255, 256, 17, 2048, 3000, 1])[:n]
@@ -337,7 +338,7 @@ def test_positions_survive_12_bits_and_payloads_their_bytes(n):
     assert len(sent[0]) == 12 + 5  # three bytes for two positions
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@each_row("bits", [1, 2, 4, 8])
 def test_codes_of_one_to_eight_bits_survive_packing(bits):
     codes = (torch.arange(48) % 2**bits).to(torch.uint8)
     packed = pack(codes, bits)

@@ -12,6 +12,7 @@ from hf import whole_model
 from mesh import Mesh
 from model import Llama, ModelConfig
 from ranks import run_ranks, run_training
+from rows import each_row
 from train import make_model
 
 # The embedding has 970 elements: on 4 shards its flat vector is padded.
@@ -140,7 +141,7 @@ def whole_gradient(own_batches):
     return whole, total, torch.nn.utils.get_total_norm(gradients).item()
 
 
-@pytest.mark.parametrize("name", IN_FP64)
+@each_row("name", IN_FP64)
 def test_gradient_and_metrics_equal_the_whole_models(name, results):
     """Of all ranks, or of the replica's ranks in a local step. Rank 1 voted."""
     case = CASES[name]
@@ -189,7 +190,7 @@ def test_step_in_one_replica_sends_what_shard_py_promises(results):
         assert rank.sent == {"shard": 3 / 4 * (gathered + reduced + metrics) * 8, "sync": 0}
 
 
-@pytest.mark.parametrize("name", ["grid", "grid, accum"])
+@each_row("name", ["grid", "grid, accum"])
 def test_averaged_step_sends_the_gradient_once_over_the_slow_links(name, results):
     for rank in results[name]:
         assert rank.calls["sync all-reduce"] == LAYERS
@@ -253,7 +254,7 @@ def two_micro_steps(recompute, backend=None, change=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
+@each_row("recompute", [False, True])
 def test_compiled_layers_have_the_same_gradients(recompute):
     usual = two_micro_steps(recompute)
     compiled = two_micro_steps(recompute, "aot_eager")
@@ -348,7 +349,7 @@ def test_next_layer_is_gathered_before_this_one_computes_and_reduces_overlap():
 # ---- the end of a step ----
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e9])
+@each_row("max_norm", [0.0, 1.0, 1e9])
 def test_gradient_is_clipped_to_its_norm_and_zeroed_if_that_is_not_finite(max_norm):
     model = make_model(ModelConfig(1, 1, 8, 8, 11), Mesh(1, CPU))
     loss = torch.zeros(())

@@ -12,6 +12,7 @@ from config import Config, UserError
 from plumbing import simulate
 from plumbing.simulate import FRAMING, Cluster, SimulatedLink, read_disturbance
 from ranks import run_training, train_all
+from rows import each_row
 
 CPU = torch.device("cpu")
 
@@ -157,7 +158,7 @@ def keep_progress(method, model, mesh):
     return seen
 
 
-@pytest.mark.parametrize("method", ["diloco", "edit", "robust"])
+@each_row("method", ["diloco", "edit", "robust"])
 def test_flip_turns_the_progress_of_one_replica_in_its_rounds(method, corpus_folder):
     options = dict(method=method, tau=4, sync_warmup_steps=2, max_steps=18, flip="1:9:14")
     run = run_training(2, corpus_folder, keep_progress, **options)

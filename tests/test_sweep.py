@@ -16,6 +16,7 @@ import pytest
 import ranks
 from config import STOPS, UserError
 from lab import sweep
+from rows import each_row
 
 FAKE = """
 import json, os, sys
@@ -205,7 +206,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG)
+@each_row("words", WRONG)
 def test_wrong_words_are_refused_in_one_line_before_the_first_run(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((UserError, OSError), match=WRONG[words]) as caught:
@@ -214,7 +215,7 @@ def test_wrong_words_are_refused_in_one_line_before_the_first_run(words, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("argv", [[], ["--method", "edit"], ["a/b", "--method", "edit"], [".."]])
+@each_row("argv", [[], ["--method", "edit"], ["a/b", "--method", "edit"], [".."]])
 def test_a_sweep_has_a_name(argv):
     with pytest.raises(UserError, match="the first word is the name of the sweep"):
         sweep.main(argv)
@@ -250,7 +251,7 @@ def is_empty(group) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@each_row("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_sweep_that_is_stopped_or_killed_leaves_no_process_and_goes_on(
     number, tmp_path, corpus_folder
 ):

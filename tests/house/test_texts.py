@@ -20,7 +20,7 @@ from lab import bench, planner, rows, sweep, table, timeline, worth
 from methods import METHODS
 from ranks import ROOT
 from relatives import quantize, robust
-from test_readme import RESULTS, TEXT, read_flags
+from test_readme import TEXT, read_flags
 
 RELATIVES = (ROOT / "relatives" / "README.md").read_text()
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "relatives/README.md"]
