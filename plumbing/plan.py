@@ -348,17 +348,19 @@ def describe(run: Run) -> str:
             f"{found['share']:>10.1%}{found['speed']:>8.2f}{tau:>13}"
             f"{seconds(found['run_s']):>14}{size(found['run_bytes']):>10}"
         )
+    alone = seconds(run.max_steps * M * run.step_s)
+    lines.append(f"{'one replica alone':36}{1:>10.1%}{1:>8.2f}{alone:>27}{size(0):>10}")
     lines.append(
         f"speed   in machines: {M} x the share of computing. So many machines that never wait\n"
         "        make as many steps. The loss that rounds cost is not in it: RESULTS.md"
     )
     edit = costs(run, "edit")
     if run.warmup_steps:
-        alone_s = run.warmup_steps * M * run.step_s
+        alone = seconds(run.warmup_steps * M * run.step_s)
         lines.append(
             f"warm-up {run.warmup_steps:,} of these steps average gradients: "
             f"{seconds(edit['warmup_s'])}, and {size(edit['warmup_bytes'])} from each replica.\n"
-            f"        On one replica alone: {seconds(alone_s)}, and nothing is sent "
+            f"        On one replica alone: {alone}, and nothing is sent "
             "(docs/two_machines.md)"
         )
     step = costs(run, "minibatch")

@@ -5,7 +5,7 @@
 set -e
 run="--plain --jobs 2 --replicas 4 --device cpu --dtype bf16 --lr 0.0045 --eval_interval 100000"
 run="$run --seed 5 6 8 9"
-python -m lab.sweep worth --method minibatch --batch_size 4 --max_steps 500 1000 1500 $run
+python -m lab.sweep worth --method minibatch --batch_size 4 --max_steps 250 500 1000 1500 $run
 python -m lab.sweep worth --method edit --tau 64 --outer_lr 0.7 --outer_momentum 0.5 \
     --sync_warmup_steps 32 --batch_size 4 --max_steps 2000 $run
 python -m lab.sweep worth_batch --method minibatch --batch_size 64 --max_steps 125 \
