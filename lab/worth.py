@@ -1,6 +1,6 @@
 """Worth: are four machines with a slow link better than one of them alone?
 
-    python -m lab.worth --out lab/results/worth
+    python -m lab.worth --out lab/results/worth_over_link
 
     worth = minutes in which one machine alone reaches the same loss / minutes of all M together
 
@@ -177,7 +177,7 @@ class Result:
         return tuple(self.minutes_alone(loss) / self.minutes(mbps) for loss in losses)
 
     def enough_mbps(self) -> float:
-        """The slowest link with which the machines together are not worse than one alone."""
+        """The slowest link with which the machines together are not worse than one alone, or inf."""
         low, high = 1e-3, 1e6
         while high / low > 1.0001:
             middle = math.sqrt(low * high)
@@ -185,7 +185,7 @@ class Result:
                 low = middle
             else:
                 high = middle
-        return high
+        return high if high < 1e6 else math.inf
 
 
 # ---- output ----
@@ -197,7 +197,7 @@ def rounded(number: float) -> str:
 
 
 def table_lines(found) -> list:
-    head = ["", "loss", "MB sent", *(f"{mbps:,} Mbit/s" for mbps in TABLE_MBPS), "worth 1 from"]
+    head = ["", "loss", "MB sent", *(f"{mbps:,} Mbit/s" for mbps in TABLE_MBPS), "pays from"]
     lines = [head]
     for optimizer, name in ("adamw", "one machine alone"), ("muon", "one machine alone, Muon"):
         losses = losses_alone(optimizer)
@@ -211,7 +211,8 @@ def table_lines(found) -> list:
             worth, low, high = result.worth(mbps)
             interval = "" if result.line.is_base else f" ({low:.2f} to {high:.2f})"
             cells.append(f"{worth:.2f}{interval}, {rounded(result.minutes(mbps))} min")
-        enough = f"{rounded(result.enough_mbps())} Mbit/s"
+        mbps = result.enough_mbps()
+        enough = f"{rounded(mbps)} Mbit/s" if math.isfinite(mbps) else "never"
         loss, sent = f"{result.loss:.3f}", rounded(result.bytes / 1e6)
         lines.append([result.line.name, loss, sent, *cells, enough])
     muon = lines.pop(2)

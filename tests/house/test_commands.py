@@ -27,6 +27,7 @@ ELSEWHERE = {  # beginning of a command -> who runs it, or why nobody does
     "python -m pytest": ".ci/run",
     "python -m lab.bench": "tests/test_bench.py",
     "python -m lab.timeline": "tests/test_lab.py",
+    "python -m lab.worth": "tests/house/test_results.py",
     "python -m lab.table out/sweep/tune": "the hours of lab/experiments/tune.sh",
     "python one_page.py": "tests/test_one_page.py",
     "python docs/tour.py": "tests/test_docs.py",

@@ -235,7 +235,7 @@ def test_numbers_walked_through_are_those_of_the_code():
 
 def test_first_screen_shows_lines_of_the_table_of_worth():
     names = {"averaged gradients (DDP)": "averaged gradients"}
-    names["EDiT, rounds of 16 steps"] = "EDiT, tau 16"
+    names |= {"EDiT, rounds of 16 steps": "EDiT, tau 16", "Streaming EDiT": "Streaming EDiT, 4 bits"}
     head, *lines = worth.table_lines(list(map(worth.Result, worth.LINES)))
     computed = {line[0]: dict(zip(head, line)) for line in lines}
     screen = TEXT[TEXT.index("## What you gain") : TEXT.index("## Where to go")]
@@ -244,7 +244,7 @@ def test_first_screen_shows_lines_of_the_table_of_worth():
     for row in shown[1:]:
         name, *cells = [cell.strip() for cell in row.split("|")[1:-1]]
         line = computed[names.get(name, name)]
-        expected = [line[key] for key in ("loss", "10 Mbit/s", "100 Mbit/s", "worth 1 from")]
+        expected = [line[key] for key in ("loss", "10 Mbit/s", "100 Mbit/s", "pays from")]
         assert cells == expected, name
 
     base = statistics.mean(run.loss for run in worth.runs_of("frontier", {"method": "minibatch"}))
@@ -252,4 +252,4 @@ def test_first_screen_shows_lines_of_the_table_of_worth():
     for method in "edit", "diloco":
         runs = worth.runs_of("frontier", {"method": method})
         higher.append(f"{statistics.mean(run.loss for run in runs) / base - 1:.1%}")
-    assert f"EDiT's is {higher[0]} higher (DiLoCo's {higher[1]})" in screen
+    assert f"EDiT {higher[0]}, DiLoCo {higher[1]} after equally many" in screen
