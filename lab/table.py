@@ -25,15 +25,15 @@ interval.
 
 --at STEP compares the runs at their last evaluation up to this step. --only leaves out all other
 runs. --show adds columns: local_bytes (sent after the warm-up), train_s, tokens_per_s (after the
-warm-up), step_ms (the median of the logged ones), bits_per_byte (for texts with unlike tokenizers),
-cosine (--plain: between the mean pseudo-gradients of successive rounds, its mean over the rounds).
+warm-up), step_ms (the median of the logged ones), bits_per_byte (for unlike tokenizers), cosine
+(--plain: between the mean pseudo-gradients of successive rounds, its mean over the rounds).
 
 --out NAME writes NAME.md, NAME.csv (a line per run: pandas.read_csv reads it; a loss of inf means
 diverged) and NAME.svg: the losses over tokens, or over --x, one of step, tokens, train_s,
-sync_bytes, a flag, or gain = lr (1 + mu / (1 - mu rho)), by which an outer step with lr and momentum
-mu multiplies the moves of rounds. rho is their cosine, and 1 where a run does not know it. If the
-runs have one evaluation each, it is over the first flag with numbers. Where --base is given and a
-run is one point, it shows distances: they scatter less.
+sync_bytes, a flag, or gain = lr (1 + mu / (1 - mu rho)), by which an outer step with lr and
+momentum mu multiplies the moves of rounds. rho is their cosine, and 1 where a run does not know it.
+If the runs have one evaluation each, it is over the first flag with numbers. Where --base is given
+and a run is one point, it shows distances: they scatter less.
 
 A run alone, in pandas:
 

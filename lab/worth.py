@@ -177,7 +177,7 @@ class Result:
         return tuple(self.minutes_alone(loss) / self.minutes(mbps) for loss in losses)
 
     def enough_mbps(self) -> float:
-        """The slowest link with which the machines together are not worse than one alone, or inf."""
+        """The slowest link with which all machines together are as good as one alone, or inf."""
         low, high = 1e-3, 1e6
         while high / low > 1.0001:
             middle = math.sqrt(low * high)
