@@ -114,7 +114,8 @@ def test_files_of_an_experiment_are_kept_and_the_texts_name_it(path, tmp_path):
             table.read_command(words[3:])
         if "--out" in words and path.stem != "tune":
             out = words[words.index("--out") + 1]
-            assert (ROOT / f"{out}.{'svg' if words[2] == 'lab.worth' else 'csv'}").exists()
+            suffix = "svg" if words[2] == "lab.worth" or "gain" in words else "csv"
+            assert (ROOT / f"{out}.{suffix}").exists()
 
 
 def test_results_are_those_of_the_experiments():
@@ -139,7 +140,8 @@ def test_table_and_picture_of_worth_follow_from_kept_runs(tmp_path, monkeypatch)
 
 
 def test_picture_of_the_gain_shows_the_kept_runs():
-    runs = rows.read_csv(kept_file("gain"))
+    runs = rows.read_csv(kept_file("outer_steps"))
+    runs = [run for run in runs if run.flags["method"] == "edit" and run.flags["optimizer"] == "adamw"]
     panel = plot.Panel("gain", "over", "")
     written = plot.checksum([list(plot.lines_of(plot.gain_curves(runs), panel).values())])
     assert written in (ROOT / "lab/results/gain.svg").read_text()
@@ -156,7 +158,7 @@ def test_losses_in_the_tables_of_results_are_means_of_kept_runs():
     for line in RESULTS.splitlines():
         if line.startswith("| "):
             shown += re.findall(r"\| (\d\.\d{4})(?= )", line)
-    assert len(shown) > 30
+    assert len(shown) > 20
     assert set(shown) <= means
 
 
