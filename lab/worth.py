@@ -8,17 +8,18 @@ With a worth of 1 you may as well unplug the link. The losses are measured (lab/
 lab/experiments/worth.sh and frontier.sh). The minutes are calculated, because four ranks on two
 cores are not four machines:
 
-    alone       S steps, each of which takes a
-    together    W a + (S - W) t + what the exchanges add
+    alone       S a
+    together    W a + C + (S - W) t + what the exchanges add
 
-    S  steps; W  the warm-up, on one machine and then copied (docs/two_machines.md)
+    S  steps; W  those of the warm-up, on one machine
+    C  seconds in which it then copies parameters and moments to the others (docs/two_machines.md)
     t  seconds of a step of one machine of M, with its share of the batch: one process, one thread
     a  seconds of a step of one machine alone, which computes the M shares one after the other
 
 t and a are measured (worth_time.csv). What an exchange adds follows from its bytes and the link, by
 round_seconds() of plumbing/plan.py. Runs over a simulated link agree with it (worth_link.csv).
 Averaged gradients add all of their time on the link: here the backward hides nothing that can be
-measured.
+measured. The link has no latency.
 
 The loss of one machine alone is measured at several lengths, each with its own whole schedule.
 Between them it is a line over log(steps). A worth stands with the interval that its loss implies:
@@ -43,6 +44,8 @@ from plumbing.plan import link_seconds, round_seconds
 RESULTS = Path(__file__).parent / "results"
 MACHINES = 4
 LAYERS = 6
+PARAMETERS = 918_912
+COPIED_BYTES = (MACHINES - 1) * 12 * PARAMETERS  # after the warm-up; in fp32, with two moments
 SEEDS = (5, 6, 8, 9)
 TABLE_MBPS = (1, 10, 100, 1000)
 PICTURE_MBPS = np.geomspace(0.3, 10_000, 91)
@@ -67,7 +70,7 @@ class Line:
         return self.flags["method"]
 
     @property
-    def is_base(self) -> bool:
+    def loses_nothing(self) -> bool:
         """Has it the loss of one machine alone, because it steps with the same gradients?"""
         return self.method == "minibatch" and self.batch == 1
 
@@ -108,12 +111,14 @@ def losses_alone(optimizer) -> dict:
     return dict(sorted(losses.items()))
 
 
-def half_interval(optimizer, n: int) -> float:
-    """Of the distance between a mean of n seeds and the loss of one machine alone."""
-    groups = list(losses_alone(optimizer).values())
-    for line in LINES:
-        if line.optimizer == optimizer and not line.is_base:
-            groups.append([run.loss for run in runs_of(line.file, line.flags)])
+def half_interval(line: Line, n: int) -> float:
+    """Of the distance between its mean, of n seeds, and the loss of one machine alone. Larger
+    batches scatter more, so they count only for themselves."""
+    groups = list(losses_alone(line.optimizer).values())
+    for other in LINES:
+        alike = (other.optimizer, other.batch) == (line.optimizer, line.batch)
+        if alike and not other.loses_nothing:
+            groups.append([run.loss for run in runs_of(other.file, other.flags)])
     return Spread.of(groups).half_interval(n) * math.sqrt(1 + n / len(SEEDS))
 
 
@@ -154,7 +159,7 @@ class Result:
         self.t, self.a = step_seconds(line.optimizer)
         runs = runs_of(line.file, line.flags)
         self.loss = statistics.fmean(run.loss for run in runs)
-        self.half = 0.0 if line.is_base else half_interval(line.optimizer, len(runs))
+        self.half = 0.0 if line.loses_nothing else half_interval(line, len(runs))
         self.steps = int(runs[0].results["steps"])
         sent = runs[0].results["local_bytes" if line.warmup else "sync_bytes"]
         self.bytes = sent * line.bytes_factor  # of a machine, without the warm-up
@@ -166,6 +171,8 @@ class Result:
         rounds = math.ceil(steps / line.tau)
         link_s = link_seconds(self.bytes / rounds, mbps)
         added = rounds * exchange_seconds(line.method, line.tau, t, link_s)
+        if line.warmup:
+            added += link_seconds(COPIED_BYTES, mbps)
         return (line.warmup * self.a + steps * t + added) / 60
 
     def minutes_alone(self, loss) -> float:
@@ -176,7 +183,7 @@ class Result:
         losses = (self.loss, self.loss + self.half, self.loss - self.half)
         return tuple(self.minutes_alone(loss) / self.minutes(mbps) for loss in losses)
 
-    def enough_mbps(self) -> float:
+    def pays_from_mbps(self) -> float:
         """The slowest link with which all machines together are as good as one alone, or inf."""
         low, high = 1e-3, 1e6
         while high / low > 1.0001:
@@ -200,23 +207,25 @@ def table_lines(found) -> list:
     head = ["", "loss", "MB sent", *(f"{mbps:,} Mbit/s" for mbps in TABLE_MBPS), "pays from"]
     lines = [head]
     for optimizer, name in ("adamw", "one machine alone"), ("muon", "one machine alone, Muon"):
-        losses = losses_alone(optimizer)
-        steps = max(losses)
-        minutes = rounded(steps * step_seconds(optimizer)[1] / 60)
-        cells = [f"1, {minutes} min"] * len(TABLE_MBPS)
-        lines.append([name, f"{statistics.fmean(losses[steps]):.3f}", "0", *cells, ""])
-    for result in found:
-        cells = []
-        for mbps in TABLE_MBPS:
-            worth, low, high = result.worth(mbps)
-            interval = "" if result.line.is_base else f" ({low:.2f} to {high:.2f})"
-            cells.append(f"{worth:.2f}{interval}, {rounded(result.minutes(mbps))} min")
-        mbps = result.enough_mbps()
-        enough = f"{rounded(mbps)} Mbit/s" if math.isfinite(mbps) else "never"
-        loss, sent = f"{result.loss:.3f}", rounded(result.bytes / 1e6)
-        lines.append([result.line.name, loss, sent, *cells, enough])
-    muon = lines.pop(2)
-    return [*lines[:-1], muon, lines[-1]]
+        own = [result for result in found if result.line.optimizer == optimizer]
+        if own:
+            steps, losses = list(own[0].alone.items())[-1]
+            cells = [f"1, {rounded(steps * own[0].a / 60)} min"] * len(TABLE_MBPS)
+            lines.append([name, f"{statistics.fmean(losses):.3f}", "0", *cells, ""])
+        lines += map(table_line, own)
+    return lines
+
+
+def table_line(result) -> list:
+    cells = []
+    for mbps in TABLE_MBPS:
+        worth, low, high = result.worth(mbps)
+        interval = "" if result.line.loses_nothing else f" ({low:.2f} to {high:.2f})"
+        cells.append(f"{worth:.2f}{interval}, {rounded(result.minutes(mbps))} min")
+    mbps = result.pays_from_mbps()
+    pays = f"{rounded(mbps)} Mbit/s" if math.isfinite(mbps) else "never"
+    sent = rounded(result.bytes / 1e6)
+    return [result.line.name, f"{result.loss:.3f}", sent, *cells, pays]
 
 
 def color_of(line) -> str:
