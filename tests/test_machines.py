@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 import ranks
-import train
 from config import UserError
 from lab import planner
 from plumbing import checkpoint, launch, shm
@@ -468,13 +467,3 @@ def test_figures_of_the_page_are_the_planners(capsys):
         (time,) = re.findall(r"average gradients: (.*), and", text)
         (alone,) = re.findall(r"On one replica alone: (.*), and", text)
         assert f"{time} on {link}" in page and f"{alone} on" in " ".join(page.split())
-
-
-def test_flags_of_the_page_exist():
-    page = (ranks.ROOT / "docs" / "two_machines.md").read_text()
-    known = set("nnodes standalone local_addr nproc_per_node node_rank master_addr".split())
-    known |= set("master_port max-restarts input out".split())  # of torchrun and data.py
-    known |= set("parameters layers step_s".split())  # of lab.planner
-    for method in train.METHODS.values():
-        known |= method.Config.__dataclass_fields__.keys()
-    assert set(re.findall(r"--([a-z][\w-]*)", page)) <= known

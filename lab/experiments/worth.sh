@@ -12,9 +12,10 @@ python -m lab.sweep worth_batch --method minibatch --batch_size 64 --max_steps 1
     --lr_warmup_steps 12 $run --lr 0.002 0.003 0.0045 0.009 --best 7
 python -m lab.sweep worth_muon --method minibatch --optimizer muon --muon_lr 0.01 --batch_size 4 \
     --max_steps 1000 $run
-for name in worth worth_batch worth_batch_tune worth_muon; do
-    python -m lab.table out/sweep/$name/*/ --out lab/results/$name
-done
+python -m lab.table out/sweep/worth/*/ --out lab/results/worth
+python -m lab.table out/sweep/worth_batch/*/ --out lab/results/worth_batch
+python -m lab.table out/sweep/worth_batch_tune/*/ --out lab/results/worth_batch_tune
+python -m lab.table out/sweep/worth_muon/*/ --out lab/results/worth_muon
 
 one="--batch_size 4 --lr 0.0045 --device cpu --dtype bf16 --seed 5 --eval_batches 1"
 time="--ranks 1 --method minibatch --optimizer adamw muon $one"
