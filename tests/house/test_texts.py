@@ -254,3 +254,10 @@ def test_first_screen_shows_lines_of_the_table_of_worth():
         runs = worth.runs_of("frontier", {"method": method})
         higher.append(f"{statistics.mean(run.loss for run in runs) / base - 1:.1%}")
     assert f"EDiT {higher[0]}, DiLoCo {higher[1]} after equally many" in in_one_line
+    edit = worth.Result(next(line for line in worth.LINES if line.name == "EDiT, tau 16"))
+    share = worth.steps_alone(edit.loss, edit.alone) / edit.steps
+    assert f"alone a machine has EDiT's after {share:.0%} of its" in in_one_line
+    all_bits = worth.Result(worth.LINES[0])
+    assert all_bits.worth(2250)[0] < edit.worth(2250)[0]
+    assert all_bits.worth(2350)[0] > edit.worth(2350)[0]
+    assert "Above 2.3 Gbit/s averaged gradients overtake EDiT" in in_one_line
