@@ -36,6 +36,8 @@ ELSEWHERE = {  # beginning of a command -> who runs it, or why nobody does
     "python check_edit.py": "tests/test_conformance.py",
     "python examples/own_layers.py": "tests/test_own.py",
     "python data.py --input book.txt more.jsonl shard.parquet": "tests/test_ecosystem.py",
+    "python hf.py --model": "tests/test_ecosystem.py: it needs transformers",
+    "torchrun train.py --init_from my_model": "tests/test_ecosystem.py",
     "torchrun examples/own_layers.py": "tests/test_own.py",
     "torchrun examples/train_fsdp2.py": "tests/test_fsdp2.py",
     "torchrun examples/bench_fsdp2.py": "tests/test_fsdp2.py",
