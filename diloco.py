@@ -17,9 +17,9 @@ alone (lr 1, mu 0) is Post Local SGD.
                                         anchor <- anchor - lr (d + mu b)
         x_i    <- anchor
 
-    M replicas of N shards, P elements of a layer; sum: over the layers. [sync]: among the ranks
-    with the same shard. A ring all-reduce sends 2 (M-1)/M of a vector: (M-1)/M in its
-    reduce-scatter, and as much in its all-gather.
+    M replicas of N shards; a layer has P elements, of which a rank has P/N; sum: over the layers.
+    [sync]: among the ranks with the same shard. A ring all-reduce sends 2 (M-1)/M of a vector:
+    (M-1)/M in its reduce-scatter, and as much in its all-gather.
 
     symbol     variable        shape        where
     x_i        model.master    (sum P/N,)   each rank holds its own shard

@@ -1,5 +1,7 @@
 """EDiT: local SGD on sharded parameters, synchronized layer by layer inside the forward pass.
 
+Read EDiT.sync() and complete() first, then Penalty, then the equations.
+
 The problem. DiLoCo's outer step waits until the whole model has crossed the slow links, and it
 trusts every replica alike, even one whose loss has just exploded. EDiT (1) completes layer l just
 before the forward needs it, so that the traffic of later layers overlaps with the computation of
@@ -26,6 +28,7 @@ weight the others by their norms, clip the mean, or, if all replicas are abnorma
         x_i    <- anchor
         start to gather layer l; then start dbar of layer l + 2
 
+    [shard]: among the ranks of a replica, fast links. [sync]: among the replicas, slow links.
     M replicas, L layers (with embedding and head), P elements of a layer, N shards
     paper     here             variable            shape        where
     theta_i   x_i, d_i, dbar   model.masters[l]    (P/N,)       every rank its shard; after sync()

@@ -16,6 +16,8 @@ ledger counts in sent["shard"] and sent["sync"] the bytes that this rank has sen
 optimal algorithms would: all-gather, reduce-scatter and all-to-all (n-1)/n of the whole vector,
 all-reduce 2(n-1)/n of its payload, send-receive all of it.
 
+(A first reader can stop here.)
+
 Collectives are asynchronous and return a handle. gather_rows, sum_over_ranks and all_gather_object
 wait. `wait()` blocks the stream on NCCL and the host on gloo and shm (plumbing/shm.py). On a GPU,
 issue a collective and wait for it on the stream on which its tensors were allocated. In a group of

@@ -182,7 +182,8 @@ class Method:
 
     @property
     def progress(self) -> float:
-        """Steps of the whole run: decides the learning rate, intervals and the end."""
+        """How far the run is: it decides the learning rate, intervals and the end. In A-EDiT
+        replicas take unequal numbers of steps, and this is their mean."""
         return self.steps
 
     def before_step(self):
@@ -200,9 +201,12 @@ class Method:
         self.local_steps += 1
         self.rates.append(lr)
         self.record.loss_sum = self.record.loss_sum + metrics.loss
-        # On a GPU the votes are known one step late. In a round's first step those that are known
-        # belong to the last round.
-        voted = self.local_steps > self.model.metrics_lag and self.model.known_metrics()[2] > 0
+        voted = False
+        # On a GPU the votes are known one step late. So those that are known in the first step of a
+        # round belong to the round before.
+        if self.local_steps > self.model.metrics_lag:
+            _, _, votes = self.model.known_metrics()
+            voted = votes > 0
         full = self.local_steps >= self.steps_of_round()
         return voted or full or self.progress >= self.config.max_steps
 

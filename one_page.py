@@ -105,9 +105,9 @@ def train(M=4, steps=96, sync_warmup=16, tau=4, sick_round=12):
                 for step in range(first, min(first + tau, steps)):
                     replica.compute_gradient(*batches[i].train(step))
                     replica.inner_step(learning_rate(step, steps) * (100 if sick else 1))
-            judged = synchronize(run.replicas, run.anchors, run.outer, run.penalty)  # EDiT is last
+            seen = synchronize(run.replicas, run.anchors, run.outer, run.penalty)
             losses.append(validation_loss(run.replicas[0].model, corpus))
-        show(round, *judged, losses, round == sick_round)
+        show(round, *seen, losses, round == sick_round)  # of EDiT, which was last
 
 
 @torch.no_grad()

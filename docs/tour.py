@@ -9,12 +9,12 @@
 
 # %% The numbers of this tour
 # Everything below depends on these. Change them later and run all cells again. (There must be more
-# rounds than SICK_ROUND, and ten before it.)
+# rounds than SICK_ROUND, and ten before it: EDiT flags nobody before it has seen ten norms.)
 M = 4  # replicas
 STEPS = 160  # of each replica
 WARMUP = 16  # first steps, in which all methods average gradients
 TAU = 8  # steps of a round
-OUTER_MOMENTUM = 0.5  # 0.8 or 0.9 in longer runs
+OUTER_MOMENTUM = 0.5  # larger in longer runs
 SICK_ROUND = 13  # in which replica 3 trains with 100 times its learning rate
 LAYERS, CHANNELS, CONTEXT = 2, 64, 32  # of the model
 PICTURE = "out/tour.png"
@@ -66,10 +66,10 @@ train("averaged gradients", "minibatch")
 
 # %% Local SGD
 # Now each replica trains alone for TAU steps, a round. Then they average their *parameters*. That
-# is one exchange per round, an eighth of the traffic. Here is all that happens in it; x is all
-# parameters of a replica as one vector. Expect a higher loss: where the replicas walk in different
+# is one exchange per round, 18 here, and 16 in the warm-up, which other runs keep shorter. Here is
+# all that happens in a round's exchange; x is all parameters of a replica as one vector. Expect a higher loss: where the replicas walk in different
 # directions, the mean of their ends is not far from the beginning (docs/pseudo_gradient.svg). In
-# longer runs the distance shrinks.
+# longer runs the losses come nearer to each other.
 print(inspect.getsource(PostLocalSGD.sync))
 train("local SGD", "post_local_sgd")
 

@@ -15,8 +15,9 @@ ALL = slice(None)
 
 class DiLoCo(Method):
     def sync(self):
-        # d = 1/M sum_i (a - x_i)
+        # d_i = a - x_i, a list of M vectors
         d = self.d()
+        # with d = 1/M sum_i d_i:  b <- mu b + d;  a <- a - lr (d + mu b)
         self.nesterov(ALL, mean(d))
         # x_i <- a
         self.set_all(self.a)

@@ -34,8 +34,7 @@ class EDiT(Method):
         # samples[l][i]: the norms of replica i's layer l so far, but those that were flagged
         self.samples = [[[] for _ in self.replicas] for _ in self.layers]
         self.verdicts = []
-        # Steps of each replica's round, and of its longest one. EDiT's rounds are equally long;
-        # A-EDiT sets both.
+        # Always 1 in EDiT. A-EDiT sets them: steps of each replica's round, and of its longest one.
         self.length = self.longest = [1] * self.M
 
     def sync(self):
@@ -55,7 +54,7 @@ class EDiT(Method):
         norms = norms_of(d)  # G_i = ||d_i||
         flagged = []
         for i, (G_i, samples) in enumerate(zip(norms, self.samples[l])):
-            # flag if (G - mu) / sigma > delta
+            # flag if (G - mean_G) / sigma > delta, that is, if G is above its limit
             flag = not math.isfinite(G_i) or G_i > self.longest[i] * self.limit(samples)
             if not flag:
                 samples.append(G_i / self.length[i])
@@ -77,6 +76,7 @@ class EDiT(Method):
         return float(anomaly_limit(samples, warmup, self.f))
 
     def norms_for_weights(self, norms):
+        """As they are. A-EDiT corrects them for unequal rounds."""
         return norms
 
     def weights(self, G, flagged):
@@ -122,12 +122,12 @@ class EDiT(Method):
 def anomaly_limit(samples, warmup, f):
     alpha = f.anomaly_ema
     # plain mean and sample variance of the first norms
-    mu = np.mean(samples[:warmup])
+    mean_G = np.mean(samples[:warmup])
     variance = np.var(samples[:warmup], ddof=1)
     for G in samples[warmup:]:
-        # mu <- mu + alpha (G - mu)
-        mu = mu + alpha * (G - mu)
-        # sigma^2 <- (1 - alpha) sigma^2 + alpha (G - mu)^2, with the new mu
-        variance = (1 - alpha) * variance + alpha * (G - mu) ** 2
-    sigma = max(math.sqrt(variance), SIGMA_FLOOR * mu)
-    return mu + f.anomaly_threshold * sigma
+        # mean_G <- mean_G + alpha (G - mean_G)
+        mean_G = mean_G + alpha * (G - mean_G)
+        # sigma^2 <- (1 - alpha) sigma^2 + alpha (G - mean_G)^2, with the new mean
+        variance = (1 - alpha) * variance + alpha * (G - mean_G) ** 2
+    sigma = max(math.sqrt(variance), SIGMA_FLOOR * mean_G)
+    return mean_G + f.anomaly_threshold * sigma

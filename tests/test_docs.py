@@ -1,5 +1,6 @@
 """docs/tour.py runs and tells its story; docs/tour.ipynb is the same."""
 
+import inspect
 import json
 import re
 import sys
@@ -9,6 +10,9 @@ import pytest
 
 import data
 from docs import notebook
+from plain.diloco import DiLoCo
+from plain.edit import EDiT
+from plain.local import PostLocalSGD
 from ranks import ROOT
 
 TOUR = (ROOT / "docs" / "tour.py").read_text()
@@ -71,6 +75,11 @@ def test_notebook_is_the_tour_with_outputs():
             assert cell["outputs"][0]["text"]
     *_, picture = found["cells"][-1]["outputs"]
     assert picture["data"]["image/png"]
+    printed = "".join(
+        "".join(cell["outputs"][0]["text"]) for cell in found["cells"] if cell.get("outputs")
+    )
+    for function in PostLocalSGD.sync, DiLoCo.sync, DiLoCo.nesterov, EDiT.sync:
+        assert inspect.getsource(function) in printed
 
 
 def test_notebook_keeps_all_of_a_script():
