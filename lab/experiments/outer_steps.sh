@@ -13,5 +13,3 @@ done
 python -m lab.sweep outer_steps --method edit --tau 4 16 64 $run \
     --outer_lr,outer_momentum 0.26,0 0.5,0 0.7,0 0.26,0.5 0.5,0.5 1,0.5 1,0.8
 python -m lab.table out/sweep/outer_steps/*/ --out lab/results/outer_steps
-python -m lab.table lab/results/outer_steps.csv --only method=edit optimizer=adamw --x gain \
-    --out lab/results/gain

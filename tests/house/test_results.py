@@ -157,8 +157,7 @@ def test_table_of_the_dose_follows_from_kept_runs():
 
 
 def test_picture_of_the_gain_shows_the_kept_runs():
-    runs = rows.read_csv(kept_file("outer_steps"))
-    runs = [run for run in runs if run.flags["method"] == "edit" and run.flags["optimizer"] == "adamw"]
+    runs = rows.read_csv(kept_file("gain"))
     panel = plot.Panel("gain", "over", "")
     written = plot.checksum([list(plot.lines_of(plot.gain_curves(runs), panel).values())])
     assert written in (ROOT / "lab/results/gain.svg").read_text()
