@@ -1,4 +1,4 @@
-"""Timelines: when replicas of a run compute and wait."""
+"""Timelines: when replicas of a run compute and wait. And the rule that is compared with EDiT's."""
 
 import csv
 import json
@@ -6,9 +6,11 @@ import time
 
 import pytest
 
+import methods
 from config import UserError, explain
 from lab import plot, timeline
-from ranks import run_training
+from plain.__main__ import main as train_plain
+from ranks import flags, run_training
 
 CONFIG = {"event": "config", "method": "edit", "sync_warmup_steps": 4}
 
@@ -100,3 +102,14 @@ def test_timeline_of_a_run_is_drawn(tmp_path, corpus_folder):
         written = list(csv.DictReader(file))
     assert [row["replica"] for row in written] == ["0", "1", "0", "1", "2", "3"]
     assert float(written[0]["computing"]) == found[0]["computing"]
+
+
+def test_rule_leaves_out_the_replica_with_twice_the_median_loss(tmp_path, corpus_folder, monkeypatch):
+    monkeypatch.setitem(methods.TABLE, "rule", ("LossRule", "lab.loss_rule", "lab.loss_rule"))
+    options = dict(method="rule", tau=4, sync_warmup_steps=2, max_steps=14, scale_lr="1:7:10:3000")
+    argv = flags(**options, data=corpus_folder, out_dir=tmp_path)
+    train_plain([*argv, "--replicas", "3"])
+    syncs = [json.loads(line) for line in open(tmp_path / "metrics.jsonl")]
+    weights = [row["weight"] for row in syncs if row["event"] == "sync"]
+    equal = pytest.approx([1 / 3] * 3)
+    assert weights == [equal, [0.5, 0.0, 0.5], equal]
