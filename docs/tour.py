@@ -67,9 +67,9 @@ train("averaged gradients", "minibatch")
 # %% Local SGD
 # Now each replica trains alone for TAU steps, a round. Then they average their *parameters*. That
 # is one exchange per round, 18 here, and 16 in the warm-up, which other runs keep shorter. Here is
-# all that happens in a round's exchange; x is all parameters of a replica as one vector. Expect a higher loss: where the replicas walk in different
-# directions, the mean of their ends is not far from the beginning (docs/pseudo_gradient.svg). In
-# longer runs the losses come nearer to each other.
+# all that happens at the end of a round; x is all parameters of a replica as one vector. Expect a
+# higher loss: where the replicas walk in different directions, the mean of their ends is not far
+# from the beginning (docs/pseudo_gradient.svg). In longer runs the losses come nearer to each other.
 print(inspect.getsource(PostLocalSGD.sync))
 train("local SGD", "post_local_sgd")
 
