@@ -3,7 +3,8 @@
     python -m lab.loss_rule --scale_lr 3:241:256:10 --tau 16 --out_dir out/loss_rule
 
 This is DiLoCo but for the rule, in the plain version only. The flags are those of python -m plain
---method diloco. A loss is that of the last step before the sync. lab/experiments/dose.sh compares.
+--method diloco. The loss is the mean of the round, as in the record. lab/experiments/dose.sh
+compares.
 """
 
 import statistics
@@ -22,21 +23,23 @@ class LossRule(Method):
 
     def begin(self):
         super().begin()
-        self.losses = [0.0] * self.M
+        self.sums = [0.0] * self.M  # of the losses in this round
         for i, replica in enumerate(self.replicas):
             replica.gradient = self.listen(i, replica.gradient)
 
     def listen(self, i, gradient):
         def gradient_and_note(batches):
-            self.losses[i], g = gradient(batches)
-            return self.losses[i], g
+            loss, g = gradient(batches)
+            self.sums[i] += loss
+            return loss, g
 
         return gradient_and_note
 
     def sync(self):
         # w_i = 1 if loss_i < 2 median_j loss_j, else 0. A NaN is in no comparison.
-        limit = 2 * statistics.median(self.losses)
-        w = [float(loss < limit) for loss in self.losses]
+        losses = [total / steps for total, steps in zip(self.sums, self.steps)]
+        self.sums = [0.0] * self.M
+        w = [float(loss < 2 * statistics.median(losses)) for loss in losses]
         d = self.d()
         if sum(w):
             w = [w_i / sum(w) for w_i in w]
