@@ -254,7 +254,7 @@ def test_first_screen_shows_lines_of_the_table_of_worth():
     assert f"EDiT's is {higher:.1%} above that of averaged gradients" in in_one_line
     edit = worth.Result(next(line for line in worth.LINES if line.name == "EDiT, tau 16"))
     share = worth.steps_alone(edit.loss, edit.alone) / edit.steps
-    assert f"One machine alone has it after {share:.0%} of its 5.3 minutes" in in_one_line
+    assert f"One machine alone has this loss after {share:.0%} of its 5.3 minutes" in in_one_line
     assert f"steps keep {share:.0%} of the speed" in TEXT.replace("\n", " ")
     all_bits = worth.Result(worth.LINES[0])
     assert all_bits.worth(2250)[0] < edit.worth(2250)[0]
