@@ -1,17 +1,19 @@
 # Does the price of rounds shrink with the model or with the length of the training? All sizes see
-# equally many tokens for each parameter, and each size has its own best learning rate. Each has its
-# own best outer step. With 0.9 million parameters averaged gradients are those of worth.sh.
+# equally many tokens for each parameter. Each has its own best learning rate and outer step. With
+# 0.9 million parameters averaged gradients are those of worth.sh.
 set -e
 run="--plain --jobs 2 --replicas 4 --device cpu --dtype bf16 --batch_size 4 --eval_interval 100000"
 run="$run --seed 5 6 8 9 --best 7"
-edit="--method edit --tau 16 --outer_lr,outer_momentum 1,0 0.9,0.3 0.7,0.5 0.5,0.8"
-small="--n_embd 40 --n_head 2 --max_steps 233 --lr_warmup_steps 6 $run"
-middle="--n_embd 72 --n_head 2 --max_steps 623 --lr_warmup_steps 16 $run"
-python -m lab.sweep size --method minibatch --lr 0.00225 0.0045 0.009 0.018 $small
-python -m lab.sweep size --lr 0.0045 0.009 0.018 0.036 --sync_warmup_steps 4 $edit $small
-python -m lab.sweep size --method minibatch --lr 0.00225 0.0045 0.009 0.018 $middle
-python -m lab.sweep size --lr 0.00225 0.0045 0.009 0.018 --sync_warmup_steps 10 $edit $middle
-python -m lab.sweep length --max_steps 500 1000 --lr 0.0045 --sync_warmup_steps 32 $edit $run
+edit="--method edit --tau 16"
+pairs="--outer_lr,outer_momentum 1,0 0.9,0.3 0.7,0.5"
+small="--n_embd 40 --n_head 2 --max_steps 233 $run"
+middle="--n_embd 72 --n_head 2 --max_steps 623 $run"
+python -m lab.sweep size --method minibatch --lr 0.00225 0.0045 0.009 $small
+python -m lab.sweep size --lr 0.0045 0.009 0.018 --sync_warmup_steps 4 $edit $pairs $small
+python -m lab.sweep size --method minibatch --lr 0.00225 0.0045 0.009 $middle
+python -m lab.sweep size --lr 0.00225 0.0045 0.009 --sync_warmup_steps 10 $edit $pairs $middle
+python -m lab.sweep length --max_steps 500 1000 --lr 0.0045 --sync_warmup_steps 32 $edit $run \
+    --outer_lr,outer_momentum 1,0 0.9,0.3 0.7,0.5 0.5,0.8
 python -m lab.table out/sweep/size/*/ --out lab/results/size
 python -m lab.table out/sweep/size_tune/*/ --out lab/results/size_tune
 python -m lab.table out/sweep/length/*/ --show cosine --out lab/results/length
