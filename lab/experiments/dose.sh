@@ -11,3 +11,14 @@ python -m lab.sweep dose --scale_lr "" $sick $diloco $run
 healthy="--base scale_lr=none"
 python -m lab.table out/sweep/dose/*/ $healthy --out lab/results/dose
 python -m lab.table out/sweep/dose/*/ $healthy --at 272 --out lab/results/dose_272
+
+# And a rule of one line, which leaves out a replica whose loss is twice the median?
+rule="--replicas 4 --device cpu --dtype bf16 --batch_size 4 --lr 0.0045 --tau 16 --outer_lr 1"
+rule="$rule --outer_momentum 0 --sync_warmup_steps 32 --max_steps 448 --eval_interval 16"
+for seed in 1 2 3; do
+    for factor in 1 3 10 30 100; do
+        python -m lab.loss_rule $rule --eval_batches 8 --scale_lr 3:241:256:$factor --seed $seed \
+            --out_dir out/sweep/loss_rule/$factor-$seed --overwrite
+    done
+done
+python -m lab.table out/sweep/loss_rule/*/ --base scale_lr=3:241:256:1 --out lab/results/loss_rule

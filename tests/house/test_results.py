@@ -189,6 +189,18 @@ def test_table_of_the_price_of_rounds_follows_from_kept_runs():
     assert f"| EDiT above (each +- {half:.1f}%) |" in RESULTS
 
 
+def test_sentences_on_the_rule_follow_from_kept_runs():
+    runs = rows.read_csv(kept_file("loss_rule"))
+    table.page(runs, ["scale_lr=3:241:256:1"], [])
+    lines = rows.find_lines(runs, ["scale_lr"])
+    over = {rate[0].split(":")[-1]: table.distances_of(line) for rate, line in lines.items()}
+    half = 100 * table.Spread.of(list(over.values())[1:]).half_interval(3)
+    text = " ".join(RESULTS.split())
+    seen = 100 * statistics.mean(over["30"] + over["100"])
+    assert f"ends {seen:+.1f}% +- {half:.1f}% above the undisturbed run" in text
+    assert f"ends {100 * statistics.mean(over['10']):+.1f}% +- {half:.1f}% above it" in text
+
+
 def test_sentence_on_rates_follows_from_kept_runs():
     runs = rows.read_csv(kept_file("rates"))
     table.page(runs, ["method=diloco"], [])
