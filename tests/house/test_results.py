@@ -201,6 +201,14 @@ def test_sentences_on_the_rule_follow_from_kept_runs():
     assert f"ends {100 * statistics.mean(over['10']):+.1f}% +- {half:.1f}% above it" in text
 
 
+def test_models_that_go_on_began_with_nearly_equal_losses():
+    before = {run.seed: run.loss for run in rows.read_csv(kept_file("equal"))}
+    long = [run for run in rows.read_csv(kept_file("length")) if run.flags["max_steps"] == 1000]
+    higher = statistics.mean(run.loss / before[run.seed] - 1 for run in long)
+    assert len(long) == 4
+    assert f"EDiT's is {higher:.1%} higher. Both go on" in " ".join(RESULTS.split())
+
+
 def test_sentence_on_rates_follows_from_kept_runs():
     runs = rows.read_csv(kept_file("rates"))
     table.page(runs, ["method=diloco"], [])
@@ -260,6 +268,11 @@ def kept_tables(folder):
             if runs:
                 table.page(runs, args.base, [])
                 yield runs
+    for path in KEPT:
+        if path.stem.startswith("after_"):  # its script is not started
+            runs = rows.read_csv(path)
+            table.page(runs, ["init_from=out/after/averaged_gradients.pt"], [])
+            yield runs
 
 
 def test_distances_in_results_are_those_of_kept_runs(tmp_path):

@@ -1,0 +1,25 @@
+# Does a model that was trained in rounds learn another text as well as one that was not? Both have
+# the same loss: EDiT's models of size.sh after 1,000 steps, and models of averaged gradients, which
+# reach that loss in 690 steps. Both go on with averaged gradients, in C++: the headers of torch.
+set -e
+run="--plain --jobs 2 --replicas 4 --device cpu --dtype bf16 --batch_size 4 --method minibatch"
+python -m lab.sweep equal --max_steps 690 --lr 0.0045 --eval_interval 100000 --seed 5 6 8 9 $run
+python -m lab.table out/sweep/equal/*/ --out lab/results/equal
+
+mkdir -p out/after/text
+include=$(python -c "import torch; print(torch.__path__[0])")/include
+for file in "$include"/c10/*/*.h "$include"/ATen/core/*.h "$include"/torch/csrc/*/*.h; do
+    cp "$file" "out/after/text/$(basename "$(dirname "$file")")-$(basename "$file").txt"
+done
+python data.py --input out/after/text/*.txt --out out/after/headers
+for seed in 5 6 8 9; do
+    cp out/sweep/length/*max_steps=1000*seed=$seed-*/model.pt out/after/edit.pt
+    cp out/sweep/equal/*seed=$seed-*/model.pt out/after/averaged_gradients.pt
+    python -m lab.sweep after --init_from out/after/edit.pt out/after/averaged_gradients.pt \
+        --data out/after/headers --max_steps 240 --eval_interval 60 --lr_warmup_steps 24 \
+        --lr 0.0015 0.0045 --seed $seed $run
+done
+base="--base init_from=out/after/averaged_gradients.pt"
+python -m lab.table out/sweep/after/*/ $base --at 60 --out lab/results/after_60
+python -m lab.table out/sweep/after/*/ $base --at 120 --out lab/results/after_120
+python -m lab.table out/sweep/after/*/ $base --at 240 --out lab/results/after_240
