@@ -209,6 +209,20 @@ def test_models_that_go_on_began_with_nearly_equal_losses():
     assert f"EDiT's is {higher:.1%} higher. Both go on" in " ".join(RESULTS.split())
 
 
+def test_sentence_on_the_parts_of_the_penalty_follows_from_kept_runs():
+    runs = rows.read_csv(kept_file("dose_parts"))
+    table.page(runs, ["scale_lr=none"], [])
+    parts = ("anomaly_elimination", "weighted_averaging", "pseudo_grad_clipping")
+    over = {}
+    for (rate, *on), line in rows.find_lines(runs, ["scale_lr", *parts]).items():
+        if rate != "none":
+            over[parts[on.index("yes")]] = table.distances_of(line)
+    half = 100 * table.Spread.of(list(over.values())).half_interval(3)
+    means = [f"{100 * statistics.mean(over[part]):+.1f}%" for part in parts]
+    written = f"elimination {means[0]}, weights {means[1]}, clip {means[2]}, each +- {half:.1f}%"
+    assert written in " ".join(RESULTS.split())
+
+
 def test_sentence_on_rates_follows_from_kept_runs():
     runs = rows.read_csv(kept_file("rates"))
     table.page(runs, ["method=diloco"], [])
