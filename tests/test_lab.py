@@ -21,6 +21,7 @@ def json_lines(found) -> str:
 
 SPANS = [("step", k, k + 1.0) for k in range(4)]
 
+
 def write_timeline(folder, rounds, text):
     record = [CONFIG]
     for steps in rounds:
@@ -104,7 +105,9 @@ def test_timeline_of_a_run_is_drawn(tmp_path, corpus_folder):
     assert float(written[0]["computing"]) == found[0]["computing"]
 
 
-def test_rule_leaves_out_the_replica_with_twice_the_median_loss(tmp_path, corpus_folder, monkeypatch):
+def test_rule_leaves_out_the_replica_with_twice_the_median_loss(
+    tmp_path, corpus_folder, monkeypatch
+):
     monkeypatch.setitem(methods.TABLE, "rule", ("LossRule", "lab.loss_rule", "lab.loss_rule"))
     options = dict(method="rule", tau=4, sync_warmup_steps=2, max_steps=14, scale_lr="1:7:10:3000")
     argv = flags(**options, data=corpus_folder, out_dir=tmp_path)

@@ -1,6 +1,6 @@
 # Does a model that was trained in rounds learn another text as well as one that was not? Both have
-# the same loss: EDiT's models of size.sh after 1,000 steps, and models of averaged gradients, which
-# reach that loss in 690 steps. Both go on with averaged gradients, in C++: the headers of torch.
+# nearly the same loss: EDiT's models of size.sh after 1,000 steps, and those of averaged gradients
+# after 690. Both go on with averaged gradients, in C++: the headers of torch.
 set -e
 run="--plain --jobs 2 --replicas 4 --device cpu --dtype bf16 --batch_size 4 --method minibatch"
 python -m lab.sweep equal --max_steps 690 --lr 0.0045 --eval_interval 100000 --seed 5 6 8 9 $run
@@ -11,7 +11,7 @@ include=$(python -c "import torch; print(torch.__path__[0])")/include
 for file in "$include"/c10/*/*.h "$include"/ATen/core/*.h "$include"/torch/csrc/*/*.h; do
     cp "$file" "out/after/text/$(basename "$(dirname "$file")")-$(basename "$file").txt"
 done
-python data.py --input out/after/text/*.txt --out out/after/headers
+[ -d out/after/headers ] || python data.py --input out/after/text/*.txt --out out/after/headers
 for seed in 5 6 8 9; do
     cp out/sweep/length/*max_steps=1000*seed=$seed-*/model.pt out/after/edit.pt
     cp out/sweep/equal/*seed=$seed-*/model.pt out/after/averaged_gradients.pt

@@ -1,6 +1,7 @@
-# Does the price of rounds shrink with the model or with the length of the training? All sizes see
-# equally many tokens for each parameter. Each has its own best learning rate and outer step. With
-# 0.9 million parameters averaged gradients are those of worth.sh.
+# Does the price of rounds shrink with the model or with the length of the training? `size`: small
+# models see as many tokens for each parameter as the one of 0.9 million in 2,000 steps, and have
+# their own best learning rate. `length`: that one in fewer steps; its averaged gradients are those
+# of worth.sh. Each line has its own best outer step.
 set -e
 run="--plain --jobs 2 --replicas 4 --device cpu --dtype bf16 --batch_size 4 --eval_interval 100000"
 run="$run --seed 5 6 8 9 --best 7"

@@ -162,18 +162,15 @@ def test_table_of_the_dose_follows_from_kept_runs():
 
 
 def test_table_of_the_price_of_rounds_follows_from_kept_runs():
+    both = ("minibatch", "edit")
+    files = {"size": both, "length": both, "frontier": both, "worth": ["minibatch"]}
     pairs = {}  # (parameters, steps) -> method -> seed -> loss
-    for file in "size", "length", "worth", "frontier":
+    for file, methods in files.items():
         for run in rows.read_csv(kept_file(file)):
-            method, steps = run.flags["method"], int(run.results["steps"])
-            if (
-                method in ("minibatch", "edit")
-                and run.seed in worth.SEEDS
-                and file + method != "worthedit"
-            ):
+            if run.flags["method"] in methods and run.seed in worth.SEEDS:
                 parameters = {40: "0.11", 72: "0.29"}.get(run.flags.get("n_embd"), "0.92")
-                losses = pairs.setdefault((parameters, steps), {})
-                losses.setdefault(method, {})[run.seed] = run.loss
+                losses = pairs.setdefault((parameters, int(run.results["steps"])), {})
+                losses.setdefault(run.flags["method"], {})[run.seed] = run.loss
     pairs = {key: losses for key, losses in pairs.items() if len(losses) == 2}
     assert len(pairs) == 5
     over = {}
@@ -181,9 +178,7 @@ def test_table_of_the_price_of_rounds_follows_from_kept_runs():
         over[key] = [losses["edit"][s] / losses["minibatch"][s] - 1 for s in worth.SEEDS]
     half = 100 * table.Spread.of(over.values()).half_interval(len(worth.SEEDS))
     for (parameters, steps), found in over.items():
-        means = [
-            statistics.mean(pairs[parameters, steps][m].values()) for m in ("minibatch", "edit")
-        ]
+        means = [statistics.mean(pairs[parameters, steps][method].values()) for method in both]
         row = f"| {parameters} million | {steps:,} | {means[0]:.3f} | {means[1]:.3f} |"
         assert f"{row} +{100 * statistics.mean(found):.1f}% |" in RESULTS
     assert f"| EDiT above (each +- {half:.1f}%) |" in RESULTS
@@ -244,6 +239,27 @@ def test_picture_of_the_gain_shows_the_kept_runs():
     panel = plot.Panel("gain", "over", "")
     written = plot.checksum([list(plot.lines_of(plot.gain_curves(runs), panel).values())])
     assert written in (ROOT / "lab/results/gain.svg").read_text()
+
+
+def test_gains_in_the_sentences_are_those_of_the_kept_runs():
+    above = {}  # tau -> [(gain, percent above the best)]; the default
+    for row in plot.gain_curves(rows.read_csv(kept_file("gain"))):
+        above.setdefault(row["variant"], []).append((row["gain"], row["over"]))
+    best = [min(points, key=lambda point: point[1])[0] for points in above.values()]
+    assert 0.85 < min(best) and max(best) < 1.25  # "between 0.9 and 1.2"
+    text = " ".join(RESULTS.split())
+    gain, over = max(above["tau 4"])
+    assert f"In rounds of 4 steps it has {gain:.1f}, and is {over:.0f}% above" in text
+    assert f"has a gain of {gain:.1f}, and its loss is {over:.0f}% higher" in " ".join(TEXT.split())
+    default = [point for point in above["tau 16"] if 1.5 < point[0] < 1.55]
+    assert f"in rounds of 16 steps, and its loss is {default[0][1]:.0f}% above" in text
+    runs = rows.read_csv(kept_file("default"))
+    (of_the_default,) = {
+        round(0.7 * (1 + 0.8 / (1 - 0.8 * run.results["cosine"])), 1)
+        for run in runs
+        if run.flags["outer_lr"] == 0.7 and run.flags["schedule"] == "cosine"
+    }
+    assert f"which has a gain of {of_the_default} there" in text
 
 
 def test_losses_in_the_tables_of_results_are_means_of_kept_runs():

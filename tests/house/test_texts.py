@@ -235,7 +235,10 @@ def test_numbers_walked_through_are_those_of_the_code():
 
 def test_first_screen_shows_lines_of_the_table_of_worth():
     names = {"averaged gradients, as in DDP": "averaged gradients"}
-    names |= {"EDiT, rounds of 16 steps": "EDiT, tau 16", "Streaming EDiT (ours)": "Streaming EDiT, 4 bits"}
+    names |= {
+        "EDiT, rounds of 16 steps": "EDiT, tau 16",
+        "Streaming EDiT (ours)": "Streaming EDiT, 4 bits",
+    }
     head, *lines = worth.table_lines(list(map(worth.Result, worth.LINES)))
     computed = {line[0]: dict(zip(head, line)) for line in lines}
     screen = TEXT[TEXT.index("## What you gain") : TEXT.index("## Where to go")]
