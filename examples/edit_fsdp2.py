@@ -227,9 +227,11 @@ def find_layers(model) -> list:
             for p in module.parameters():
                 owners[p] = state  # the innermost call's
     places = {state: {} for state in modules}
+    seen = set()
     for prefix, module in model.named_modules():
         for key, p in module.named_parameters(recurse=False):
-            if p.requires_grad:
+            if p.requires_grad and p not in seen:  # a tied matrix counts once
+                seen.add(p)
                 name = f"{prefix}.{key}".removeprefix(".")
                 check_parameter(name, p, owners)
                 places[owners[p]].setdefault(name, (module, key))

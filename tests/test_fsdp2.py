@@ -6,6 +6,7 @@ silent error is needed."""
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from unittest import mock
@@ -96,7 +97,10 @@ def run_fsdp2(corpus_folder, options, variant={}) -> dict:
         module = broken_module(*variant["broken"])
     edit = module.EDiT(model, mesh["replica"], **options_of(config))
     if "load" in variant:
-        module.load(variant["load"], model, optimizer, edit)
+        path = variant["load"]
+        if edit.replica > 0:
+            path = variant.get("other_node", path)
+        module.load(path, model, optimizer, edit)
     losses, reports = [], []
     while edit.steps < config.max_steps:
         lr = train.learning_rate(edit.steps, config)
@@ -505,6 +509,59 @@ def test_anchor_is_what_training_starts_from():
         assert (weight == 3.0).all()
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(5, 4)
+        self.block = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, rank):
+        tokens = torch.tensor([rank, 4])
+        logits = self.head(self.block(self.embedding(tokens)))
+        return nn.functional.cross_entropy(logits, tokens.flip(0))
+
+
+def train_tied() -> tuple:
+    """A round of DiLoCo under FSDP2. The tied matrix, and the norms of all replicas and layers."""
+    mesh = init_device_mesh("cpu", (M, N), mesh_dim_names=("replica", "shard"))
+    model = Tied().double()
+    fully_shard(model.block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    average = OFF | dict(outer_lr=1.0, outer_momentum=0.0)
+    edit = edit_fsdp2.EDiT(model, mesh["replica"], tau=2, warmup_steps=0, **average)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        model(dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        edit.step()
+    edit.drain()
+    assert model.head.weight is model.embedding.weight
+    return model.head.weight.full_tensor(), edit.take_report()["norms"]
+
+
+@pytest.mark.slow
+def test_tied_matrix_counts_once():
+    replicas = []
+    for i in range(M):
+        model = Tied().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = sum(model(rank) for rank in range(i * N, (i + 1) * N)) / N
+            loss.backward()
+            optimizer.step()
+        replicas.append(model.head.weight.detach())
+    start = Tied().double().head.weight.detach()
+    expected = torch.stack([(start - x).norm() for x in replicas])
+    for weight, norms in run_ranks(M * N, train_tied):
+        torch.testing.assert_close(weight, sum(replicas) / M, **CLOSE)
+        torch.testing.assert_close(norms[:, 0], expected, **CLOSE)  # layer 0: the root
+
+
 # ---- checkpoints ----
 
 
@@ -534,8 +591,9 @@ def test_checkpoint_goes_on_bit_for_bit_and_loads_exactly_on_other_meshes(corpus
         (SHORT, {"save_at": 24, "path": mixed, "broken": ONE_NAME}),
         (TO_24, {"load": mixed, "broken": ONE_NAME}),
     )
+    copy = str(shutil.copytree(path, tmp_path / "copy"))
     two_replicas, one_replica = (
-        results(corpus_folder, (options, {"load": path}), world_size=2)[0]
+        results(corpus_folder, (options, {"load": path, "other_node": copy}), world_size=2)[0]
         for options in (ONE_SHARD, TO_24)
     )
     assert_same(resumed, base, steps=10)
