@@ -12,16 +12,14 @@ healthy="--base scale_lr=none"
 python -m lab.table out/sweep/dose/*/ $healthy --out lab/results/dose
 python -m lab.table out/sweep/dose/*/ $healthy --at 272 --out lab/results/dose_272
 
-# What do EDiT's parts do alone (elimination, weights, clip) at ten times the rate? (penalty.sh has
-# them at a hundred times.) And a rule of one line, which leaves out a replica whose loss is twice
-# the median?
-ten="3:241:256:10"
+# What do EDiT's parts do alone (elimination, weights, clip)? And a rule of one line, which leaves
+# out a replica whose loss is twice the median?
 python -m lab.sweep dose_parts --no-weighted_averaging --no-pseudo_grad_clipping \
-    --scale_lr "" $ten $edit $run
+    --scale_lr "" $sick $edit $run
 python -m lab.sweep dose_parts --no-anomaly_elimination --no-pseudo_grad_clipping \
-    --scale_lr "" $ten $edit $run
+    --scale_lr "" $sick $edit $run
 python -m lab.sweep dose_parts --no-anomaly_elimination --no-weighted_averaging \
-    --scale_lr "" $ten $edit $run
+    --scale_lr "" $sick $edit $run
 python -m lab.table out/sweep/dose_parts/*/ $healthy --out lab/results/dose_parts
 rule="--replicas 4 --device cpu --dtype bf16 --batch_size 4 --lr 0.0045 --tau 16 --outer_lr 1"
 rule="$rule --outer_momentum 0 --sync_warmup_steps 32 --max_steps 448 --eval_interval 16"
