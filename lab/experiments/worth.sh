@@ -1,7 +1,7 @@
 # Is linking four machines better than the best of them alone? The loss of one machine alone at
-# several lengths; what frontier.sh lacks: rounds of 64 steps (with the best outer step of
-# outer_steps_2000.sh), and the same bytes as larger batches. Then, on an idle machine, the time of a
-# step, and runs over a simulated link that check the calculation.
+# several lengths, and with a quarter of the batch; what frontier.sh lacks: rounds of 64 steps (with
+# the best outer step of outer_steps_2000.sh), and the same bytes as larger batches. Then, on an idle
+# machine, the time of a step, and runs over a simulated link that check the calculation.
 set -e
 run="--plain --jobs 2 --replicas 4 --device cpu --dtype bf16 --lr 0.0045 --eval_interval 100000"
 run="$run --seed 5 6 8 9"
@@ -12,10 +12,17 @@ python -m lab.sweep worth_batch --method minibatch --batch_size 64 --max_steps 1
     --lr_warmup_steps 12 $run --lr 0.002 0.003 0.0045 0.009 --best 7
 python -m lab.sweep worth_muon --method minibatch --optimizer muon --muon_lr 0.01 --batch_size 4 \
     --max_steps 1000 $run
+small="--plain --jobs 2 --replicas 1 --device cpu --dtype bf16 --batch_size 4 --max_steps 8000"
+small="$small --method minibatch --lr_warmup_steps 200 --eval_interval 100000"
+python -m lab.sweep worth_small_tune $small --seed 7 --lr,beta2 \
+    0.0045,0.95 0.0045,0.987 0.00225,0.95 0.00225,0.987 0.0016,0.987 0.0011,0.987
+python -m lab.sweep worth_small $small --seed 5 6 8 9 --lr 0.0016 --beta2 0.987
 python -m lab.table out/sweep/worth/*/ --out lab/results/worth
 python -m lab.table out/sweep/worth_batch/*/ --out lab/results/worth_batch
 python -m lab.table out/sweep/worth_batch_tune/*/ --out lab/results/worth_batch_tune
 python -m lab.table out/sweep/worth_muon/*/ --out lab/results/worth_muon
+python -m lab.table out/sweep/worth_small/*/ --out lab/results/worth_small
+python -m lab.table out/sweep/worth_small_tune/*/ --out lab/results/worth_small_tune
 
 one="--batch_size 4 --lr 0.0045 --device cpu --dtype bf16 --seed 5 --eval_batches 1"
 time="--ranks 1 --method minibatch --optimizer adamw muon $one"

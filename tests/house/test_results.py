@@ -157,6 +157,12 @@ def harm(name, base, columns) -> dict:
     return found
 
 
+def test_one_machine_alone_ends_as_low_with_a_quarter_of_the_batch():
+    loss = statistics.mean(run.loss for run in rows.read_csv(kept_file("worth_small")))
+    assert f"rate and beta2, it ends at {loss:.3f}, too." in " ".join(RESULTS.split())
+    assert f"| one machine alone | {loss:.3f} |" in RESULTS
+
+
 def test_table_of_the_dose_follows_from_kept_runs():
     cells = defaultdict(dict)
     for column, name in ("one round later", "dose_272"), ("at the end", "dose"):
