@@ -18,6 +18,7 @@ import sample
 import test_ladder
 from lab import bench, planner, rows, sweep, table, timeline, worth
 from methods import METHODS
+from plumbing import plan
 from ranks import ROOT
 from relatives import quantize, robust
 from test_readme import TEXT, read_flags
@@ -257,8 +258,14 @@ def test_first_screen_shows_lines_of_the_table_of_worth():
     assert f"EDiT's is {higher:.1%} above that of averaged gradients" in in_one_line
     edit = worth.Result(next(line for line in worth.LINES if line.name == "EDiT, tau 16"))
     share = worth.steps_alone(edit.loss, edit.alone) / edit.steps
-    assert f"One machine alone has this loss after {share:.0%} of its 5.3 minutes" in in_one_line
-    assert f"steps keep {share:.0%} of the speed" in TEXT.replace("\n", " ")
+    assert f"One machine alone reaches EDiT's loss after {share:.0%} of its 5.3 minutes" in in_one_line
+    text = " ".join(TEXT.split())
+    assert f"steps keep {share:.0%} of the speed" in text
+    link_s = 34 / 4.85  # 10^9 parameters, a step of a second, two replicas
+    speed = 2 * 16 / plan.round_seconds("edit", 16, 1.0, link_s, 24)
+    assert abs(speed * share - 1) < 0.01 and "above 5 EDiT in rounds of 16 steps is faster" in text
+    assert f"[Two need {5 * 1.3 / 0.7:.0f}](#gpus-and-nodes)" in text
+    assert f"of 3.6 s these are {44 * 6.9 / 3.6:.0f} and {5 * 6.9 / 3.6:.0f} Gbit/s" in text
     all_bits = worth.Result(worth.LINES[0])
     assert all_bits.worth(2250)[0] < edit.worth(2250)[0]
     assert all_bits.worth(2350)[0] > edit.worth(2350)[0]
