@@ -50,6 +50,7 @@ ELSEWHERE = {  # beginning of a command -> who runs it, or why nobody does
     "cp ": "the shell",
 }
 EXERCISES = "EXERCISES.md", "docs/answers.md"  # tests/test_exercises.py runs theirs
+TRAININGS = ("train.py", "plain", "lab.sweep", "lab.loss_rule")
 SMALL = {  # those of these flags that a method has
     "device": "cpu", "n_layer": 2, "n_embd": 8, "n_head": 1, "block_size": 16, "batch_size": 1,
     "sync_warmup_steps": 2, "lr_warmup_steps": 1, "tau": 4,
@@ -166,7 +167,7 @@ def test_command_runs(command, folder, tmp_path):
     launcher, program, *words = shlex.split(short.replace("NAME", "edit"))
     if program == "-m":
         program, *words = words
-    if program in ("train.py", "plain", "lab.sweep") and not {"--help", "--dry_run"} & {*words}:
+    if program in TRAININGS and not {"--help", "--dry_run"} & {*words}:
         words = made_small(words, count)
         if program != "lab.sweep" and "--resume" not in words and "--overwrite" not in words:
             words.append("--overwrite")

@@ -204,7 +204,7 @@ def test_table_of_the_price_of_rounds_follows_from_kept_runs():
         loss = statistics.mean(pairs["0.92", steps]["edit"].values())
         shares[steps] = f"{worth.steps_alone(loss, alone) / steps:.0%}"
     text = " ".join(RESULTS.split())
-    assert f"of 4,000 steps after {shares[4000]} of them" in text
+    assert f"2,000 steps after {shares[2000]} of them, and that of 4,000 steps after {shares[4000]}" in text
     assert f"after {shares[2000]} of them. So above 2.3" in text
 
 
@@ -259,6 +259,14 @@ def test_gains_in_the_sentences_are_those_of_the_kept_runs():
     gain, over = max(above["tau 4"])
     assert f"In rounds of 4 steps it has {gain:.1f}, and is {over:.0f}% above" in text
     assert f"has a gain of {gain:.1f}, and its loss is {over:.0f}% higher" in " ".join(TEXT.split())
+    tried = rows.find_lines(rows.read_csv(kept_file("length_tune")), ["max_steps"])
+    gains = []
+    for line in tried.values():
+        run = min(line, key=lambda run: run.loss)
+        lr, mu = run.flags["outer_lr"], run.flags["outer_momentum"]
+        gains.append(f"{lr * (1 + mu / (1 - mu * run.results['cosine'])):.1f} {lr} {mu}")
+    assert gains == ["1.2 0.9 0.3", "1.1 0.7 0.5", "1.1 0.5 0.8"]
+    assert "1.2 after 500 steps (0.9 and 0.3), 1.1 after 1,000 (0.7 and 0.5) and after 4,000" in text
     default = [point for point in above["tau 16"] if 1.5 < point[0] < 1.55]
     assert f"in rounds of 16 steps, and its loss is {default[0][1]:.0f}% above" in text
     runs = rows.read_csv(kept_file("default"))
