@@ -32,6 +32,7 @@ AXES = {  # column of the evaluations -> its name below an axis
     "train_s": "seconds of training",
     "sync_bytes": "bytes over slow links, per rank",
     "gain": "gain of the outer step",
+    "scale_lr": "learning rate of the sick replica, times that of the others",
 }
 LOOK = {  # of matplotlib
     "font.size": 9,
@@ -140,7 +141,7 @@ def draw_panel(axes, panel, lines):
     if panel.ticks:
         axes.set_xticks(list(panel.ticks.values()), list(panel.ticks))
     at = sorted({x for points in lines.values() for x, *_ in points})
-    if panel.log and len(at) <= 6 and panel.x not in AXES:  # a few values of a flag
+    if panel.log and len(at) <= 6 and panel.x not in (*CURVES, "gain"):  # a few values of a flag
         axes.set_xticks(at, [f"{x:g}" for x in at])
 
 
@@ -192,7 +193,7 @@ def curves(runs, columns, x, y="val_loss") -> list:
         names = [name for name in own_columns[method] if name != x]
         variant = short_label(names, found[0])
         count = min(len(run.curve["val_loss"]) for run in found)
-        at = [[SWITCH.get(run.flags.get(x), run.flags.get(x))] for run in found]
+        at = [[place(x, run.flags.get(x))] for run in found]
         if x in CURVES:
             columns_of_x = [run.curve[x][:count] for run in found]
             if any(None in column for column in columns_of_x):  # a CSV file may lack it
@@ -207,6 +208,13 @@ def curves(runs, columns, x, y="val_loss") -> list:
             if points and isinstance(points[0], (int, float)):  # a method may lack the flag
                 rows.append({"method": method, "variant": variant, x: points, y: losses})
     return rows
+
+
+def place(x, value):
+    """Of the value of a flag on the x axis: of a switch 0 or 1, of --scale_lr the factor."""
+    if x == "scale_lr":
+        return 1.0 if value == "none" else float(value.split(":")[-1])
+    return SWITCH.get(value, value)
 
 
 def gain_curves(runs) -> list:

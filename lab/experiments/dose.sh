@@ -30,3 +30,5 @@ for seed in 1 2 3; do
     done
 done
 python -m lab.table out/sweep/loss_rule/*/ --base scale_lr=3:241:256:1 --out lab/results/loss_rule
+python -m lab.table lab/results/dose.csv lab/results/dose_parts.csv lab/results/loss_rule.csv \
+    --x scale_lr --out lab/results/dose_of_all
