@@ -160,7 +160,7 @@ class Plan:
         warmup = 0 if math.isinf(config.sync_warmup_steps) else config.sync_warmup_steps
         return Run(
             self.n_params, config.n_layer, step_s, self.replicas, tau, config.link_mbps, bits,
-            self.tokens_per_step, config.max_steps, min(warmup, config.max_steps),
+            self.tokens_per_step, config.max_steps, min(warmup, config.max_steps), self.micro_steps,
         )  # fmt: skip
 
     # ---- printing ----
@@ -236,6 +236,7 @@ class Run:
     tokens_per_step: int = 0  # of all replicas
     max_steps: int = 0
     warmup_steps: int = 0  # of averaged gradients
+    micro_steps: int = 1  # K, of a step
 
 
 def costs(run: Run, method: str) -> dict:
@@ -251,7 +252,7 @@ def costs(run: Run, method: str) -> dict:
     bits = BITS.get(method, run.bits)
     sent = sent_bytes(run, bits)
     link_s = link_seconds(sent, run.link_mbps)
-    round_s = round_seconds(method, tau, run.step_s, link_s, run.layers)
+    round_s = round_seconds(method, tau, run.step_s, link_s, run.layers, run.micro_steps)
     share = tau * run.step_s / round_s
     found = {"link_s": link_s, "round_s": round_s, "share": share, "speed": run.replicas * share}
 
@@ -260,7 +261,7 @@ def costs(run: Run, method: str) -> dict:
         warmup, rounds = run.warmup_steps, (run.max_steps - run.warmup_steps) / tau
     vector = sent_bytes(run, run.bits)  # a step of averaged gradients
     vector_s = link_seconds(vector, run.link_mbps)
-    step_s = round_seconds("minibatch", 1, run.step_s, vector_s, run.layers)
+    step_s = round_seconds("minibatch", 1, run.step_s, vector_s, run.layers, run.micro_steps)
     found["warmup_s"] = warmup * step_s
     found["warmup_bytes"] = warmup * vector
     found["run_s"] = found["warmup_s"] + rounds * round_s
@@ -268,13 +269,16 @@ def costs(run: Run, method: str) -> dict:
     return found
 
 
-def round_seconds(method: str, tau: int, step_s: float, link_s: float, layers: int) -> float:
+def round_seconds(
+    method: str, tau: int, step_s: float, link_s: float, layers: int, micro_steps: int = 1
+) -> float:
     """Seconds of a round of tau steps, if what it sends takes link_s on the link.
 
-    L layers; c = link_s / L, a layer on the link; f = step_s / 3 / L, the forward of a layer
+    L layers; c = link_s / L, a layer on the link; f = step_s / 3 / L / K, the forward of a layer in
+    one of K micro-steps
 
-    minibatch       a layer is sent when its backward (2 f) is done; the next forward waits for all:
-                    max(step_s + c, L f + 2 f + L c)
+    minibatch       a layer is sent when its backward (2 f) in the last micro-step is done; the next
+                    forward waits for all: max(step_s + c, step_s - 2 (L-1) f + L c)
     edit, a_edit,   layer l of the next forward waits for layer l:
     one_bit_edit    tau step_s + max(c, L c - (L-1) f), see edit.py
     co2, eager      the mean travels during the next round: max(tau step_s, L c)
@@ -283,9 +287,9 @@ def round_seconds(method: str, tau: int, step_s: float, link_s: float, layers: i
     others          tau step_s + L c
     """
     c = link_s / layers
-    f = step_s / 3 / layers
+    f = step_s / 3 / layers / micro_steps
     if method == "minibatch":
-        return max(step_s + c, layers * f + 2 * f + link_s)
+        return max(step_s + c, step_s - 2 * (layers - 1) * f + link_s)
     if method in ("edit", "a_edit", "one_bit_edit"):
         return tau * step_s + max(c, link_s - (layers - 1) * f)
     if method in ("co2", "eager"):
@@ -314,12 +318,12 @@ def smallest_tau(run: Run, method: str) -> int:
     return tau
 
 
-def needed_mbps(replicas: int, bits: float = 32) -> float:
+def needed_mbps(replicas: int, bits: float = 32, micro_steps: int = 1) -> float:
     """The link with which averaged gradients compute for 90% of the time, for a model of 10^9
     parameters and a step of 1 s. Multiply by the parameters, divide by the step's seconds. From
-    round_seconds(), for many layers: 1/3 + link_s = 1 / 0.9."""
+    round_seconds(), for many layers: 1 - 2/3 / micro_steps + link_s = 1 / 0.9."""
     one = Run(1e9, 1, 1.0, replicas, 1, 1.0)
-    return link_seconds(sent_bytes(one, bits), 1.0) / (1 / ENOUGH - 1 / 3)
+    return link_seconds(sent_bytes(one, bits), 1.0) / (1 / ENOUGH - 1 + 2 / 3 / micro_steps)
 
 
 NAMES = {
@@ -335,8 +339,9 @@ def describe(run: Run) -> str:
     """The costs as a table, and what follows from them."""
     M = run.replicas
     lines = [
-        f"        a step of {run.tokens_per_step:,} tokens computes for {seconds(run.step_s)}; "
-        f"rounds of {run.tau} steps; {M} replicas, each with {run.link_mbps:,.0f} Mbit/s",
+        f"        a step of {run.tokens_per_step:,} tokens, {run.micro_steps} micro-steps, computes for "
+        f"{seconds(run.step_s)}\n"
+        f"        rounds of {run.tau} steps; {M} replicas, each with {run.link_mbps:,.0f} Mbit/s",
         f"{'method':20}{'bits':>6}{'a sync':>10}{'computes':>10}{'speed':>8}{'tau for 90%':>13}"
         f"{f'{run.max_steps:,} steps':>14}{'sent':>10}",
     ]
@@ -370,7 +375,7 @@ def describe(run: Run) -> str:
         "or a sync.\n        Its clock starts when the host issues an operation. (Default between "
         f"machines: {NCCL_TIMEOUT_S})"
     )
-    one = needed_mbps(M, run.bits) / 1000
+    one = needed_mbps(M, run.bits, run.micro_steps) / 1000
     here = one * run.parameters / 1e9 / run.step_s
     rounded = f"{here:,.0f}" if here >= 100 else f"{here:.3g}"
     lines.append(

@@ -19,8 +19,9 @@ from rows import each_row
 pytestmark = pytest.mark.slow
 
 
-# Fewer steps than the reader takes show the same.
+# Fewer steps than the reader takes show the same, and smaller batches do.
 SHORTER = {
+    "--max_steps 20 ": "--max_steps 4 ",
     "--max_steps 300": "--max_steps 100 --eval_batches 4",
     "--sync_warmup_steps 60 ": "--sync_warmup_steps 20 ",
 }
@@ -67,7 +68,7 @@ def train(folder, command) -> str:
     launcher, flags = command.split("train.py ")
     count = int(re.search(r"nproc_per_node (\d+)", launcher)[1])
     special = {rank: (in_folder, folder) for rank in range(count)}
-    words = [*flags.split(), "--eval_batches", "1"]
+    words = [*flags.split(), "--eval_batches", "1", "--batch_size", "2"]
     launch = ranks.Launch(count, folder / "out" / "printed", *words, special=special)
     assert launch.wait() == [0] * count, (command, launch.lines("err"))
     return "\n".join(launch.lines("out"))

@@ -51,6 +51,12 @@ def test_rounds_by_hand(method, tau, link_s, round_s):
     assert round_seconds(method, tau, 6.0, link_s, 2) == pytest.approx(round_s)
 
 
+def test_only_the_last_micro_step_hides_gradients_and_only_the_first_hides_a_sync():
+    # two of them, in each a forward of 0.5 + 0.5 s and a backward of 1 + 1 s
+    assert round_seconds("minibatch", 1, 6.0, 8, 2, 2) == pytest.approx(13)  # from 5 to 13 s
+    assert round_seconds("edit", 100, 6.0, 8, 2, 2) == pytest.approx(600 + 7.5)
+
+
 def test_links_that_averaged_gradients_need_are_at_most_two_grid_values_from_the_published_ones():
     for (parameters, layers, step_s), rates in PUBLISHED.items():
         for share, gbit in zip((0.5, 0.8, 0.9, 0.95), rates):
@@ -143,10 +149,16 @@ def test_shares_of_readme_are_those_of_the_planner_and_of_the_page():
         assert page["utilization"] == pytest.approx(share, abs=0.002)
         assert f"{share:.0%}" in readme, (method, tau)
 
-    more = [*SETTING, "--tokens_per_step", "4194304", "--bits"]
-    whole, half = (costs(planner.read_command([*more, n]), "minibatch") for n in ("32", "16"))
-    shares = f"compute {whole['share']:.0%} of the time, in 16 bits {half['share']:.0%}"
-    assert shares in readme.replace("\n", " ")
+    more = [*SETTING, "--tokens_per_step", "4194304"]
+    shares = []
+    for accum, bits in product("18", ("32", "16")):
+        run = planner.read_command([*more, "--accum", accum, "--bits", bits])
+        shares.append(f"{costs(run, 'minibatch')['share']:.0%}")
+    in_one_line = readme.replace("\n", " ")
+    assert f"compute {shares[0]} of the time, in 16 bits {shares[1]}" in in_one_line
+    assert f"In eight micro-steps it is {shares[2]} and {shares[3]}" in in_one_line
+    assert round(needed_mbps(2, micro_steps=10**6) / 1e5) == 3
+    assert "(in many micro-steps: below 300)" in in_one_line
 
 
 def test_page_simulates_what_the_formulas_say():

@@ -238,7 +238,7 @@ def test_first_screen_shows_lines_of_the_table_of_worth():
     names = {"averaged gradients, as in DDP": "averaged gradients"}
     names |= {
         "EDiT, rounds of 16 steps": "EDiT, tau 16",
-        "Streaming EDiT (ours)": "Streaming EDiT, 4 bits",
+        "[Streaming EDiT](relatives/README.md) (ours)": "Streaming EDiT, 4 bits",
     }
     head, *lines = worth.table_lines(list(map(worth.Result, worth.LINES)))
     computed = {line[0]: dict(zip(head, line)) for line in lines}
@@ -263,9 +263,10 @@ def test_first_screen_shows_lines_of_the_table_of_worth():
     assert f"steps keep {share:.0%} of the speed" in text
     link_s = 34 / 4.85  # 10^9 parameters, a step of a second, two replicas
     speed = 2 * 16 / plan.round_seconds("edit", 16, 1.0, link_s, 24)
-    assert abs(speed * share - 1) < 0.01 and "above 5 EDiT in rounds of 16 steps is faster" in text
-    assert f"[Two need {5 * 1.3 / 0.7:.0f}](#gpus-and-nodes)" in text
+    assert abs(speed * share - 1) < 0.01 and "above 5 Gbit/s EDiT in rounds of 16 steps is faster" in text
+    assert f"Two [need {5 * 1.3 / 0.7:.0f} Gbit/s](#gpus-and-nodes)" in text
     assert f"of 3.6 s these are {44 * 6.9 / 3.6:.0f} and {5 * 6.9 / 3.6:.0f} Gbit/s" in text
+    assert f"with 0.7 s {44 * 1.3 / 0.7:.0f} and {5 * 1.3 / 0.7:.0f}." in text
     all_bits = worth.Result(worth.LINES[0])
     assert all_bits.worth(2250)[0] < edit.worth(2250)[0]
     assert all_bits.worth(2350)[0] > edit.worth(2350)[0]
@@ -275,4 +276,4 @@ def test_first_screen_shows_lines_of_the_table_of_worth():
     assert f"1.3 billion and 0.7 s make {factor:.0f}, so 44 Mbit/s become" in in_one_line
     assert f"become {44 * factor / 1000:.1f} Gbit/s" in in_one_line
     highest = edit.a / edit.t
-    assert f"{highest:.1f} is the highest possible" in in_one_line
+    assert f"The highest possible is {highest:.1f}, because" in in_one_line
