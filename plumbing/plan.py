@@ -339,8 +339,8 @@ def describe(run: Run) -> str:
     """The costs as a table, and what follows from them."""
     M = run.replicas
     lines = [
-        f"        a step of {run.tokens_per_step:,} tokens, {run.micro_steps} micro-steps, computes for "
-        f"{seconds(run.step_s)}\n"
+        f"        a step of {run.tokens_per_step:,} tokens, {run.micro_steps} micro-steps, "
+        f"computes for {seconds(run.step_s)}\n"
         f"        rounds of {run.tau} steps; {M} replicas, each with {run.link_mbps:,.0f} Mbit/s",
         f"{'method':20}{'bits':>6}{'a sync':>10}{'computes':>10}{'speed':>8}{'tau for 90%':>13}"
         f"{f'{run.max_steps:,} steps':>14}{'sent':>10}",
