@@ -87,13 +87,18 @@ def run_ranks(world_size, function, *args, timeout_s=900):
         return [torch.load(file, weights_only=False) for file in files]
 
 
-def _command(argv, rank, world_size, port, folder):
-    """What `python train.py argv` does under a launcher, in a process that has its imports."""
+def _become(rank, world_size, port, folder):
+    """A rank of torchrun, which writes into files of this folder."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it is there already, and stays
     _write_to(folder, rank)
     torch.set_num_threads(1)
+
+
+def _command(argv, rank, world_size, port, folder):
+    """What `python train.py argv` does under a launcher, in a process that has its imports."""
+    _become(rank, world_size, port, folder)
     run_command("train.py", lambda: train.main(argv))
 
 
@@ -115,8 +120,7 @@ def _write_to(folder, rank):
 
 def script(argv, rank, world_size, port, folder, path, cwd):
     """In place of _command: what `python path argv` does in the folder cwd."""
-    _write_to(folder, rank)
-    torch.set_num_threads(1)
+    _become(rank, world_size, port, folder)
     os.chdir(cwd)
     sys.argv = [str(path), *argv]
     runpy.run_path(str(path), run_name="__main__")

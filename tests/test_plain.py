@@ -23,7 +23,6 @@ from methods import METHODS
 from plain.__main__ import REFUSED, main, read_config
 from ranks import ROOT, flags, run_training
 from rows import each_row
-from test_docs import shortened_tour
 
 OPTIONS = dict(method="edit", tau=3, sync_warmup_steps=2, max_steps=8, eval_interval=4)
 
@@ -240,9 +239,6 @@ def test_programs_of_one_process_run_without_posix(tmp_path):
     model = tmp_path / "out1" / "model.pt"
     assert run_elsewhere("sample.py", "--model", model, "--tokens", "3", "--prompt", "é")
     assert "validation loss" in run_elsewhere("one_page.py")
-
-    (tmp_path / "tour.py").write_text(shortened_tour(), encoding="utf-8")
-    assert "EDiT, sick" in run_elsewhere(tmp_path / "tour.py")
 
 
 def test_model_without_a_record_is_no_less_an_earlier_run(tmp_path, corpus_folder):
