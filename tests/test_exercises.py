@@ -24,8 +24,8 @@ SHORTER = {
     "--max_steps 20 ": "--max_steps 4 --batch_size 2 ",
     "--tau 8 --max_steps 40 ": "--tau 8 --max_steps 32 --batch_size 2 ",
     "--sync_warmup_steps 4 --max_steps 40 ": "--sync_warmup_steps 4 --max_steps 28 --batch_size 2 ",
-    "--max_steps 300": "--max_steps 100 --eval_batches 4",
-    "--sync_warmup_steps 60 ": "--sync_warmup_steps 20 ",
+    "--max_steps 300": "--max_steps 200 --eval_batches 4",
+    "--sync_warmup_steps 60 ": "--sync_warmup_steps 40 ",
 }
 
 
