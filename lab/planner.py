@@ -39,7 +39,7 @@ def read_command(argv) -> Run:
     add("--link_mbps", type=float, required=True, help="Mbit/s of each replica to the others")
     add("--tau", type=int, help="steps of a round (default: the preset's)")
     add("--tokens_per_step", type=int, help="of all ranks (default: about 524288)")
-    add("--accum", type=int, default=1, help="micro-steps; the last one hides traffic (default: 1)")
+    add("--accum", type=int, default=1, help="micro-steps of a step (default: 1)")
     add("--step_s", type=float, help="seconds of a step without waiting")
     add("--tflops", type=float, default=TFLOPS, help=f"a GPU's peak (default: {TFLOPS}, an H100)")
     add("--mfu", type=float, default=MFU, help=f"the share of it that is reached (default: {MFU})")

@@ -214,7 +214,8 @@ class Plan:
                 f"--tau {run.tau} --link_mbps {run.link_mbps:g} --step_s S, the time of your step"
             )
         step = f"a GPU makes {TFLOPS * MFU:.0f} TFLOP/s, an H100 at {MFU:.0%} of its peak"
-        return f"seconds if {step} (others: lab.planner)\n{describe(self.run(self.step_seconds()))}"
+        others = f"(others: lab.planner --accum {self.micro_steps})"
+        return f"seconds if {step} {others}\n{describe(self.run(self.step_seconds()))}"
 
 
 # ---- seconds of a run, on paper ----
@@ -339,7 +340,7 @@ def describe(run: Run) -> str:
     """The costs as a table, and what follows from them."""
     M = run.replicas
     lines = [
-        f"        a step of {run.tokens_per_step:,} tokens, {run.micro_steps} micro-steps, "
+        f"        a step of {run.tokens_per_step:,} tokens (micro-steps: {run.micro_steps}) "
         f"computes for {seconds(run.step_s)}\n"
         f"        rounds of {run.tau} steps; {M} replicas, each with {run.link_mbps:,.0f} Mbit/s",
         f"{'method':20}{'bits':>6}{'a sync':>10}{'computes':>10}{'speed':>8}{'tau for 90%':>13}"

@@ -108,7 +108,7 @@ def test_run_goes_on_when_a_node_is_lost_and_when_one_joins(node, tmp_path):
     steps = [row for row in found if row["event"] == "step"]
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
     assert [row["tokens"] for row in steps] == [1024 * step for step in range(1, STEPS + 1)]
-    assert found[-1]["val_loss"] < 2  # 1.70 undisturbed, and 5.5 at the start
+    assert found[-1]["val_loss"] < 1.9  # 1.71 undisturbed, and 5.5 at the start
     resumed = [row["step"] for row in found if row["event"] == "resume"]
     print(f"alone after {alone_s:.0f} s, together after {together_s:.0f} s, from steps {resumed}")
 

@@ -149,16 +149,20 @@ def test_shares_of_readme_are_those_of_the_planner_and_of_the_page():
         assert page["utilization"] == pytest.approx(share, abs=0.002)
         assert f"{share:.0%}" in readme, (method, tau)
 
-    more = [*SETTING, "--tokens_per_step", "4194304"]
-    shares = []
-    for accum, bits in product("18", ("32", "16")):
-        run = planner.read_command([*more, "--accum", accum, "--bits", bits])
-        shares.append(f"{costs(run, 'minibatch')['share']:.0%}")
     in_one_line = readme.replace("\n", " ")
-    assert f"compute {shares[0]} of the time, in 16 bits {shares[1]}" in in_one_line
-    assert f"In eight micro-steps it is {shares[2]} and {shares[3]}" in in_one_line
+    run = planner.read_command([*SETTING, "--accum", "16"])
+    shares = [f"{costs(run, method)['share']:.0%}" for method in ("minibatch", "edit")]
+    assert f"only the last backward hides gradients: {shares[0]} and {shares[1]}.)" in in_one_line
+    more = "--tokens_per_step 4194304 --accum 8".split()
+    shares = []
+    for bits in "32", "16":
+        run = planner.read_command([*SETTING, *more, "--bits", bits])
+        shares.append(f"{costs(run, 'minibatch')['share']:.0%}")
+    assert f"compute {shares[0]} of the time, in 16 bits {shares[1]} (" in in_one_line
     assert round(needed_mbps(2, micro_steps=10**6) / 1e5) == 3
-    assert "(in many micro-steps: below 300)" in in_one_line
+    assert round(needed_mbps(2) / 1e3) == 44
+    assert "below 300 Gbit/s   averaged gradients in many micro-steps" in readme
+    assert "(in one: below 44)" in readme
 
 
 def test_page_simulates_what_the_formulas_say():

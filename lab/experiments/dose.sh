@@ -21,6 +21,7 @@ python -m lab.sweep dose_parts --no-anomaly_elimination --no-pseudo_grad_clippin
 python -m lab.sweep dose_parts --no-anomaly_elimination --no-weighted_averaging \
     --scale_lr "" $sick $edit $run
 python -m lab.table out/sweep/dose_parts/*/ $healthy --out lab/results/dose_parts
+python -m lab.table out/sweep/dose_parts/*/ $healthy --at 272 --out lab/results/dose_parts_272
 rule="--replicas 4 --device cpu --dtype bf16 --batch_size 4 --lr 0.0045 --tau 16 --outer_lr 1"
 rule="$rule --outer_momentum 0 --sync_warmup_steps 32 --max_steps 448 --eval_interval 16"
 for seed in 1 2 3; do
@@ -29,6 +30,8 @@ for seed in 1 2 3; do
             --out_dir out/sweep/loss_rule/$factor-$seed --overwrite
     done
 done
-python -m lab.table out/sweep/loss_rule/*/ --base scale_lr=3:241:256:1 --out lab/results/loss_rule
+healthy="--base scale_lr=3:241:256:1"
+python -m lab.table out/sweep/loss_rule/*/ $healthy --out lab/results/loss_rule
+python -m lab.table out/sweep/loss_rule/*/ $healthy --at 272 --out lab/results/loss_rule_272
 python -m lab.table lab/results/dose.csv lab/results/dose_parts.csv lab/results/loss_rule.csv \
     --x scale_lr --out lab/results/dose_of_all

@@ -168,7 +168,7 @@ def test_command_runs(command, folder, tmp_path):
     if program == "-m":
         program, *words = words
     if program in TRAININGS and not {"--help", "--dry_run"} & {*words}:
-        while count > 4:  # fewer ranks of the same mesh
+        while count > 4:  # as many replicas of fewer shards
             count //= 2
             at = words.index("--shards") + 1
             words[at] = str(int(words[at]) // 2)
