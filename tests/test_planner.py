@@ -159,9 +159,9 @@ def test_shares_of_readme_are_those_of_the_planner_and_of_the_page():
         run = planner.read_command([*SETTING, *more, "--bits", bits])
         shares.append(f"{costs(run, 'minibatch')['share']:.0%}")
     assert f"compute {shares[0]} of the time, in 16 bits {shares[1]} (" in in_one_line
-    assert round(needed_mbps(2, micro_steps=10**6) / 1e5) == 3
+    assert round(needed_mbps(2, micro_steps=16) / 1e4) == 22
     assert round(needed_mbps(2) / 1e3) == 44
-    assert "below 300 Gbit/s   averaged gradients in many micro-steps" in readme
+    assert "below 220 Gbit/s   averaged gradients in 16 micro-steps" in readme
     assert "(in one: below 44)" in readme
 
 

@@ -264,8 +264,13 @@ def test_first_screen_shows_lines_of_the_table_of_worth():
     speed = 2 * 16 / plan.round_seconds("edit", 16, 1.0, link_s, 24)
     assert abs(speed * share - 1) < 0.01 and "above 5 Gbit/s EDiT in rounds of 16 steps is faster" in text
     assert f"so they [need {5 * 1.3 / 0.7:.0f}](#gpus-and-nodes)" in text
-    many, one, above = 300 * 1.3 / 0.7, 44 * 1.3 / 0.7, 5 * 1.3 / 0.7
-    shown = f"these are {round(many, -1):.0f} Gbit/s ({round(one, -1):.0f}) and {above:.0f} Gbit/s."
+    sixteen, one, above = 220 * 1.3 / 0.7, 44 * 1.3 / 0.7, 5 * 1.3 / 0.7
+    shown = f"0.7 s: below {round(sixteen, -1):.0f} Gbit/s (in one micro-step {round(one, -1):.0f})"
+    assert f"{shown}, and above {above:.0f} Gbit/s." in text
+    streaming = next(line for line in worth.LINES if line.name == "Streaming EDiT, 4 bits")
+    streaming = worth.Result(streaming)
+    kept = worth.steps_alone(streaming.loss, streaming.alone) / streaming.steps
+    shown = f"computes all the time and keeps {kept:.0%}, so two do the work of {2 * kept:.1f}."
     assert shown in text
     all_bits = worth.Result(worth.LINES[0])
     assert all_bits.worth(2250)[0] < edit.worth(2250)[0]
@@ -273,7 +278,7 @@ def test_first_screen_shows_lines_of_the_table_of_worth():
     assert "Above 2.3 Gbit/s averaged gradients are ahead of EDiT" in in_one_line
     assert round(1000 * edit.t) == 41 and round(worth.PARAMETERS / 1e6, 2) == 0.92
     needed = 44e-3 * 1300 / 0.92 * 41 / 700
-    shown = f"and steps of 0.7 s the 44 Mbit/s [become](RESULTS.md) {needed:.1f} Gbit/s"
+    shown = f"EDiT needs [{needed:.1f} Gbit/s](RESULTS.md) in place of 44 Mbit/s"
     assert shown in in_one_line
     highest = edit.a / edit.t
     assert f"The highest possible is {highest:.1f}, because" in in_one_line
