@@ -11,7 +11,8 @@ plumbing/plan.py, where train.py --dry_run takes them from, too. A step takes
 
 seconds, for a GPU with a peak of --tflops, of which it reaches the share --mfu. By default this is
 an H100 at 40%. Better is --step_s, the time of a step that you have measured on one replica with
-its share of --tokens_per_step (`ms` in the lines `step` of a run).
+its share of --tokens_per_step (`ms` in the lines `step` of a run). If a step has several
+micro-steps, give --accum: only the last backward hides gradients, only the first forward a sync.
 
     vendor's peak in bf16, TFLOP/s    A100 312, H100 and H200 989, B200 2250
 

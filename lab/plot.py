@@ -211,7 +211,7 @@ def curves(runs, columns, x, y="val_loss") -> list:
 
 
 def place(x, value):
-    """Of the value of a flag on the x axis: of a switch 0 or 1, of --scale_lr the factor."""
+    """Where a flag's value is on the x axis: a switch at 0 or 1, --scale_lr at its factor."""
     if x == "scale_lr":
         return 1.0 if value == "none" else float(value.split(":")[-1])
     return SWITCH.get(value, value)

@@ -211,7 +211,8 @@ class Plan:
             return (
                 f"seconds on CPUs: python -m lab.planner --parameters {run.parameters} "
                 f"--layers {run.layers} --replicas {run.replicas} --shards {self.shards} "
-                f"--tau {run.tau} --link_mbps {run.link_mbps:g} --step_s S, the time of your step"
+                f"--tau {run.tau} --link_mbps {run.link_mbps:g} --accum {self.micro_steps} "
+                "--step_s S, the time of your step"
             )
         step = f"a GPU makes {TFLOPS * MFU:.0f} TFLOP/s, an H100 at {MFU:.0%} of its peak"
         others = f"(others: lab.planner --accum {self.micro_steps})"

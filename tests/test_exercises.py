@@ -19,7 +19,7 @@ from rows import each_row
 pytestmark = pytest.mark.slow
 
 
-# Fewer steps than the reader takes show the same, and smaller batches do.
+# Fewer steps and smaller batches show the same as those of the reader.
 SHORTER = {
     "--max_steps 20 ": "--max_steps 4 --batch_size 2 ",
     "--tau 8 --max_steps 40 ": "--tau 8 --max_steps 32 --batch_size 2 ",
@@ -183,7 +183,7 @@ def test_outer_step_of_one_replica_costs_loss_and_with_1_and_0_is_adamw(copy):
     plain, outer, neutral = (
         rows(folder, name, "end")[0]["val_loss"] for name in ("ex12", "ex12b", "ex12c")
     )
-    # anchor - (anchor - x) rounds, and 300 steps make more of it: 0.3% with the text of Python 3.11.2.
+    # anchor - (anchor - x) rounds, and training enlarges that (to 0.3% with Python 3.11.2's text).
     assert neutral == pytest.approx(plain, rel=5e-3)
     assert outer > 1.01 * plain
 

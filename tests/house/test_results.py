@@ -230,11 +230,11 @@ def test_bits_of_10_million_parameters_are_those_of_kept_runs():
 
 def test_sentences_on_the_parts_of_the_penalty_follow_from_kept_runs():
     parts = ["anomaly_elimination", "weighted_averaging", "pseudo_grad_clipping"]
+    mean = lambda shown: float(shown.split("%")[0])
     clip, rule = [], []  # one round later, and at the end
     for suffix, most in ("_272", 0.2), ("", 0.1):
         alone = harm(f"dose_parts{suffix}", "scale_lr=none", parts)
         (of_the_rule,) = harm(f"loss_rule{suffix}", "scale_lr=3:241:256:1", []).values()
-        mean = lambda shown: float(shown.split("%")[0])
         for part in ("yes", "no", "no"), ("no", "yes", "no"):
             assert max(abs(mean(shown)) for shown in alone[part].values()) <= most
         assert max(abs(mean(of_the_rule[factor])) for factor in ("3", "30", "100")) <= 0.1
