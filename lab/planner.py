@@ -14,6 +14,9 @@ an H100 at 40%. Better is --step_s, the time of a step that you have measured on
 its share of --tokens_per_step (`ms` in the lines `step` of a run). If a step has several
 micro-steps, give --accum: only the last backward hides gradients, only the first forward a sync.
 
+A training in rounds needs more steps to the same loss, so it keeps only the share --kept of its
+speed. With --kept 1 `worth` compares equally many steps.
+
     vendor's peak in bf16, TFLOP/s    A100 312, H100 and H200 989, B200 2250
 
 Source: the formulas are ours. tests/test_planner.py compares them with table 4 of arXiv 2501.18512.
@@ -23,7 +26,7 @@ import sys
 
 from config import PRESETS, Config, Parser, UserError, make_config, padded_vocabulary, run_command
 from edit import EDiT
-from plumbing.plan import MFU, TFLOPS, Plan, Run, describe
+from plumbing.plan import MFU, ROUNDS_KEEP, TFLOPS, Plan, Run, describe
 
 GPT2_VOCABULARY = 50257
 
@@ -45,6 +48,7 @@ def read_command(argv) -> Run:
     add("--tflops", type=float, default=TFLOPS, help=f"a GPU's peak (default: {TFLOPS}, an H100)")
     add("--mfu", type=float, default=MFU, help=f"the share of it that is reached (default: {MFU})")
     add("--bits", type=float, default=32.0, help="that an element takes on the link (default: 32)")
+    add("--kept", type=float, default=ROUNDS_KEEP, help=f"of the speed, in rounds (default: {ROUNDS_KEEP})")
     add("--max_steps", type=int, help="of the run (default: the preset's)")
     add("--sync_warmup_steps", type=int, help="of averaged gradients (default: the preset's)")
     args = parser.parse_args(argv)
@@ -71,7 +75,7 @@ def make_run(args) -> Run:
         if not args.layers or not args.step_s:
             raise UserError("--parameters: give --layers and --step_s, too")
         run.parameters, run.layers = args.parameters, args.layers
-    run.micro_steps = args.accum
+    run.micro_steps, run.kept = args.accum, args.kept
     return run
 
 

@@ -31,6 +31,8 @@ TFLOPS = 989  # peak of an H100 in bf16, without sparsity
 MFU = 0.4  # the share of it that trainings of large models reach
 BITS = {"streaming_edit": 4.125, "one_bit_edit": 1.125}  # per element; 32 in other methods
 ENOUGH = 0.9  # share of computing
+# What rounds of 16 steps keep of the speed: RESULTS.md, four replicas of 0.92 million parameters.
+ROUNDS_KEEP = 0.71
 
 
 class Plan:
@@ -239,6 +241,7 @@ class Run:
     max_steps: int = 0
     warmup_steps: int = 0  # of averaged gradients
     micro_steps: int = 1  # K, of a step
+    kept: float = ROUNDS_KEEP  # rounds need 1 / kept times the steps to reach the same loss
 
 
 def costs(run: Run, method: str) -> dict:
@@ -247,7 +250,8 @@ def costs(run: Run, method: str) -> dict:
     link_s    seconds on the link for what it sends
     round_s   seconds of a round
     share     compute time / all time, 0 to 1
-    speed     M x share, in machines: so many that compute without a pause would be as fast
+    worth     M x share, with rounds x kept: the time in which one replica alone reaches a loss,
+              divided by the time of all
     run_s, run_bytes    of all steps with the warm-up; bytes of each replica
     """
     tau = 1 if method == "minibatch" else run.tau
@@ -256,7 +260,9 @@ def costs(run: Run, method: str) -> dict:
     link_s = link_seconds(sent, run.link_mbps)
     round_s = round_seconds(method, tau, run.step_s, link_s, run.layers, run.micro_steps)
     share = tau * run.step_s / round_s
-    found = {"link_s": link_s, "round_s": round_s, "share": share, "speed": run.replicas * share}
+    kept = 1 if method == "minibatch" else run.kept
+    found = {"link_s": link_s, "round_s": round_s, "share": share}
+    found["worth"] = run.replicas * share * kept
 
     warmup, rounds = 0, run.max_steps / tau
     if method != "minibatch":
@@ -344,7 +350,7 @@ def describe(run: Run) -> str:
         f"        a step of {run.tokens_per_step:,} tokens (micro-steps: {run.micro_steps}) "
         f"computes for {seconds(run.step_s)}\n"
         f"        rounds of {run.tau} steps; {M} replicas, each with {run.link_mbps:,.0f} Mbit/s",
-        f"{'method':20}{'bits':>6}{'a sync':>10}{'computes':>10}{'speed':>8}{'tau for 90%':>13}"
+        f"{'method':20}{'bits':>6}{'a sync':>10}{'computes':>10}{'worth':>8}{'tau for 90%':>13}"
         f"{f'{run.max_steps:,} steps':>14}{'sent':>10}",
     ]
     for method, name in NAMES.items():
@@ -352,14 +358,15 @@ def describe(run: Run) -> str:
         tau = "" if method == "minibatch" else smallest_tau(run, method)
         lines.append(
             f"{name:20}{BITS.get(method, run.bits):>6g}{seconds(found['link_s']):>10}"
-            f"{found['share']:>10.1%}{found['speed']:>8.2f}{tau:>13}"
+            f"{found['share']:>10.1%}{found['worth']:>8.2f}{tau:>13}"
             f"{seconds(found['run_s']):>14}{size(found['run_bytes']):>10}"
         )
     alone = seconds(run.max_steps * M * run.step_s)
     lines.append(f"{'one replica alone':36}{1:>10.1%}{1:>8.2f}{alone:>27}{size(0):>10}")
     lines.append(
-        f"speed   in machines: {M} x the share of computing. So many machines that never wait\n"
-        "        make as many steps. The loss that rounds cost is not in it: RESULTS.md"
+        f"worth   {M} x the share of computing; of rounds x {run.kept:g}, because they need more "
+        f"steps\n        to the same loss: {ROUNDS_KEEP} was measured with a small model and 16 steps "
+        "(RESULTS.md),\n        else give --kept. Below 1 one replica alone is faster"
     )
     edit = costs(run, "edit")
     if run.warmup_steps:

@@ -21,7 +21,7 @@ PAGE = ROOT / "explain.html"
 METHODS = "minibatch diloco edit a_edit streaming_edit co2 one_bit_edit".split()
 SETTING = "--model 7b --replicas 2 --shards 8 --link_mbps 10000 --tau 16".split()  # README's
 DEFAULT = dict(method="edit", model="7b", replicas=2, tau=16, gbit_per_s=10, slowness=1)
-DEFAULT |= dict(step_s=3.58, bits=32, G0=1, G1=1.04, G2=0.97, G3=1.01)
+DEFAULT |= dict(step_s=3.58, bits=32, kept=0.71, G0=1, G1=1.04, G2=0.97, G3=1.01)
 DEFAULT |= dict(mean0=1.02, mean1=1, mean2=0.98, mean3=1.04, sigma=0.05, phi=10)
 # Gbit/s that 50, 80, 90 and 95% need with 16 bits and two replicas: arXiv 2501.18512, table 4, a
 # grid of steps of 1.2. (Its DiLoCo overlaps with the backward.)
@@ -87,7 +87,8 @@ def test_a_run_costs_its_warm_up_and_its_rounds():
     step_s = 1 / 3 + 2 / 30 + 48
     assert found["warmup_s"] == pytest.approx(20 * step_s)
     assert found["run_s"] == pytest.approx(20 * step_s + 11 * (8 + 48))
-    assert found["speed"] == pytest.approx(4 * 8 / 56)
+    assert found["worth"] == pytest.approx(0.71 * 4 * 8 / 56)
+    assert costs(run, "minibatch")["worth"] == pytest.approx(4 / step_s)  # at an equal loss
 
 
 def test_planner_answers_in_a_few_lines(capsys):
@@ -98,7 +99,7 @@ def test_planner_answers_in_a_few_lines(capsys):
     flops = 6 * (run.parameters - 50304 * 2048) + 12 * 24 * 2048 * 2048
     assert run.step_s == pytest.approx(2**19 / 32 * flops / (0.4 * 989e12))
     share = costs(run, "edit")["share"]
-    assert re.search(rf"\nEDiT +32 .* {share:.1%} +{4 * share:.2f} ", printed)
+    assert re.search(rf"\nEDiT +32 .* {share:.1%} +{0.71 * 4 * share:.2f} ", printed)
     assert "take rounds below 66 Gbit/s x 10^9 parameters / seconds of a step" in printed
     assert "--timeout_s 7 or more" in printed and len(printed.splitlines()) < 20
 
@@ -180,7 +181,7 @@ def test_page_simulates_what_the_formulas_say():
                   case["tau"], case["gbit_per_s"] * 1000, case["bits"])  # fmt: skip
         found = costs(run, case["method"])
         assert page["utilization"] == pytest.approx(found["share"], rel=1e-9), case
-        assert page["speed"] == pytest.approx(found["speed"], rel=1e-9), case
+        assert page["worth"] == pytest.approx(found["worth"], rel=1e-9), case
         if case["model"] != "tiny":  # the planner counts the vocabulary of GPT-2
             ours = planner.read_command(["--model", case["model"], "--link_mbps", "1"])
             expected = pytest.approx([ours.parameters, ours.layers, ours.step_s], rel=0.005)
