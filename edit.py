@@ -82,7 +82,7 @@ class PenaltyConfig:
     weighted_averaging: bool = option(True, "weight replicas by exp(-norm), else equally")
     pseudo_grad_clipping: bool = option(True, "clip each layer's dbar")
     outer_lr: float = option(0.7, "outer learning rate (paper: 0.8)")
-    outer_momentum: float = option(0.8, "outer Nesterov momentum (paper: 0.85)", below=1)
+    outer_momentum: float = option(0.5, "outer Nesterov momentum (paper: 0.85)", below=1)
 
 
 @dataclass

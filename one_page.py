@@ -76,7 +76,7 @@ class Run:
         self.penalty = penalty
         # The anchor is what all replicas had at the last sync, a vector for each layer.
         self.anchors = [as_vector(layer) for layer in replicas[0].model.layers]
-        self.outer = torch.optim.SGD(self.anchors, lr=0.7, momentum=0.8, nesterov=True)
+        self.outer = torch.optim.SGD(self.anchors, lr=0.7, momentum=0.5, nesterov=True)
 
 
 def train(M=4, steps=96, sync_warmup=16, tau=4, sick_round=12):

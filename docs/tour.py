@@ -14,7 +14,6 @@ M = 4  # replicas
 STEPS = 160  # of each replica
 WARMUP = 16  # first steps, in which all methods average gradients
 TAU = 8  # steps of a round
-OUTER_MOMENTUM = 0.5  # of the outer step
 SICK_ROUND = 13  # in which replica 3 trains with 100 times its learning rate
 LAYERS, CHANNELS, CONTEXT = 2, 64, 32  # of the model
 PICTURE = "out/tour.png"
@@ -77,11 +76,11 @@ train("local SGD", "post_local_sgd")
 # The anchor a is the model after the last exchange. Anchor minus parameters is a pseudo-gradient d:
 # the outer optimizer takes the mean of all four as the gradient of the anchor. Where the mean
 # points in the same direction from round to round, the outer momentum b makes the steps longer.
-# Expect about the loss of local SGD: in so few rounds the momentum gains little. OUTER_MOMENTUM =
-# 0.8 goes too far in so short a run: try it.
+# Expect about the loss of local SGD: in so few rounds the momentum gains little. Try
+# another one: train("DiLoCo, 0.8", "diloco", "--outer_momentum 0.8") goes too far in so short a run.
 print(inspect.getsource(DiLoCo.sync))
 print(inspect.getsource(DiLoCo.nesterov))
-train("DiLoCo", "diloco", f"--outer_momentum {OUTER_MOMENTUM}")
+train("DiLoCo", "diloco")
 
 # %% EDiT's penalty
 # EDiT does the same layer by layer, and looks at the norm of each replica's pseudo-gradient first:
@@ -99,7 +98,7 @@ def show(row):
     print(f"round {row['round']:2}  norms {norms}  weights {weights}  flagged layers {flagged}")
 
 
-rows = train("EDiT", "edit", f"--outer_momentum {OUTER_MOMENTUM}")
+rows = train("EDiT", "edit")
 for number in 1, SICK_ROUND, len(rows["sync"]):
     show(rows["sync"][number - 1])
 
@@ -108,7 +107,7 @@ for number in 1, SICK_ROUND, len(rows["sync"]):
 # loss jumps. For EDiT the norm is far above the limit, so it flags all layers of this replica and
 # goes on with the other three. Look at the norms, the weights and the flagged layers of round 13.
 first = WARMUP + (SICK_ROUND - 1) * TAU + 1
-sick = f"--outer_momentum {OUTER_MOMENTUM} --scale_lr {M - 1}:{first}:{first + TAU - 1}:100"
+sick = f"--scale_lr {M - 1}:{first}:{first + TAU - 1}:100"
 for name, method in {"DiLoCo, sick": "diloco", "EDiT, sick": "edit"}.items():
     rows = train(name, method, sick)
     show(rows["sync"][SICK_ROUND - 1])

@@ -78,7 +78,7 @@ class Page:
 
     def __init__(self):
         self.anchors = tensors(VECTORS["anchor"])
-        self.outer = torch.optim.SGD(self.anchors, lr=0.7, momentum=0.8, nesterov=True)
+        self.outer = torch.optim.SGD(self.anchors, lr=0.7, momentum=0.5, nesterov=True)
         self.replicas = []
         for _ in range(M):
             layers = [torch.nn.Linear(a.numel(), 1, bias=False).double() for a in self.anchors]

@@ -74,7 +74,7 @@ def test_page_trains_as_the_distributed_run_until_a_replica_is_sick(small_page, 
         assert (weights[3] == 0).all() == sick
         for diloco, edit in (losses, [row["val_loss"] for row in rows]):
             assert edit < loss_before + 0.1  # EDiT's loss stays where it is
-            assert diloco > loss_before + 0.5  # DiLoCo's jumps and stays high
+            assert diloco > loss_before + 0.3  # DiLoCo's jumps and stays high
 
     # The penalty has acted, all of it, where the page says so.
     assert max(max(row["weight"]) for row in syncs[: SICK_ROUND - 1]) > 0.253

@@ -153,7 +153,7 @@ def test_shares_of_readme_are_those_of_the_planner_and_of_the_page():
     in_one_line = readme.replace("\n", " ")
     run = planner.read_command([*SETTING, "--accum", "16"])
     shares = [f"{costs(run, method)['share']:.0%}" for method in ("minibatch", "edit")]
-    assert f"averaged gradients compute {shares[0]}, EDiT {shares[1]}.)" in in_one_line
+    assert f"as train.py takes them: {shares[0]} and {shares[1]}," in in_one_line
     more = "--tokens_per_step 4194304 --accum 8".split()
     shares = []
     for bits in "32", "16":

@@ -27,7 +27,9 @@ python -m lab.table out/sweep/frontier_muon/*/ --base method=minibatch \
 python -m lab.sweep frontier_others --method post_local_sgd slowmo co2 noloco top_k $adamw --seed 5
 python -m lab.sweep frontier_others --method streaming_diloco --outer_lr 0.5 --outer_momentum 0.8 \
     $adamw --seed 5
-python -m lab.sweep frontier_others --method eager robust --tau 16 --sync_warmup_steps 32 \
-    --lr 0.003 $run --seed 5
+python -m lab.sweep frontier_others --method eager --tau 16 --sync_warmup_steps 32 --lr 0.003 \
+    $run --seed 5
+python -m lab.sweep frontier_others --method robust --outer_lr 0.7 --outer_momentum 0.8 --tau 16 \
+    --sync_warmup_steps 32 --lr 0.003 $run --seed 5
 python -m lab.table out/sweep/frontier_others/*/ --out lab/results/frontier_others
 python -m lab.table lab/results/frontier_others.csv lab/results/frontier.csv --base method=minibatch

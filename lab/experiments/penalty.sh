@@ -5,7 +5,7 @@ set -e
 run="--tau 16 --batch_size 4 --sync_warmup_steps 32 --eval_interval 16 --device cpu --seed 1 2 3"
 diloco="--method diloco --lr 0.0045 --outer_lr 1 --outer_momentum 0 $run"
 edit="--method edit --lr 0.0045 --outer_lr 0.9 --outer_momentum 0.3 $run"
-robust="--method robust --lr 0.003 $run"
+robust="--method robust --lr 0.003 --outer_lr 0.7 --outer_momentum 0.8 $run"
 short="--max_steps 272 --eval_batches 8"
 for method in "$diloco" "$edit"; do
     python -m lab.sweep penalty --scale_lr "" 3:241:256:100 3:209:256:3 $short $method
