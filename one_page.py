@@ -15,9 +15,9 @@ weight to one that has moved far, and limits the length of the common step. All 
 
        EDiT's replicas                                            | validation loss
 round  norms                | weights             | flagged layers | EDiT    DiLoCo
-   11  0.5 0.4 0.5 0.5      | 0.25 0.26 0.25 0.25 | 0 0 0 0        | 2.7876  2.7890
-   12  0.4 0.4 0.4 39.7     | 0.33 0.33 0.34 0.00 | 0 0 0 4        | 2.7938  3.7092
-   13  0.3 0.3 0.3 0.4      | 0.25 0.25 0.25 0.25 | 0 0 0 0        | 2.7749  3.4327
+   11  0.5 0.4 0.5 0.5      | 0.25 0.26 0.25 0.25 | 0 0 0 0        | 2.7362  2.7368
+   12  0.5 0.4 0.4 44.0     | 0.33 0.34 0.33 0.00 | 0 0 0 4        | 2.7102  3.4533
+   13  0.4 0.4 0.4 0.4      | 0.25 0.25 0.25 0.25 | 0 0 0 0        | 2.6923  3.2793
 
 In rounds in which nobody is sick the two losses differ a little, too: EDiT's weights are 0.24 to
 0.26, not exactly 0.25, and training enlarges small differences. Neither is better by that.
