@@ -107,6 +107,10 @@ def read_axes(words) -> dict:
     for name in OWN_FLAGS:
         if name in axes:
             raise UserError(f"--{name}: the sweep sets it for each run; leave it out")
+    names = [name for key in axes for name in key.split(",")]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--{name}: it is given twice")
     return {name: values or ["yes"] for name, values in axes.items()}
 
 
@@ -394,13 +398,18 @@ def read_command(argv: list) -> tuple:
 def main(argv: list):
     args, axes = read_command(argv)
     root = Path("out/sweep", args.name)
-    seeds = [seed for seed in axes.get("seed", [str(Config.seed)]) if seed != args.best]
-    if not seeds:
-        raise UserError(f"--best {args.best}: give other seeds, too, as in --seed 1 2 3")
-    runs, notes = plan(root, axes | {"seed": seeds}, args.ranks, args.plain)
+    if not any("seed" in key.split(",") for key in axes):
+        axes["seed"] = [str(Config.seed)]
+    if args.best is not None:
+        seeds = [seed for seed in axes.get("seed", []) if seed != args.best]
+        if not seeds:
+            raise UserError(f"--best {args.best}: give other seeds, too, as in --seed 1 2 3")
+        tuning_axes = axes | {"seed": [args.best]}
+        axes["seed"] = seeds
+    runs, notes = plan(root, axes, args.ranks, args.plain)
     if args.best is not None:
         tuning = Path(f"{root}_tune")
-        tried, _ = plan(tuning, axes | {"seed": [args.best]}, args.ranks, args.plain)
+        tried, _ = plan(tuning, tuning_axes, args.ranks, args.plain)
         sweep(tuning, tried, notes, args)
         best = choose(tried, [loss_of(run.folder) for run in tried])
         notes = [f"best of its setting: {run.folder.name}" for run in best]
