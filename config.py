@@ -148,9 +148,9 @@ def option(default, help, choices=None, nargs=None, const=None, group=None, **li
 
 # Blocks, heads, channels, context; sequences per rank and micro-step; peak learning rate and its
 # warm-up. Rates from 124m up are GPT-3's for these sizes (arXiv 2005.14165, table 2.1), which were
-# used with batches of 0.5 to 2 million tokens. tau and warm-up are the EDiT paper's (from memory).
+# used with batches of 0.5 to 2 million tokens. The warm-up is the EDiT paper's (from memory).
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "lr", "lr_warmup_steps")
-LONG = dict(max_steps=20_000, eval_interval=1000, log_interval=20, tau=128, sync_warmup_steps=1024)
+LONG = dict(max_steps=20_000, eval_interval=1000, log_interval=20, sync_warmup_steps=1024)
 PRESETS = {
     "tiny": {},  # the defaults
     "10m": dict(zip(SHAPE, (6, 6, 384, 256, 4, 1e-3, 100)), max_steps=2000),

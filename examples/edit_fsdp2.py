@@ -5,7 +5,7 @@
         fully_shard(block, mesh=mesh["shard"])  # not mesh: FSDP2 would average every gradient
     fully_shard(model, mesh=mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters())
-    edit = EDiT(model, mesh["replica"], tau=128, warmup_steps=1024)
+    edit = EDiT(model, mesh["replica"], tau=16, warmup_steps=1024)
     for batch in batches:                       # every rank has its own
         loss = model(batch)                     # completes a sync, layer by layer
         loss.backward()                         # in the warm-up it averages gradients
@@ -74,7 +74,7 @@ PRIVATE_NAME = "_get_fsdp_state"  # of torch. It tells which modules one fully_s
 class Config:
     """What EDiT() takes by keyword."""
 
-    tau: int = 128  # inner steps per round
+    tau: int = 16  # inner steps per round (paper: 128)
     warmup_steps: int = 1024  # first steps, with averaged gradients
     outer_lr: float = 0.7  # outer learning rate (paper: 0.8)
     outer_momentum: float = 0.5  # outer Nesterov momentum (paper: 0.85)

@@ -15,7 +15,7 @@ its share of --tokens_per_step (`ms` in the lines `step` of a run). If a step ha
 micro-steps, give --accum: only the last backward hides gradients, only the first forward a sync.
 
 A training in rounds needs more steps to the same loss, so it keeps only the share --kept of its
-speed. With --kept 1 `worth` compares equally many steps.
+speed: by default what was measured in a small model. With 1 `worth` compares equally many steps.
 
     vendor's peak in bf16, TFLOP/s    A100 312, H100 and H200 989, B200 2250
 
@@ -26,7 +26,7 @@ import sys
 
 from config import PRESETS, Config, Parser, UserError, make_config, padded_vocabulary, run_command
 from edit import EDiT
-from plumbing.plan import MFU, ROUNDS_KEEP, TFLOPS, Plan, Run, describe
+from plumbing.plan import MFU, TFLOPS, Plan, Run, describe
 
 GPT2_VOCABULARY = 50257
 
@@ -41,20 +41,22 @@ def read_command(argv) -> Run:
     add("--replicas", type=int, default=2, help="M, mostly machines (default: 2)")
     add("--shards", type=int, default=8, help="N, ranks of a replica (default: 8)")
     add("--link_mbps", type=float, required=True, help="Mbit/s of each replica to the others")
-    add("--tau", type=int, help="steps of a round (default: the preset's)")
+    add("--tau", type=int, help="steps of a round (default: 16)")
     add("--tokens_per_step", type=int, help="of all ranks (default: about 524288)")
     add("--accum", type=int, default=1, help="micro-steps of a step (default: 1)")
     add("--step_s", type=float, help="seconds of a step without waiting")
     add("--tflops", type=float, default=TFLOPS, help=f"a GPU's peak (default: {TFLOPS}, an H100)")
     add("--mfu", type=float, default=MFU, help=f"the share of it that is reached (default: {MFU})")
     add("--bits", type=float, default=32.0, help="that an element takes on the link (default: 32)")
-    add("--kept", type=float, default=ROUNDS_KEEP, help=f"of the speed, in rounds (default: {ROUNDS_KEEP})")
+    add("--kept", type=float, help="share of the speed that rounds keep (default: see above)")
     add("--max_steps", type=int, help="of the run (default: the preset's)")
     add("--sync_warmup_steps", type=int, help="of averaged gradients (default: the preset's)")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         if isinstance(value, (int, float)) and not value > 0 and name != "sync_warmup_steps":
             raise UserError(f"--{name} {value}: must be above 0")
+    if args.kept and args.kept > 1:
+        raise UserError(f"--kept {args.kept:g}: a share of the speed, at most 1")
     return make_run(args)
 
 
@@ -75,7 +77,8 @@ def make_run(args) -> Run:
         if not args.layers or not args.step_s:
             raise UserError("--parameters: give --layers and --step_s, too")
         run.parameters, run.layers = args.parameters, args.layers
-    run.micro_steps, run.kept = args.accum, args.kept
+        run.tokens_per_step = args.tokens_per_step or 0
+    run.micro_steps, run.kept = args.accum, args.kept or 0
     return run
 
 

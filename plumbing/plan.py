@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import model
-from config import NCCL_TIMEOUT_S, PRESETS, UserError
+from config import NCCL_TIMEOUT_S, UserError
 from model import ModelConfig
 from plumbing.simulate import FRAMING
 from shard import Layout
@@ -31,8 +31,9 @@ TFLOPS = 989  # peak of an H100 in bf16, without sparsity
 MFU = 0.4  # the share of it that trainings of large models reach
 BITS = {"streaming_edit": 4.125, "one_bit_edit": 1.125}  # per element; 32 in other methods
 ENOUGH = 0.9  # share of computing
-# What rounds of 16 steps keep of the speed: RESULTS.md, four replicas of 0.92 million parameters.
-ROUNDS_KEEP = 0.71
+# What rounds of so many steps keep of the speed: RESULTS.md, four replicas of 0.92 million
+# parameters. Shorter ones keep at least as much, longer ones less.
+ROUNDS_KEEP = {16: 0.71, 64: 0.48}
 
 
 class Plan:
@@ -158,7 +159,7 @@ class Plan:
         if hasattr(config, "tau_time_s"):  # A-EDiT's rounds end by the clock
             tau = max(1, round(config.tau_time_s / step_s))
         else:
-            tau = getattr(config, "tau", PRESETS[config.model].get("tau", 16))  # minibatch has none
+            tau = getattr(config, "tau", 16)  # minibatch has none
         warmup = 0 if math.isinf(config.sync_warmup_steps) else config.sync_warmup_steps
         return Run(
             self.n_params, config.n_layer, step_s, self.replicas, tau, config.link_mbps, bits,
@@ -241,13 +242,13 @@ class Run:
     max_steps: int = 0
     warmup_steps: int = 0  # of averaged gradients
     micro_steps: int = 1  # K, of a step
-    kept: float = ROUNDS_KEEP  # rounds need 1 / kept times the steps to reach the same loss
+    kept: float = 0  # rounds need 1 / kept times the steps to the same loss; 0: rounds_keep(tau)
 
 
 def costs(run: Run, method: str) -> dict:
     """What a steady round of a method costs:
 
-    link_s    seconds on the link for what it sends
+    sent, link_s    bytes of a replica in a sync, and their seconds on the link
     round_s   seconds of a round
     share     compute time / all time, 0 to 1
     worth     M x share, with rounds x kept: the time in which one replica alone reaches a loss,
@@ -260,8 +261,8 @@ def costs(run: Run, method: str) -> dict:
     link_s = link_seconds(sent, run.link_mbps)
     round_s = round_seconds(method, tau, run.step_s, link_s, run.layers, run.micro_steps)
     share = tau * run.step_s / round_s
-    kept = 1 if method == "minibatch" else run.kept
-    found = {"link_s": link_s, "round_s": round_s, "share": share}
+    kept = 1 if method == "minibatch" else run.kept or rounds_keep(tau)
+    found = {"sent": sent, "link_s": link_s, "round_s": round_s, "share": share}
     found["worth"] = run.replicas * share * kept
 
     warmup, rounds = 0, run.max_steps / tau
@@ -318,6 +319,11 @@ def link_seconds(sent: float, link_mbps: float) -> float:
     return sent * 8 * FRAMING / (link_mbps * 1e6)
 
 
+def rounds_keep(tau: int) -> float:
+    """The share of their speed that rounds keep, as far as it was measured."""
+    return next((share for most, share in ROUNDS_KEEP.items() if tau <= most), ROUNDS_KEEP[64])
+
+
 def smallest_tau(run: Run, method: str) -> int:
     """The smallest power of two with which a replica computes for 90% of the time."""
     tau = 1
@@ -326,12 +332,26 @@ def smallest_tau(run: Run, method: str) -> int:
     return tau
 
 
-def needed_mbps(replicas: int, bits: float = 32, micro_steps: int = 1) -> float:
-    """The link with which averaged gradients compute for 90% of the time, for a model of 10^9
-    parameters and a step of 1 s. Multiply by the parameters, divide by the step's seconds. From
-    round_seconds(), for many layers: 1 - 2/3 / micro_steps + link_s = 1 / 0.9."""
-    one = Run(1e9, 1, 1.0, replicas, 1, 1.0)
-    return link_seconds(sent_bytes(one, bits), 1.0) / (1 / ENOUGH - 1 + 2 / 3 / micro_steps)
+def links_for_rounds(run: Run) -> tuple:
+    """From which link on EDiT is worth more than one replica alone, and from which one on averaged
+    gradients are worth more than EDiT, in Mbit/s; infinite if that is never so."""
+
+    def worth(method, mbps):
+        return costs(replace(run, link_mbps=mbps), method)["worth"]
+
+    alone = rising_zero(lambda mbps: worth("edit", mbps) - 1)
+    return alone, rising_zero(lambda mbps: worth("minibatch", mbps) - worth("edit", mbps))
+
+
+def rising_zero(f) -> float:
+    """The x from 10^-3 to 10^9 from which on f(x) is above 0, or infinity."""
+    low, high = 1e-3, 1e9
+    if f(high) <= 0:
+        return math.inf
+    while high / low > 1.0001:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if f(middle) > 0 else (middle, high)
+    return high
 
 
 NAMES = {
@@ -346,27 +366,31 @@ NAMES = {
 def describe(run: Run) -> str:
     """The costs as a table, and what follows from them."""
     M = run.replicas
+    kept = run.kept or rounds_keep(run.tau)
+    tokens = f" of {run.tokens_per_step:,} tokens" if run.tokens_per_step else ""
     lines = [
-        f"        a step of {run.tokens_per_step:,} tokens (micro-steps: {run.micro_steps}) "
+        f"        a step{tokens} (micro-steps: {run.micro_steps}) "
         f"computes for {seconds(run.step_s)}\n"
         f"        rounds of {run.tau} steps; {M} replicas, each with {run.link_mbps:,.0f} Mbit/s",
-        f"{'method':20}{'bits':>6}{'a sync':>10}{'computes':>10}{'worth':>8}{'tau for 90%':>13}"
-        f"{f'{run.max_steps:,} steps':>14}{'sent':>10}",
+        f"{'method':20}{'bits':>6}{'a sync sends':>14}{'takes':>10}{'computes':>10}{'worth':>8}"
+        f"{'tau for 90%':>13}{f'{run.max_steps:,} steps':>14}{'sent':>10}",
     ]
     for method, name in NAMES.items():
         found = costs(run, method)
         tau = "" if method == "minibatch" else smallest_tau(run, method)
         lines.append(
-            f"{name:20}{BITS.get(method, run.bits):>6g}{seconds(found['link_s']):>10}"
+            f"{name:20}{BITS.get(method, run.bits):>6g}{size(found['sent']):>14}"
+            f"{seconds(found['link_s']):>10}"
             f"{found['share']:>10.1%}{found['worth']:>8.2f}{tau:>13}"
             f"{seconds(found['run_s']):>14}{size(found['run_bytes']):>10}"
         )
     alone = seconds(run.max_steps * M * run.step_s)
-    lines.append(f"{'one replica alone':36}{1:>10.1%}{1:>8.2f}{alone:>27}{size(0):>10}")
+    lines.append(f"{'one replica alone':50}{1:>10.1%}{1:>8.2f}{alone:>27}{size(0):>10}")
     lines.append(
-        f"worth   {M} x the share of computing; of rounds x {run.kept:g}, because they need more "
-        f"steps\n        to the same loss: {ROUNDS_KEEP} was measured with a small model and 16 steps "
-        "(RESULTS.md),\n        else give --kept. Below 1 one replica alone is faster"
+        f"worth   {M} x computes, of methods in rounds x {kept:g}, because they need more steps\n"
+        "        to the same loss. In a small model rounds of 16 steps kept 0.71, of 64 0.48\n"
+        "        (RESULTS.md); others: --kept. Below 1 one replica alone is faster. (The last two\n"
+        "        columns are those of equally many steps, with the warm-up.)"
     )
     edit = costs(run, "edit")
     if run.warmup_steps:
@@ -384,14 +408,14 @@ def describe(run: Run) -> str:
         "or a sync.\n        Its clock starts when the host issues an operation. (Default between "
         f"machines: {NCCL_TIMEOUT_S})"
     )
-    one = needed_mbps(M, run.bits, run.micro_steps) / 1000
-    here = one * run.parameters / 1e9 / run.step_s
-    rounded = f"{here:,.0f}" if here >= 100 else f"{here:.3g}"
-    lines.append(
-        f"link    take rounds below {one:.0f} Gbit/s x 10^9 parameters / seconds of a step; "
-        f"here:\n        below {rounded} Gbit/s averaged gradients compute for less than "
-        f"{ENOUGH:.0%} of the time"
-    )
+    alone, averaged = links_for_rounds(run)
+    if alone < averaged:
+        text = f"EDiT is worth more than one replica alone above {rate(alone)}"
+        if averaged < math.inf:
+            text += f",\n        and more than averaged gradients below {rate(averaged)}"
+    else:
+        text = "EDiT is nowhere worth more than both, averaged gradients and one replica alone"
+    lines.append(f"link    {text}")
     return "\n".join(lines)
 
 
@@ -399,6 +423,10 @@ def size(count: float) -> str:
     if count >= 1e12:
         return f"{count / 1e12:.2f} TB"
     return f"{count / 1e6:.1f} MB" if count < 1e10 else f"{count / 1e9:.2f} GB"
+
+
+def rate(mbps: float) -> str:
+    return f"{mbps:.3g} Mbit/s" if mbps < 1000 else f"{mbps / 1000:.3g} Gbit/s"
 
 
 def seconds(count: float) -> str:

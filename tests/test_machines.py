@@ -452,6 +452,7 @@ def test_figures_of_the_page_are_the_planners(capsys):
     taus = re.search(pattern, page, re.S)
     for tau, method in zip(taus.groups(), ("edit", "streaming_edit", "one_bit_edit")):
         assert int(tau) == smallest_tau(run, method)
+    assert f'A "worth" of {costs(run, "edit")["worth"]:.2f} means' in page
     by_hand = 9 * costs(run, "edit")["link_s"] / run.step_s
     assert by_hand == pytest.approx(9 * 34e-6 * run.parameters / run.link_mbps, rel=0.001)
     assert by_hand / 2 < smallest_tau(run, "diloco") / 2 < by_hand <= smallest_tau(run, "diloco")
