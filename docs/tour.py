@@ -76,8 +76,8 @@ train("local SGD", "post_local_sgd")
 # The anchor a is the model after the last exchange. Anchor minus parameters is a pseudo-gradient d:
 # the outer optimizer takes the mean of all four as the gradient of the anchor. Where the mean
 # points in the same direction from round to round, the outer momentum b makes the steps longer.
-# Expect about the loss of local SGD: in so few rounds the momentum gains little. Try
-# another one: train("DiLoCo, 0.8", "diloco", "--outer_momentum 0.8") goes too far in so short a run.
+# Expect about the loss of local SGD: in so few rounds the momentum gains little. (More of
+# it goes too far in so short a run: try train("DiLoCo, 0.8", "diloco", "--outer_momentum 0.8").)
 print(inspect.getsource(DiLoCo.sync))
 print(inspect.getsource(DiLoCo.nesterov))
 train("DiLoCo", "diloco")

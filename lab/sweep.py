@@ -93,22 +93,21 @@ class Run:
 def read_axes(words) -> dict:
     """The words of a command line as flag -> its values. A flag that stands alone is `yes`."""
     axes = {}
+    names = []
     for word in words:
-        if word.startswith("--no-"):
-            axes[word[5:]] = ["no"]
-            continue
         if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            axes[name] = [value] if equals else []
+            key, equals, value = word.removeprefix("--").removeprefix("no-").partition("=")
+            names += key.split(",")
+            axes[key] = [value] if equals else []
+            if word.startswith("--no-"):
+                axes[key] = ["no"]
         elif axes:
-            axes[name].append(word)
+            axes[key].append(word)
         else:
             raise UserError(f"{word}: a value stands behind its flag, as in --tau 4 16")
-    for name in OWN_FLAGS:
-        if name in axes:
-            raise UserError(f"--{name}: the sweep sets it for each run; leave it out")
-    names = [name for key in axes for name in key.split(",")]
     for name in names:
+        if name in OWN_FLAGS:
+            raise UserError(f"--{name}: the sweep sets it for each run; leave it out")
         if names.count(name) > 1:
             raise UserError(f"--{name}: it is given twice")
     return {name: values or ["yes"] for name, values in axes.items()}
@@ -401,7 +400,9 @@ def main(argv: list):
     if not any("seed" in key.split(",") for key in axes):
         axes["seed"] = [str(Config.seed)]
     if args.best is not None:
-        seeds = [seed for seed in axes.get("seed", []) if seed != args.best]
+        if "seed" not in axes:
+            raise UserError(f"--best {args.best}: give --seed alone, not with another flag")
+        seeds = [seed for seed in axes["seed"] if seed != args.best]
         if not seeds:
             raise UserError(f"--best {args.best}: give other seeds, too, as in --seed 1 2 3")
         tuning_axes = axes | {"seed": [args.best]}

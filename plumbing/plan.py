@@ -30,7 +30,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 TFLOPS = 989  # peak of an H100 in bf16, without sparsity
 MFU = 0.4  # the share of it that trainings of large models reach
 BITS = {"streaming_edit": 4.125, "one_bit_edit": 1.125}  # per element; 32 in other methods
-ENOUGH = 0.9  # share of computing
 # What rounds of so many steps keep of the speed: RESULTS.md, four replicas of 0.92 million
 # parameters. Shorter ones keep at least as much, longer ones less.
 ROUNDS_KEEP = {16: 0.71, 64: 0.48}
@@ -321,13 +320,16 @@ def link_seconds(sent: float, link_mbps: float) -> float:
 
 def rounds_keep(tau: int) -> float:
     """The share of their speed that rounds keep, as far as it was measured."""
-    return next((share for most, share in ROUNDS_KEEP.items() if tau <= most), ROUNDS_KEEP[64])
+    for most, share in ROUNDS_KEEP.items():
+        if tau <= most:
+            return share
+    return min(ROUNDS_KEEP.values())
 
 
 def smallest_tau(run: Run, method: str) -> int:
     """The smallest power of two with which a replica computes for 90% of the time."""
     tau = 1
-    while costs(replace(run, tau=tau), method)["share"] < ENOUGH and tau < 2**40:
+    while costs(replace(run, tau=tau), method)["share"] < 0.9 and tau < 2**40:
         tau *= 2
     return tau
 
@@ -367,6 +369,7 @@ def describe(run: Run) -> str:
     """The costs as a table, and what follows from them."""
     M = run.replicas
     kept = run.kept or rounds_keep(run.tau)
+    measured = ", of ".join(f"{most} kept {share}" for most, share in ROUNDS_KEEP.items())
     tokens = f" of {run.tokens_per_step:,} tokens" if run.tokens_per_step else ""
     lines = [
         f"        a step{tokens} (micro-steps: {run.micro_steps}) "
@@ -384,21 +387,21 @@ def describe(run: Run) -> str:
             f"{found['share']:>10.1%}{found['worth']:>8.2f}{tau:>13}"
             f"{seconds(found['run_s']):>14}{size(found['run_bytes']):>10}"
         )
-    alone = seconds(run.max_steps * M * run.step_s)
-    lines.append(f"{'one replica alone':50}{1:>10.1%}{1:>8.2f}{alone:>27}{size(0):>10}")
+    alone_s = seconds(run.max_steps * M * run.step_s)
+    lines.append(f"{'one replica alone':50}{1:>10.1%}{1:>8.2f}{alone_s:>27}{size(0):>10}")
     lines.append(
         f"worth   {M} x computes, of methods in rounds x {kept:g}, because they need more steps\n"
-        "        to the same loss. In a small model rounds of 16 steps kept 0.71, of 64 0.48\n"
-        "        (RESULTS.md); others: --kept. Below 1 one replica alone is faster. (The last two\n"
-        "        columns are those of equally many steps, with the warm-up.)"
+        f"        to the same loss. In a small model rounds of {measured} (RESULTS.md);\n"
+        "        others: --kept. Below 1 one replica alone is faster. (The last two columns are\n"
+        "        those of equally many steps, with the warm-up.)"
     )
     edit = costs(run, "edit")
     if run.warmup_steps:
-        alone = seconds(run.warmup_steps * M * run.step_s)
+        alone_s = seconds(run.warmup_steps * M * run.step_s)
         lines.append(
             f"warm-up {run.warmup_steps:,} of these steps average gradients: "
             f"{seconds(edit['warmup_s'])}, and {size(edit['warmup_bytes'])} from each replica.\n"
-            f"        On one replica alone: {alone}, and nothing is sent "
+            f"        On one replica alone: {alone_s}, and nothing is sent "
             "(docs/two_machines.md)"
         )
     step = costs(run, "minibatch")

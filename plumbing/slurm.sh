@@ -11,7 +11,7 @@
 # The first node holds the rendezvous. If it dies, torchrun ends on all nodes: submit this script again, and the run
 # continues from its last checkpoint. If another node dies, the others go on.
 HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# A node that joins gives the others 30 s to end their round (--tau 128) and save. If that is too short, the run
+# A node that joins gives the others 30 s to end their round and save. If that is too short, the run
 # continues from its last checkpoint.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # torch 2.13 cannot let a node join without it
 # If NCCL waits for --timeout_s in vain, each rank writes its last operations to a file (~/.cache/torch/comm_lib_trace_rank_N,
