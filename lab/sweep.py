@@ -92,24 +92,24 @@ class Run:
 
 def read_axes(words) -> dict:
     """The words of a command line as flag -> its values. A flag that stands alone is `yes`."""
-    axes = {}
-    names = []
+    axes = {}  # of a flag that is given twice the last values count, as in argparse
     for word in words:
+        if word.startswith("--no-"):
+            axes[word[5:]] = ["no"]
+            continue
         if word.startswith("--"):
-            key, equals, value = word.removeprefix("--").removeprefix("no-").partition("=")
-            names += key.split(",")
-            axes[key] = [value] if equals else []
-            if word.startswith("--no-"):
-                axes[key] = ["no"]
+            name, equals, value = word[2:].partition("=")
+            axes[name] = [value] if equals else []
         elif axes:
-            axes[key].append(word)
+            axes[name].append(word)
         else:
             raise UserError(f"{word}: a value stands behind its flag, as in --tau 4 16")
+    names = [name for key in axes for name in key.split(",")]
     for name in names:
         if name in OWN_FLAGS:
             raise UserError(f"--{name}: the sweep sets it for each run; leave it out")
         if names.count(name) > 1:
-            raise UserError(f"--{name}: it is given twice")
+            raise UserError(f"--{name}: alone or with another flag, not both")
     return {name: values or ["yes"] for name, values in axes.items()}
 
 
