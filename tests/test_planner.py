@@ -207,14 +207,14 @@ def test_rules_of_readme_are_those_of_the_planner():
 
     (alone, one), (_, many) = links(1e9, 1.0, 2, 1), links(1e9, 1.0, 2, 16)
     assert f"above {alone:.0f} Gbit/s EDiT is worth more than one node alone" in readme
-    shown = f"below {many:.0f} Gbit/s EDiT is worth more than averaged gradients in 16 micro-steps"
-    assert f"{shown} (in one: below {one:.0f})" in readme
+    shown = f"below {many:.0f} Gbit/s EDiT is worth more than averaged gradients in 32 bits"
+    assert f"{shown} and 16 micro-steps (in one: below {one:.0f})" in readme
     (alone, one), (_, many) = links(1.3e9, 0.7, 2, 1), links(1.3e9, 0.7, 2, 16)
     shown = f"0.7 s: above {alone:.0f} Gbit/s, and below {round(many, -1):.0f} ({one:.0f})"
     assert shown in readme
     four = links(1.3e9, 0.7, 4, 1)[0]
-    shown = f"EDiT breaks even at [{four:.1f} Gbit/s](#gpus-and-nodes) in place of 44 Mbit/s; on two"
-    assert f"{shown} machines, which gain less, at {alone:.0f}." in readme
+    shown = f"EDiT breaks even at [{four:.1f} Gbit/s](#gpus-and-nodes) on four machines"
+    assert f"{shown}, and at {alone:.0f} on two." in readme
 
 
 def test_page_simulates_what_the_formulas_say():

@@ -259,7 +259,7 @@ def test_first_screen_shows_lines_of_the_table_of_worth():
     edit = worth.Result(next(line for line in worth.LINES if line.name == "EDiT, tau 16"))
     share = worth.steps_alone(edit.loss, edit.alone) / edit.steps
     text = " ".join(TEXT.split())
-    assert f"after {share:.0%} of its time, so rounds of 16 steps keep {share:.0%} of the speed" in text
+    assert f"in {share:.0%} of the steps, so rounds of 16 steps keep {share:.0%} of the speed" in text
     long = worth.Result(next(line for line in worth.LINES if line.name == "EDiT, tau 64"))
     kept = worth.steps_alone(long.loss, long.alone) / long.steps
     assert f"and rounds of 64 {kept:.0%}. At that price" in text
