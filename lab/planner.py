@@ -47,7 +47,7 @@ def read_command(argv) -> Run:
     add("--step_s", type=float, help="seconds of a step without waiting")
     add("--tflops", type=float, default=TFLOPS, help=f"a GPU's peak (default: {TFLOPS}, an H100)")
     add("--mfu", type=float, default=MFU, help=f"the share of it that is reached (default: {MFU})")
-    add("--bits", type=float, default=32.0, help="that an element takes on the link (default: 32)")
+    add("--bits", type=float, default=32.0, help="of a gradient on the link (default: 32)")
     add("--kept", type=float, help="share of the speed that rounds keep (default: see above)")
     add("--max_steps", type=int, help="of the run (default: the preset's)")
     add("--sync_warmup_steps", type=int, help="of averaged gradients (default: the preset's)")

@@ -29,7 +29,7 @@ PASSED = 6  # what that backward has beside it at a time, most of it in the feed
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 TFLOPS = 989  # peak of an H100 in bf16, without sparsity
 MFU = 0.4  # the share of it that trainings of large models reach
-BITS = {"streaming_edit": 4.125, "one_bit_edit": 1.125}  # per element; 32 in other methods
+BITS = {"streaming_edit": 4.125, "one_bit_edit": 1.125}  # per element; 32 in other rounds
 # What rounds of so many steps keep of the speed: RESULTS.md, four replicas of 0.92 million
 # parameters. Shorter ones keep at least as much, longer ones less.
 ROUNDS_KEEP = {16: 0.71, 64: 0.48}
@@ -236,7 +236,7 @@ class Run:
     replicas: int  # M
     tau: int
     link_mbps: float  # of each replica to the others
-    bits: float = 32  # per element; streaming_edit and one_bit_edit have their own
+    bits: float = 32  # per element of averaged gradients
     tokens_per_step: int = 0  # of all replicas
     max_steps: int = 0
     warmup_steps: int = 0  # of averaged gradients
@@ -247,6 +247,7 @@ class Run:
 def costs(run: Run, method: str) -> dict:
     """What a steady round of a method costs:
 
+    bits      of an element on the link
     sent, link_s    bytes of a replica in a sync, and their seconds on the link
     round_s   seconds of a round
     share     compute time / all time, 0 to 1
@@ -255,13 +256,13 @@ def costs(run: Run, method: str) -> dict:
     run_s, run_bytes    of all steps with the warm-up; bytes of each replica
     """
     tau = 1 if method == "minibatch" else run.tau
-    bits = BITS.get(method, run.bits)
+    bits = run.bits if method == "minibatch" else BITS.get(method, 32)
     sent = sent_bytes(run, bits)
     link_s = link_seconds(sent, run.link_mbps)
     round_s = round_seconds(method, tau, run.step_s, link_s, run.layers, run.micro_steps)
     share = tau * run.step_s / round_s
     kept = 1 if method == "minibatch" else run.kept or rounds_keep(tau)
-    found = {"sent": sent, "link_s": link_s, "round_s": round_s, "share": share}
+    found = {"bits": bits, "sent": sent, "link_s": link_s, "round_s": round_s, "share": share}
     found["worth"] = run.replicas * share * kept
 
     warmup, rounds = 0, run.max_steps / tau
@@ -382,7 +383,7 @@ def describe(run: Run) -> str:
         found = costs(run, method)
         tau = "" if method == "minibatch" else smallest_tau(run, method)
         lines.append(
-            f"{name:20}{BITS.get(method, run.bits):>6g}{size(found['sent']):>14}"
+            f"{name:20}{found['bits']:>6g}{size(found['sent']):>14}"
             f"{seconds(found['link_s']):>10}"
             f"{found['share']:>10.1%}{found['worth']:>8.2f}{tau:>13}"
             f"{seconds(found['run_s']):>14}{size(found['run_bytes']):>10}"

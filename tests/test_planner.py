@@ -201,18 +201,18 @@ def test_shares_of_readme_are_those_of_the_planner_and_of_the_page():
 def test_rules_of_readme_are_those_of_the_planner():
     readme = " ".join((ROOT / "README.md").read_text().split())
 
-    def links(parameters, step_s, replicas, micro_steps):
-        run = Run(parameters, 24, step_s, replicas, 16, 1.0, micro_steps=micro_steps)
+    def links(parameters, step_s, replicas, bits):
+        run = Run(parameters, 24, step_s, replicas, 16, 1.0, bits, micro_steps=16)
         return [mbps / 1000 for mbps in links_for_rounds(run)]
 
-    (alone, one), (_, many) = links(1e9, 1.0, 2, 1), links(1e9, 1.0, 2, 16)
+    (alone, all_bits), (_, half) = links(1e9, 1.0, 2, 32), links(1e9, 1.0, 2, 16)
     assert f"above {alone:.0f} Gbit/s EDiT is worth more than one node alone" in readme
-    shown = f"below {many:.0f} Gbit/s EDiT is worth more than averaged gradients in 32 bits"
-    assert f"{shown} and 16 micro-steps (in one: below {one:.0f})" in readme
-    (alone, one), (_, many) = links(1.3e9, 0.7, 2, 1), links(1.3e9, 0.7, 2, 16)
-    shown = f"0.7 s: above {alone:.0f} Gbit/s, and below {round(many, -1):.0f} ({one:.0f})"
+    shown = f"below {all_bits:.0f} Gbit/s EDiT is worth more than averaged gradients in 16"
+    assert f"{shown} micro-steps (in 16 bits: below {half:.0f})" in readme
+    (alone, all_bits), (_, half) = links(1.3e9, 0.7, 2, 32), links(1.3e9, 0.7, 2, 16)
+    shown = f"0.7 s: above {alone:.0f} Gbit/s, and below {round(all_bits, -1):.0f} ({half:.0f})"
     assert shown in readme
-    four = links(1.3e9, 0.7, 4, 1)[0]
+    four = links(1.3e9, 0.7, 4, 32)[0]
     shown = f"EDiT breaks even at [{four:.1f} Gbit/s](#gpus-and-nodes) on four machines"
     assert f"{shown}, and at {alone:.0f} on two." in readme
 
