@@ -37,7 +37,9 @@ def rows(folder) -> list:
 def wait_until(done, agents, seconds=900):
     deadline = time.monotonic() + seconds
     while not done():
-        assert time.monotonic() < deadline, [agent.log.read_text()[-3000:] for agent in agents]
+        ended = [agent for agent in agents if agent.poll() not in (None, -signal.SIGKILL)]
+        late = time.monotonic() > deadline
+        assert not ended and not late, [agent.log.read_text()[-3000:] for agent in agents]
         time.sleep(0.1)
 
 
@@ -56,7 +58,8 @@ def node(tmp_path):
     def start(folder, steps=STEPS, **environment):
         torchrun = "-m torch.distributed.run --nnodes 1:2 --nproc_per_node 1 --max-restarts 5"
         torchrun += f" --rdzv_backend c10d --rdzv_endpoint 127.0.0.1:{port} --rdzv_id elastic"
-        torchrun += " --local_addr 127.0.0.1 --rdzv_conf last_call_timeout=3,keep_alive_interval=1"
+        # A node that is silent for three intervals counts as lost, also if it is only slow.
+        torchrun += " --local_addr 127.0.0.1 --rdzv_conf last_call_timeout=3,keep_alive_interval=4"
         argv = [sys.executable, *torchrun.split(), "train.py", *TRAIN]
         argv += ["--out_dir", str(folder), "--max_steps", str(steps)]
         log = tmp_path / f"log-{len(agents)}"
@@ -64,7 +67,7 @@ def node(tmp_path):
         options = dict(stdout=open(log, "w"), stderr=subprocess.STDOUT, start_new_session=True)
         agents.append(subprocess.Popen(argv, cwd=ROOT, env=environment, **options))
         agents[-1].log = log
-        wait_until(lambda: listening(port), agents, 120)  # the first agent has the store
+        wait_until(lambda: listening(port), agents[-1:], 120)  # the first agent has the store
         return agents[-1]
 
     start.agents = agents
