@@ -10,9 +10,11 @@ pairs="--outer_lr,outer_momentum 1,0 0.9,0.3 0.7,0.5"
 small="--n_embd 40 --n_head 2 --max_steps 233 $run"
 middle="--n_embd 72 --n_head 2 --max_steps 623 $run"
 python -m lab.sweep size --method minibatch --lr 0.00225 0.0045 0.009 $small
-python -m lab.sweep size --lr 0.0045 0.009 0.018 --sync_warmup_steps 4 $edit $pairs $small
-python -m lab.sweep size --method minibatch --lr 0.00225 0.0045 0.009 $middle
-python -m lab.sweep size --lr 0.00225 0.0045 0.009 --sync_warmup_steps 10 $edit $pairs $middle
+python -m lab.sweep size --lr 0.00225 0.0045 0.009 0.018 --sync_warmup_steps 4 \
+    $edit $pairs $small
+python -m lab.sweep size --method minibatch --lr 0.001125 0.00225 0.0045 0.009 $middle
+python -m lab.sweep size --lr 0.001125 0.00225 0.0045 0.009 --sync_warmup_steps 10 \
+    $edit $pairs $middle
 python -m lab.sweep length --max_steps 500 1000 4000 --lr 0.0045 --sync_warmup_steps 32 $edit $run \
     --outer_lr,outer_momentum 1,0 0.9,0.3 0.7,0.5 0.5,0.8
 python -m lab.sweep length --method minibatch --max_steps 4000 --lr 0.0045 ${run% --best 7}
