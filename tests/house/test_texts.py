@@ -262,7 +262,7 @@ def test_first_screen_shows_lines_of_the_table_of_worth():
     assert f"in {share:.0%} of the steps, so rounds of 16 steps keep {share:.0%} of the speed" in text
     long = worth.Result(next(line for line in worth.LINES if line.name == "EDiT, tau 64"))
     kept = worth.steps_alone(long.loss, long.alone) / long.steps
-    assert f"and rounds of 64 {kept:.0%}. At that price" in text
+    assert f"and rounds of 64 only {kept:.0%}. At that price" in text
     assert plan.ROUNDS_KEEP == {16: round(share, 2), 64: round(kept, 2)}
     assert f"computes all the time, so it is worth {2 * share:.1f}." in text
     all_bits = worth.Result(worth.LINES[0])
