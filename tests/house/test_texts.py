@@ -264,7 +264,7 @@ def test_first_screen_shows_lines_of_the_table_of_worth():
     kept = worth.steps_alone(long.loss, long.alone) / long.steps
     assert f"and rounds of 64 only {kept:.0%}. At that price" in text
     assert plan.ROUNDS_KEEP == {16: round(share, 2), 64: round(kept, 2)}
-    assert f"computes all the time, so it is worth {2 * share:.1f}." in text
+    assert f"computes all the time, so at that price it is worth {2 * share:.1f}." in text
     all_bits = worth.Result(worth.LINES[0])
     assert all_bits.worth(2250)[0] < edit.worth(2250)[0]
     assert all_bits.worth(2350)[0] > edit.worth(2350)[0]
