@@ -134,13 +134,16 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
-def option(default, help, choices=None, nargs=None, const=None, group=None, **limits):
+def option(
+    default, help, choices=None, nargs=None, const=None, group=None, large=None, **limits
+):
     """A dataclass field that is a flag. choices, nargs, const: as in argparse; limits: low, above,
-    below, see check_limits(). group: the title in --help above this flag and those that follow."""
+    below, see check_limits(). group: the title in --help above this flag and those that follow.
+    large: its default in the LARGE presets."""
     flag = {"type": type(default), "choices": choices, "nargs": nargs, "const": const}
     if isinstance(default, bool):
         flag = {"action": argparse.BooleanOptionalAction}
-    metadata = {"help": help, "flag": flag, "limits": limits, "group": group}
+    metadata = {"help": help, "flag": flag, "limits": limits, "group": group, "large": large}
     return field(default=default, metadata=metadata)
 
 
@@ -148,7 +151,8 @@ def option(default, help, choices=None, nargs=None, const=None, group=None, **li
 
 # Blocks, heads, channels, context; sequences per rank and micro-step; peak learning rate and its
 # warm-up. Rates from 124m up are GPT-3's for these sizes (arXiv 2005.14165, table 2.1), which were
-# used with batches of 0.5 to 2 million tokens. The warm-up is the EDiT paper's (from memory).
+# used with batches of 0.5 to 2 million tokens. The warm-up is the EDiT paper's (from memory), and
+# the LARGE presets have the outer steps of the methods' papers: ours are measured on small models.
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "lr", "lr_warmup_steps")
 LONG = dict(max_steps=20_000, eval_interval=1000, log_interval=20, sync_warmup_steps=1024)
 PRESETS = {
@@ -158,13 +162,13 @@ PRESETS = {
     "1b": dict(zip(SHAPE, (24, 16, 2048, 2048, 4, 2e-4, 1000)), **LONG),
     "7b": dict(zip(SHAPE, (32, 32, 4096, 2048, 1, 1.2e-4, 2000)), **LONG),
 }
-PADDED = ("124m", "1b", "7b")
+LARGE = ("124m", "1b", "7b")
 
 
 def padded_vocabulary(config, tokens: int) -> int:
     """How many tokens the model has for a corpus with so many: in large presets a multiple of 64,
     because GPUs multiply matrices of such sizes faster. --vocab_size is taken as it is."""
-    if config.vocab_size or config.model not in PADDED:
+    if config.vocab_size or config.model not in LARGE:
         return tokens
     return -(-tokens // 64) * 64
 
@@ -333,6 +337,8 @@ def read_flags(argv: list, methods: dict) -> dict:
             text = f.metadata["help"]
             if f.default != "":
                 text += f" (default: {f.default})"
+            if f.metadata["large"] is not None:
+                text += f" ({f.metadata['large']} in --model {', '.join(LARGE)})"
         flag = f.metadata["flag"]
         if name == "method":
             flag = {"choices": list(methods)}
@@ -388,11 +394,15 @@ def make_config(given: dict, methods: dict, base: dict):
     values = {"model": Config.model, "method": Config.method}
     values |= {name: value for name, value in base.items() if name not in NOT_RESUMED}
     values |= given
-    values = PRESETS[values["model"]] | values
-
-    method = values["method"]
+    model, method = values["model"], values["method"]
     run_class = methods[method].Config
     fields = run_class.__dataclass_fields__
+    preset = PRESETS[model]
+    if model in LARGE:
+        large = {name: f.metadata["large"] for name, f in fields.items()}
+        preset = preset | {name: value for name, value in large.items() if value is not None}
+    values = preset | values
+
     foreign = []
     for name in sorted(given.keys() - fields):
         found = configs(method, methods).items()

@@ -47,8 +47,8 @@ from method import LocalConfig, Method
 
 @dataclass
 class Config(LocalConfig):  # the paper's tau is H = 500
-    outer_lr: float = option(0.7, "outer learning rate")
-    outer_momentum: float = option(0.5, "momentum of the outer step (paper: 0.9)", below=1)
+    outer_lr: float = option(0.7, "outer learning rate")  # the paper's, too
+    outer_momentum: float = option(0.5, "outer Nesterov momentum", below=1, large=0.9)
 
 
 def nesterov(anchor, momentum, d, lr, mu):

@@ -81,8 +81,8 @@ class PenaltyConfig:
     anomaly_elimination: bool = option(True, "leave out replicas with anomalous norms")
     weighted_averaging: bool = option(True, "weight replicas by exp(-norm), else equally")
     pseudo_grad_clipping: bool = option(True, "clip each layer's dbar")
-    outer_lr: float = option(0.7, "outer learning rate (paper: 0.8)")
-    outer_momentum: float = option(0.5, "outer Nesterov momentum (paper: 0.85)", below=1)
+    outer_lr: float = option(0.7, "outer learning rate", large=0.8)
+    outer_momentum: float = option(0.5, "outer Nesterov momentum", below=1, large=0.85)
 
 
 @dataclass

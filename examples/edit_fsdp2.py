@@ -76,8 +76,8 @@ class Config:
 
     tau: int = 16  # inner steps per round (paper: 128)
     warmup_steps: int = 1024  # first steps, with averaged gradients
-    outer_lr: float = 0.7  # outer learning rate (paper: 0.8)
-    outer_momentum: float = 0.5  # outer Nesterov momentum (paper: 0.85)
+    outer_lr: float = 0.8  # outer learning rate of the paper (our small models: 0.7)
+    outer_momentum: float = 0.85  # outer Nesterov momentum of the paper (our small models: 0.5)
     anomaly_threshold: float = 3.0  # delta, standard deviations above the mean norm
     anomaly_ema: float = 0.02  # alpha, a new norm's share in the statistics
     anomaly_warmup_rounds: int = 10  # norms seen before the first one can be flagged

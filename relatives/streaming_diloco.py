@@ -37,8 +37,8 @@ from relatives.quantize import MeanInFlight, QuantizedConfig
 
 @dataclass
 class Config(QuantizedConfig):  # paper: tau 100
-    outer_lr: float = option(0.7, "outer learning rate (paper: 0.4)")
-    outer_momentum: float = option(0.5, "outer Nesterov momentum (paper: 0.9)", below=1)
+    outer_lr: float = option(0.7, "outer learning rate", large=0.4)
+    outer_momentum: float = option(0.5, "outer Nesterov momentum", below=1, large=0.9)
     fragments: int = option(4, "F, parts of the model; divides tau", low=1)
     delay: int = option(-1, "steps from sending to outer step; -1: tau / F - 1, at most 2", low=-1)
     alpha: float = option(0.0, "weight of local values when a fragment lands", below=1.000001)
