@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import train
+from config import parse
+from methods import METHODS
 from model import Llama, ModelConfig
 from ranks import ROOT, Launch, Run, _train, run_config, run_ranks, script
 
@@ -42,6 +44,11 @@ def options_of(config) -> dict:
         if hasattr(config, name):
             options[name] = getattr(config, name)
     return options | {"warmup_steps": config.sync_warmup_steps}
+
+
+def test_defaults_are_those_of_the_large_presets():
+    config = parse(["--model", "124m"], METHODS)[0]
+    assert edit_fsdp2.Config(**options_of(config)) == edit_fsdp2.Config()
 
 
 def make_model(config, vocab_size, mesh, variant):
@@ -633,6 +640,7 @@ def test_checkpoint_of_another_number_of_shards_goes_on_but_for_the_order_of_sum
 FLAGS = "--max_steps 30 --tau 4 --lr 0.003 --batch_size 2".split()
 THEIRS = "--method edit --shards 2 --n_layer 3 --n_head 4 --n_embd 64 --block_size 64 --seed 1337"
 THEIRS += " --sync_warmup_steps 8 --lr_warmup_steps 8 --device cpu --dtype fp32 --log_interval 1"
+THEIRS += " --outer_lr 0.8 --outer_momentum 0.85"
 
 
 def launch(folder, program, *argv) -> list:
