@@ -18,8 +18,8 @@ cores are not four machines:
 
 t and a are measured (worth_time.csv). What an exchange adds follows from its bytes and the link, by
 round_seconds() of plumbing/plan.py. Runs over a simulated link agree with it (worth_link.csv).
-Averaged gradients add all of their time on the link: here the backward hides nothing that can be
-measured. The link has no latency.
+Averaged gradients add all of their time on the link: in those runs their backward hides nothing that
+can be measured. The link has no latency.
 
 The loss of one machine alone is measured at several lengths, each with its own whole schedule.
 Between them it is a line over log(steps). A worth stands with the interval that its loss implies:
@@ -183,16 +183,24 @@ class Result:
         losses = (self.loss, self.loss + self.half, self.loss - self.half)
         return tuple(self.minutes_alone(loss) / self.minutes(mbps) for loss in losses)
 
-    def pays_from_mbps(self) -> float:
-        """The slowest link with which all machines together are as good as one alone, or inf."""
-        low, high = 1e-3, 1e6
-        while high / low > 1.0001:
-            middle = math.sqrt(low * high)
-            if self.worth(middle)[0] < 1:
-                low = middle
-            else:
-                high = middle
-        return high if high < 1e6 else math.inf
+    def pays_from_mbps(self) -> list:
+        """The slowest link with which all machines together are as good as one alone, or inf; lower
+        end, upper end of its interval."""
+        losses = (self.loss, self.loss - self.half, self.loss + self.half)
+        minutes = map(self.minutes_alone, losses)
+        return [slowest_mbps(lambda mbps: self.minutes(mbps) <= alone) for alone in minutes]
+
+
+def slowest_mbps(fits) -> float:
+    """The slowest link that fits, or inf. A link fits if a slower one does."""
+    low, high = 1e-3, 1e6
+    while high / low > 1.0001:
+        middle = math.sqrt(low * high)
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return high if high < 1e6 else math.inf
 
 
 # ---- output ----
@@ -222,8 +230,9 @@ def table_line(result) -> list:
         worth, low, high = result.worth(mbps)
         interval = "" if result.line.loses_nothing else f" ({low:.2f} to {high:.2f})"
         cells.append(f"{worth:.2f}{interval}, {rounded(result.minutes(mbps))} min")
-    mbps = result.pays_from_mbps()
-    pays = f"{rounded(mbps)} Mbit/s" if math.isfinite(mbps) else "never"
+    mbps, low, high = result.pays_from_mbps()
+    interval = "" if result.line.loses_nothing else f" ({rounded(low)} to {rounded(high)})"
+    pays = f"{rounded(mbps)}{interval} Mbit/s" if math.isfinite(mbps) else "never"
     sent = rounded(result.bytes / 1e6)
     return [result.line.name, f"{result.loss:.3f}", sent, *cells, pays]
 

@@ -80,7 +80,10 @@ def test_minutes_count_computing_the_warm_up_alone_and_what_the_link_adds(figure
 
 def test_slowest_link_that_pays_is_where_the_worth_is_1(figures):
     rounds = figures("diloco", tau=10, warmup=100)
-    assert rounds.worth(rounds.pays_from_mbps())[0] == pytest.approx(1, rel=1e-3)
+    middle, low, high = rounds.pays_from_mbps()
+    assert rounds.worth(middle)[0] == pytest.approx(1, rel=1e-3)
+    assert rounds.worth(low)[2] == pytest.approx(1, rel=1e-3)  # if the loss is the lowest
+    assert high == math.inf and rounds.worth(1e9)[1] < 1  # if it is the highest
 
 
 def test_interval_of_a_worth_is_that_of_the_distance_of_two_means(figures):
