@@ -18,8 +18,8 @@ cores are not four machines:
 
 t and a are measured (worth_time.csv). What an exchange adds follows from its bytes and the link, by
 round_seconds() of plumbing/plan.py. Runs over a simulated link agree with it (worth_link.csv).
-Averaged gradients add all of their time on the link: in those runs their backward hides nothing that
-can be measured. The link has no latency.
+Averaged gradients add all of their time on the link: in those runs their backward hides nothing
+that can be measured. The link has no latency.
 
 The loss of one machine alone is measured at several lengths, each with its own whole schedule.
 Between them it is a line over log(steps). A worth stands with the interval that its loss implies:
