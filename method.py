@@ -144,7 +144,7 @@ class Method:
     def gather(self, **values):
         """Gather one row of numbers per replica. Returns them, also as self.rows: .losses (each
         replica's mean loss in the round), .steps (its inner steps) and .NAME have an entry per
-        replica, (M,), or (M, n) for a value of n elements. A value must be equal in the shard
+        replica: (M,) for a scalar, (M, n) for a vector (n,). A value must be equal in the shard
         group. In a method without a barrier nobody waits for the others. Then the only entry is
         this replica's: (1,) or (1, n)."""
         loss = self.record.loss_sum / self.local_steps
@@ -156,8 +156,8 @@ class Method:
             rows = self.mesh.gather_rows(row, self.mesh.sync_group)
         columns = rows.split([value.numel() for value in own.values()], dim=1)
         self.rows = SimpleNamespace()
-        for name, column in zip(own, columns):
-            setattr(self.rows, name, column.squeeze(1))
+        for (name, value), column in zip(own.items(), columns):
+            setattr(self.rows, name, column if value.dim() else column.squeeze(1))
         return self.rows
 
     def measure(self):

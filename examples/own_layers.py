@@ -14,8 +14,8 @@ must end at the same loss; if they do not, a layer or the loop is wrong. Harmles
 - Some gradients are 0 but for rounding, as that of the keys' bias in attention. Optimizers whose
   steps are as large for a tiny gradient (AdamW, signs) move such a parameter at random.
 
-Flags of the method and the optimizer count, those about text, files, devices and simulations do
-not.
+Flags of the method, the optimizer and --accum count. Those about text, files and devices do not.
+Simulations happen in the plain training only.
 """
 
 import sys
@@ -70,9 +70,13 @@ def train_sharded(config, mesh, layers) -> ShardedModel:
         method.before_step()
         lr = optimizer.lr = learning_rate(method.progress, config)
         average = method.averages_gradients  # over all replicas: in the warm-up
+        scale = 1 / (config.accum * (mesh.world_size if average else mesh.shards))
         seed_dropout(config.seed, method.steps, mesh.rank)  # here no layer draws random numbers
-        loss = model.forward(*batches(method.steps, 0, mesh.rank))
-        model.backward(1 / (mesh.world_size if average else mesh.shards), sum_replicas=average)
+        loss = 0.0
+        for micro_step in range(config.accum):
+            last = micro_step == config.accum - 1
+            loss += model.forward(*batches(method.steps, micro_step, mesh.rank)) / config.accum
+            model.backward(scale, first=micro_step == 0, sum_replicas=average and last)
         method.after_backward()
         metrics = model.step_metrics(loss, method.vote(), average)
         model.clip_gradient(config.grad_clip)

@@ -223,11 +223,11 @@ def gpt2():
 
 
 def rows(step, micro_step, rank):
-    return batch(rank, step)
+    return batch(rank, 2 * step + micro_step)
 
 
 def tokens(step, micro_step, rank):
-    generator = torch.Generator().manual_seed(100 * step + rank)
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro_step + rank)
     found = torch.randint(11, (3, 8), generator=generator)
     return found[:, :-1], found[:, 1:]
 
@@ -255,8 +255,9 @@ TRAININGS = {  # layers, batches, inner optimizer sharded and plain (None: --opt
     "experts": (mixture_of_experts, rows, train.make_optimizer, None),
     "gpt2": (gpt2, tokens, train.make_optimizer, None),
     "lion": (deep_first, rows, Lion, lion),
+    "one layer": (one_layer, rows, train.make_optimizer, None),
 }
-IN_ROUNDS = dict(tau=3, max_steps=14, sync_warmup_steps=2, anomaly_warmup_rounds=2, lr=0.01)
+IN_ROUNDS = dict(tau=3, max_steps=14, sync_warmup_steps=2, anomaly_warmup_rounds=2, lr=0.01, accum=2)
 METHODS_TRIED = ("minibatch", "edit")
 
 

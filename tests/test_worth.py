@@ -38,7 +38,7 @@ def test_calculated_steps_are_within_5_percent_of_runs_over_a_simulated_link():
             step_ms = 1000 * (free[case] + added / (tau or 1))
             assert run.results["step_ms"] == pytest.approx(step_ms, rel=0.05), case
             compared += 1
-    assert compared >= 4
+    assert compared >= 5
 
 
 @pytest.fixture

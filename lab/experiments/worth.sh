@@ -30,7 +30,7 @@ python -m lab.sweep worth_time --max_steps 300 --eval_interval 300 $time
 python -m lab.sweep worth_time --max_steps 100 --eval_interval 100000 --accum 4 $time
 link="--ranks 2 --eval_interval 1000000 $one"
 rounds="--outer_lr 0.5 --outer_momentum 0.8 --sync_warmup_steps 0 --link_mbps 0 10 $link"
-python -m lab.sweep worth_link --method minibatch --link_mbps 0 100 --max_steps 64 \
+python -m lab.sweep worth_link --method minibatch --link_mbps 0 100 1000 --max_steps 64 \
     --log_interval 16 $link
 python -m lab.sweep worth_link --method edit streaming_edit --tau 16 --max_steps 144 \
     --log_interval 16 $rounds
