@@ -1,5 +1,6 @@
 """EDiT for a model of your own under torch's FSDP2: this one file, which imports torch alone.
 
+    os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"  # before init_process_group
     mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replica", "shard"))
     for block in model.layers:
         fully_shard(block, mesh=mesh["shard"])  # not mesh: FSDP2 would average every gradient
@@ -67,6 +68,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 SIGMA_FLOOR = 0.05  # sigma is never below this fraction of the mean
+CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's state_dict() leaves it out, too
 PRIVATE_NAME = "_get_fsdp_state"  # of torch. It tells which modules one fully_shard() call gathers
 
 
@@ -76,8 +78,9 @@ class Config:
 
     tau: int = 16  # inner steps per round (paper: 128)
     warmup_steps: int = 1024  # first steps, with averaged gradients
-    outer_lr: float = 0.8  # outer learning rate of the paper (our small models: 0.7)
-    outer_momentum: float = 0.85  # outer Nesterov momentum of the paper (our small models: 0.5)
+    # The paper's outer step (from memory), for large models. Small ones want 0.7 and 0.5.
+    outer_lr: float = 0.8
+    outer_momentum: float = 0.85  # Nesterov's
     anomaly_threshold: float = 3.0  # delta, standard deviations above the mean norm
     anomaly_ema: float = 0.02  # alpha, a new norm's share in the statistics
     anomaly_warmup_rounds: int = 10  # norms seen before the first one can be flagged
@@ -232,7 +235,7 @@ def find_layers(model) -> list:
         for key, p in module.named_parameters(recurse=False):
             if p.requires_grad and p not in seen:  # a tied matrix counts once
                 seen.add(p)
-                name = f"{prefix}.{key}".removeprefix(".")
+                name = f"{prefix}.{key}".removeprefix(".").replace(CHECKPOINTED, "")
                 check_parameter(name, p, owners)
                 places[owners[p]].setdefault(name, (module, key))
     layers = []
@@ -288,6 +291,8 @@ class EDiT:
                 "find its new name (torch 2.11 to 2.13 have it)"
             )
         self.config = Config(**options)
+        if self.config.tau < 1:
+            raise ValueError(f"tau={self.config.tau}: a round has at least one step")
         self.layers = find_layers(model)
         shards = find_mesh(self.layers, replicas)
         self.shard_group, self.shards = shards.get_group(), shards.size()

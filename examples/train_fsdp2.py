@@ -81,7 +81,9 @@ def train(flags, mesh, device):
     model, blocks = make_model(batches.corpus.vocab_size)
     shard(model.to(device), blocks, mesh)
     optimizer = make_optimizer(model, flags)
-    edit = EDiT(model, mesh["replica"], tau=flags.tau, warmup_steps=flags.warmup_steps)
+    rounds = dict(tau=flags.tau, warmup_steps=flags.warmup_steps)
+    # This toy is small. Leave the outer step out for a large model: EDiT has the paper's.
+    edit = EDiT(model, mesh["replica"], outer_lr=0.7, outer_momentum=0.5, **rounds)
     if flags.load:
         load(flags.load, model, optimizer, edit)
 

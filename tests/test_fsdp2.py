@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -54,6 +55,9 @@ def test_defaults_are_those_of_the_large_presets():
 def make_model(config, vocab_size, mesh, variant):
     shape = ModelConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, vocab_size)
     model = variant.get("model", Llama)(shape, variant.get("seed", config.seed)).double()
+    if variant.get("recompute"):
+        for l in range(1, len(model.layers) - 1):
+            model.layers[l] = checkpoint_wrapper(model.layers[l])
     layers = list(model.layers)
     keep = {"reshard_after_forward": not variant.get("hold", False)}
     if "compile" in variant:
@@ -266,6 +270,7 @@ VARIANTS = {
     "evaluate before": {"evaluate": "before"},
     "hold, evaluate before": {"hold": True, "evaluate": "before"},
     "early": {"after_step": unshard_early},
+    "recompute": {"recompute": True},
     "drain": {"after_step": drain},
     "two means": {"after_step": see_two_means_in_flight},
     "eager": {"compile": "eager"},
@@ -640,7 +645,6 @@ def test_checkpoint_of_another_number_of_shards_goes_on_but_for_the_order_of_sum
 FLAGS = "--max_steps 30 --tau 4 --lr 0.003 --batch_size 2".split()
 THEIRS = "--method edit --shards 2 --n_layer 3 --n_head 4 --n_embd 64 --block_size 64 --seed 1337"
 THEIRS += " --sync_warmup_steps 8 --lr_warmup_steps 8 --device cpu --dtype fp32 --log_interval 1"
-THEIRS += " --outer_lr 0.8 --outer_momentum 0.85"
 
 
 def launch(folder, program, *argv) -> list:
