@@ -69,6 +69,8 @@ def translate_comm_errors():
         raise
     except RuntimeError as error:
         text = str(error).strip().split("\n")[0]
+        if re.search("^ProcessGroup|Check failed", text):  # a wrong argument, for example a size
+            raise
         # gloo's text begins with its source file and ends with advice.
         if found := re.match(r"\[\S+:\d+\] (.*?)(\. |$)", text):
             text = found[1]

@@ -3,6 +3,7 @@ send_receive are in test_methods.py and test_relatives.py."""
 
 import contextlib
 import os
+import re
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -212,6 +213,15 @@ def test_lost_rank_is_reported_in_one_line_without_torchs_stack_and_files(more):
 def test_fault_of_this_ranks_gpu_is_no_lost_rank(error):
     with pytest.raises(error), translate_comm_errors():
         raise error("x")
+
+
+@each_row("text", [
+    "ProcessGroupGloo::allgather: invalid tensor size at index 0 (expected (2), got (5))",
+    "[rank0]:[F1129 ProcessGroupGloo.cpp:1537] Check failed: outputShape[0] == inputShape[0]",
+])  # fmt: skip
+def test_wrong_argument_is_no_lost_rank(text):
+    with pytest.raises(RuntimeError, match=re.escape(text)), translate_comm_errors():
+        raise RuntimeError(text)
 
 
 def test_link_carries_what_crosses_replicas_with_its_bytes(monkeypatch):
