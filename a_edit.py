@@ -48,7 +48,9 @@ from method import RoundConfig
 
 @dataclass
 class Config(EDiTConfig, RoundConfig):
-    tau_time_s: float = option(2.0, "seconds of training per round (code: 600)", above=0)
+    tau_time_s: float = option(
+        2.0, "seconds of training per round (code: 600)", above=0, large=50.0
+    )
     step_weighting: str = option(
         "norm_per_step",
         "how weights allow for a replica's steps in the round (none: as in the paper)",

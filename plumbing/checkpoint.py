@@ -475,6 +475,8 @@ def load(setup, model, optimizer, method, clock):
         if lost:
             print(f"note    {path} lacks {listed(lost)}: other replicas take their place")
         method.steps = optimizer.steps = saved[0]["steps"]
+        if mesh.replica == 0:  # Checkpoints have its steps as names. Its own file may be lost, and
+            method.steps = state["step"]  # in A-EDiT the one in its place may have taken fewer.
         method.rounds = saved[0]["rounds"]
         method.averages_gradients = state["averages_gradients"]
         if not method.averages_gradients:  # in place of begin()

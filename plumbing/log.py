@@ -177,7 +177,7 @@ class Log:
         self.clock = clock
         self.at_start = setup.saved or NEW_RUN  # the state of the checkpoint that is continued
         self.tokens = self.at_start["tokens"]
-        self.last = self.at_start | {"step": step}  # the last row `step`
+        self.last = self.at_start  # the last row `step`
         # Rounds in a row in which most layers left a replica out, of each replica.
         self.sick_rounds = [0] * mesh.replicas
         self.told_sick = False

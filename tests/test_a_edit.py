@@ -212,6 +212,20 @@ def test_uneven_replicas_stop_together_at_the_budget(shards, clocks, corpus_fold
         assert overshoot <= clock.late + max(1.0, 1.5 * ratio / 2)
 
 
+def test_slow_replica_goes_on_alone(corpus_folder, tmp_path):
+    """It has taken fewer steps than replica 0, whose files are lost."""
+    run_training(2, corpus_folder, SpeedClock(1.0, 2.5), tmp_path, **LONG | dict(max_steps=20))
+    (path,) = tmp_path.glob("checkpoint-*")
+    (path / "replica-0-of-2-shard-0-of-1.pt").unlink()
+    options = LONG | dict(max_steps=30, log_interval=1, resume="auto")
+    run = run_training(1, corpus_folder, SpeedClock(1.0), tmp_path, **options)
+    steps = [row["step"] for row in run.rows("step") if row["step"] != 1]
+    assert steps == sorted(steps) and int(path.name[-8:]) + 1 in steps
+    assert all(row["step_ms"] > 0 for row in run.rows("step"))
+    assert max(tmp_path.glob("checkpoint-*")) > path
+
+
+
 def test_real_clock_ends_rounds_by_time(corpus_folder):
     options = LONG | dict(max_steps=40, tau_time_s=0.05, slow_replica="1:10")
     run = run_training(2, corpus_folder, **options)

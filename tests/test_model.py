@@ -305,6 +305,7 @@ def test_large_presets_have_the_outer_steps_of_the_papers():
             found = (config.outer_lr, config.outer_momentum)
             small = (own.outer_lr, own.outer_momentum)
             assert found == ((lr, mu) if name in TABLE else small), (method, name)
+            assert method != "a_edit" or config.tau_time_s == (50 if name in TABLE else 2), name
         given = parse([*flags, "--outer_momentum", "0.1"], METHODS)[0]
         assert given.outer_momentum == 0.1, method
 
