@@ -134,13 +134,11 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
-def option(
-    default, help, choices=None, nargs=None, const=None, group=None, large=None, **limits
-):
-    """A dataclass field that is a flag. choices, nargs, const: as in argparse; limits: low, above,
-    below, see check_limits(). group: the title in --help above this flag and those that follow.
-    large: its default in the LARGE presets."""
-    flag = {"type": type(default), "choices": choices, "nargs": nargs, "const": const}
+def option(default, help, choices=None, group=None, large=None, **limits):
+    """A dataclass field that is a flag. choices: as in argparse; limits: low, above, below, see
+    check_limits(). group: the title in --help above this flag and those that follow. large: its
+    default in the LARGE presets."""
+    flag = {"type": type(default), "choices": choices}
     if isinstance(default, bool):
         flag = {"action": argparse.BooleanOptionalAction}
     metadata = {"help": help, "flag": flag, "limits": limits, "group": group, "large": large}
@@ -151,8 +149,8 @@ def option(
 
 # Blocks, heads, channels, context; sequences per rank and micro-step; peak learning rate and its
 # warm-up. Rates from 124m up are GPT-3's for these sizes (arXiv 2005.14165, table 2.1), which were
-# used with batches of 0.5 to 2 million tokens. The warm-up is the EDiT paper's (from memory), and
-# the LARGE presets have the outer steps of the methods' papers: ours are measured on small models.
+# used with batches of 0.5 to 2 million tokens. The warm-up is the EDiT paper's (from memory).
+# In the LARGE presets EDiT and DiLoCo, streaming or not, have the outer steps of their papers.
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "lr", "lr_warmup_steps")
 LONG = dict(max_steps=20_000, eval_interval=1000, log_interval=20, sync_warmup_steps=1024)
 PRESETS = {
@@ -267,10 +265,6 @@ class Config:
     def sent_in_warmup(self, replicas: int) -> float:
         """The same per step of the warm-up."""
         return 2 * (replicas - 1) / replicas
-
-    def averaged_moments(self) -> list:
-        """Names of AdamW's moments that are averaged at each sync."""
-        return []
 
     def describe_round(self, tokens_per_step: int) -> str:
         """How long a round is."""

@@ -27,8 +27,8 @@ alone (lr 1, mu 0) is Post Local SGD.
     d_i, d     model.master    (sum P/N,)   written over x_i, which the sync replaces anyway
     b          momentum        (sum P/N,)   torch.optim.SGD's momentum buffer
 
-The inner AdamW's moments stay with their replica (but see --average_moments). Deviation: the paper
-starts from a model that was pretrained on one worker, not from a warm-up with averaged gradients.
+The inner AdamW's moments stay with their replica. Deviation: the paper starts from a model that was
+pretrained on one worker, not from a warm-up with averaged gradients.
 
 Slow-link bytes per rank and round: 2 (M-1)/M * 4 sum P/N, and 12 (M-1) for losses, steps and norms.
 Run: torchrun --nproc_per_node 4 train.py --method diloco --shards 2
@@ -46,8 +46,9 @@ from method import LocalConfig, Method
 
 
 @dataclass
-class Config(LocalConfig):  # the paper's tau is H = 500
-    outer_lr: float = option(0.7, "outer learning rate")  # the paper's, too
+class Config(LocalConfig):
+    # The paper has rounds of H = 500 steps, the learning rate 0.7 and the momentum 0.9.
+    outer_lr: float = option(0.7, "outer learning rate")
     outer_momentum: float = option(0.5, "outer Nesterov momentum", below=1, large=0.9)
 
 

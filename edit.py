@@ -81,6 +81,7 @@ class PenaltyConfig:
     anomaly_elimination: bool = option(True, "leave out replicas with anomalous norms")
     weighted_averaging: bool = option(True, "weight replicas by exp(-norm), else equally")
     pseudo_grad_clipping: bool = option(True, "clip each layer's dbar")
+    # large: the paper's, from memory, which has rounds of 128 steps
     outer_lr: float = option(0.7, "outer learning rate", large=0.8)
     outer_momentum: float = option(0.5, "outer Nesterov momentum", below=1, large=0.85)
 
@@ -178,8 +179,7 @@ def nesterov_unless_flagged(anchor, momentum, dhat, lr, mu, moves):
 # Flags that the size of a pseudo-gradient depends on.
 SCALES_NORMS = {"tau", "tau_time_s", "max_steps", "data", "batch_size", "accum", "tokens_per_step"}
 SCALES_NORMS |= {"lr", "muon_lr", "min_lr_ratio", "lr_warmup_steps", "grad_clip", "weight_decay"}
-SCALES_NORMS |= {"schedule", "decay_share", "data_by_replica"}
-SCALES_NORMS |= {"beta1", "beta2", "block_size", "average_moments"}
+SCALES_NORMS |= {"schedule", "decay_share", "data_by_replica", "beta1", "beta2", "block_size"}
 SCALES_NORMS |= {"delay", "alpha", "fragments"}  # of Streaming EDiT
 ALL = slice(None)
 

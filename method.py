@@ -19,7 +19,7 @@ Who calls what, in train.py:
         vote()             in rounds; in the warm-up a signal to stop travels in its place
         inner_step()
         after_step()       true at the end of a round; then
-        end_round()        averages moments, if asked to; measure() for the record; sync()
+        end_round()        measure() for the record; sync()
     evaluation_model()     and drain(), if an evaluation is due
     finish()               once, after the last step
 
@@ -31,9 +31,7 @@ from types import SimpleNamespace
 
 import torch
 
-from config import Config, UserError, option
-
-MOMENTS = {"none": [], "m": ["exp_avg"], "both": ["exp_avg", "exp_avg_sq"]}
+from config import Config, option
 
 
 @dataclass
@@ -41,22 +39,6 @@ class RoundConfig(Config):
     """Flags of every method with rounds, whatever ends them."""
 
     sync_warmup_steps: int = option(200, "first steps with averaged gradients")
-    average_moments: str = option(
-        "none",
-        "of AdamW, at each sync; all replicas wait. Without a value: both",
-        choices=list(MOMENTS),
-        nargs="?",
-        const="both",
-    )
-
-    def check(self, replicas: int):
-        super().check(replicas)
-        if self.optimizer == "muon" and self.average_moments == "both":
-            reason = "muon has no second moment of matrices; give --average_moments m"
-            raise UserError(f"--average_moments both: {reason}")
-
-    def averaged_moments(self) -> list:
-        return MOMENTS[self.average_moments]
 
 
 @dataclass
@@ -213,9 +195,6 @@ class Method:
     def end_round(self):
         self.rounds += 1
         with self.record.stall():
-            for name in self.config.averaged_moments():
-                # A moment is finite: clip_gradient() sets a gradient to 0 if it is not finite.
-                self.average(getattr(self.model, name))
             self.measure()
             self.sync()
         self.local_steps = 0

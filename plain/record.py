@@ -78,8 +78,6 @@ class Record:
 
     def sync(self, row):
         sent = self.f.sent_vectors(self.training.M)
-        moments = len(self.f.averaged_moments())
-        sent += moments * 2 * (self.training.M - 1) / self.training.M
         self.sent_bytes += sent * self.vector_bytes
         names = ("pseudo_grad_norm", "weight", "dropped")
         lists = {name: [float(value) for value in row[name]] for name in names if name in row}

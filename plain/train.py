@@ -285,11 +285,6 @@ class Training:
             row["cosine"] = self.cosine_with_last()
         row.update(self.method.sync())
         self.note("sync", row)
-        # method.py does this before the sync. The order does not matter: syncs touch no moments.
-        if self.f.average_moments in ("m", "both"):
-            self.average_moment([replica.m for replica in self.replicas])
-        if self.f.average_moments == "both":
-            self.average_moment([replica.v for replica in self.replicas])
 
     def cosine_with_last(self):
         """Of the angle between the mean pseudo-gradients of this round and of the last one: 1 if
@@ -299,11 +294,6 @@ class Training:
         if last is None:
             return math.nan
         return torch.nn.functional.cosine_similarity(self.moved, last, dim=0).item()
-
-    def average_moment(self, vectors):
-        average = mean(vectors)
-        for vector in vectors:
-            vector[:] = average
 
     # ---- the record ----
 

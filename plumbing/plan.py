@@ -133,9 +133,7 @@ class Plan:
 
     def sync_bytes(self) -> float:
         """What one rank sends over the slow links at a sync, without the row of scalars."""
-        M = self.replicas
-        moments = len(self.config.averaged_moments()) * 2 * (M - 1) / M
-        return (self.config.sent_vectors(M) + moments) * self.shard_bytes
+        return self.config.sent_vectors(self.replicas) * self.shard_bytes
 
     # ---- seconds ----
 

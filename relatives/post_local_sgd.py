@@ -9,7 +9,7 @@ Local SGD begins with averaged gradients, where progress is fast, and continues 
 
 M replicas, N shards, P elements of a layer. x_i is model.master, (sum P/N,): every rank its shard.
 There is no outer optimizer and no vector between syncs. The inner AdamW's moments stay with their
-replica (but see --average_moments).
+replica.
 
 Equal to SlowMo with --outer_lr 1 --outer_momentum 0, and to DiLoCo with the same flags.
 

@@ -36,7 +36,8 @@ from relatives.quantize import MeanInFlight, QuantizedConfig
 
 
 @dataclass
-class Config(QuantizedConfig):  # paper: tau 100
+class Config(QuantizedConfig):
+    # large: the paper's, which has rounds of 100 steps
     outer_lr: float = option(0.7, "outer learning rate", large=0.4)
     outer_momentum: float = option(0.5, "outer Nesterov momentum", below=1, large=0.9)
     fragments: int = option(4, "F, parts of the model; divides tau", low=1)

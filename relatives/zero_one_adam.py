@@ -78,8 +78,8 @@ class Config(QuantizedConfig):  # paper: tau grows from 1 to 16
     def check(self, replicas):
         super().check(replicas)
         scheduled_rounds(self.tau_schedule)
-        if self.sync_warmup_steps < 1 or self.average_moments != "none":
-            reason = "needs --sync_warmup_steps above 0, for V, and no --average_moments"
+        if self.sync_warmup_steps < 1:
+            reason = "needs --sync_warmup_steps above 0, for V"
             raise UserError(f"--method {self.method}: {reason}")
         if self.optimizer != "adamw":
             raise UserError(f"--optimizer {self.optimizer}: {self.method} needs AdamW's variance")

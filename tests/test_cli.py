@@ -58,7 +58,6 @@ train --n_head 2 --n_embd 6             | --n_embd 6
 train --slow_replica 1:2                | --slow_replica 1:2: must be R:F, R below 1, 1 <= F < 1e9
 train --method zero_one_adam --sync_warmup_steps 0 | needs --sync_warmup_steps above 0
 train --method zero_one_adam --optimizer muon | --optimizer muon: zero_one_adam needs AdamW's variance
-train --optimizer muon --average_moments | give --average_moments m
 train --optimizer muon --lr 0 --muon_lr 0 | raise --lr, or give --optimizer adamw
 train --schedule wsd --decay_share 0.95 | of 1 steps the decay would begin at step 0, in the rate's warm-up of 3
 train --method top_k --density 0        | --density 0.0: must be above 0
@@ -506,11 +505,7 @@ def test_presets_set_what_is_not_given():
     assert given == dict(model="124m", n_layer=3, lr=0.5, tau=9)
 
 
-def test_average_moments_without_a_value_means_both():
-    both = ["exp_avg", "exp_avg_sq"]
-    for argv, found in ([], []), (["--average_moments"], both), (["--average_moments", "m"], both[:1]):
-        config, _ = parse(["--method", "edit", *argv], train.METHODS)
-        assert config.averaged_moments() == found
+def test_more_replicas_are_trimmed_than_there_are():
     with pytest.raises(UserError, match="--trim 2: leaves none of 4"):
         argv = ["--method", "robust", "--aggregate", "trimmed_mean", "--trim", "2"]
         parse(argv, train.METHODS)[0].check(4)

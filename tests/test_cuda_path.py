@@ -46,7 +46,6 @@ CASES = [
     pytest.param("edit", DIVIDED, marks=pytest.mark.slow),
     pytest.param("edit", dict(offload=True), marks=pytest.mark.slow),
     pytest.param("edit", dict(recompute=True), marks=pytest.mark.slow),
-    pytest.param("edit", dict(average_moments="both"), marks=pytest.mark.slow),
     pytest.param("one_bit_edit", dict(offload=True), marks=pytest.mark.slow),
 ]
 for name in OUR_METHODS:

@@ -141,7 +141,7 @@ def test_every_flag_of_batches_and_the_inner_optimizer_scales_norms():
         group = field.metadata["group"] or group
         if group in ("data", "inner optimizer"):
             found.add(name)
-    found |= {"average_moments", "delay", "alpha", "fragments"}
+    found |= {"delay", "alpha", "fragments"}
     assert SCALES_NORMS == found - {"vocab_size", "optimizer"}
 
 

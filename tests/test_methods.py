@@ -31,7 +31,6 @@ FP32 = dict(rtol=1e-6, atol=1e-7)
 
 MINIBATCH = dict(method="minibatch", max_steps=8)
 LOCAL = dict(tau=3, sync_warmup_steps=2, max_steps=12)
-MOMENTS = dict(average_moments="both")
 QSR = dict(method="qsr", qsr_c=0.018, max_steps=16, min_lr_ratio=0.3)
 MUON = dict(optimizer="muon", muon_lr=0.03)
 ODD = MUON | dict(n_layer=3)  # the last blocks on two and on four shards are fewer than the shards
@@ -103,19 +102,17 @@ add("minibatch, muon", [(1, 4), GRID], MINIBATCH, ODD)
 add("post_local_sgd", ALL, LOCAL, method="post_local_sgd")
 
 add("diloco", ALL, LOCAL, method="diloco")
-add("diloco, muon", [GRID], LOCAL, ODD, method="diloco", average_moments="m")
-add("diloco, moments", [GRID], LOCAL, MOMENTS, method="diloco")
+add("diloco, muon", [GRID], LOCAL, ODD, method="diloco")
 add("qsr", FEW, LOCAL, QSR)
 
 add("slowmo", FEW, LOCAL, method="slowmo", lr_warmup_steps=9)
 
 add("co2", FEW, LOCAL, method="co2", outer_momentum=0.5)
 # while the all-reduce of the round before is in flight
-add("co2, moments", [GRID], LOCAL, MOMENTS, method="co2", link_mbps=2.0)
+add("co2, slow link", [GRID], LOCAL, method="co2", link_mbps=2.0)
 
 add("noloco", [GRID, FOUR], LOCAL, method="noloco")
 add("noloco, pull", [GRID, THREE], LOCAL, method="noloco", pull=1.1, outer_lr=0.7)
-add("noloco, moments", [FOUR], LOCAL, MOMENTS, method="noloco")
 add("noloco, global", [FOUR, GRID], LOCAL, method="noloco", global_every=2)
 
 add("streaming_diloco", FEW, STREAMING_DILOCO)  # with the default --delay
@@ -124,7 +121,6 @@ add(
     STREAMING_DILOCO, delay=3, alpha=0.5, quantize="int8", n_layer=3,
 )  # fmt: skip
 add("streaming_diloco, none", [GRID], STREAMING_DILOCO, NONE, delay=0, alpha=1.0)
-add("streaming_diloco, moments", [GRID], STREAMING_DILOCO, MOMENTS, delay=3)
 
 add("edit", ALL, EDIT)
 add("edit, muon", [(1, 4), GRID], EDIT, ODD)
@@ -133,8 +129,6 @@ add("edit, micro-steps", [GRID], EDIT, anomaly_elimination=False, accum=3)
 add("edit, equal weights", [GRID], EDIT, weighted_averaging=False)
 # the embedding's 2570 elements need padding
 add("edit, no clipping", [(2, 3)], EDIT, pseudo_grad_clipping=False, n_embd=10)
-add("edit, moments", [FOUR], EDIT, MOMENTS)
-add("edit, first moment averaged", [THREE], EDIT, average_moments="m")
 
 # the ladder: with these flags a method is the one below it (test_ladder.py: in plain/)
 UNDONE = dict(anomaly_elimination=False, weighted_averaging=False, pseudo_grad_clipping=False)
@@ -204,7 +198,7 @@ add("disturbed: tokens", [GRID], SICK, random_tokens="0:4:9", accum=2)
 add("disturbed: flip", [GRID], LOCAL, method="diloco", flip="1:6:8")
 add("disturbed: flip of its own anchor", [GRID], LOCAL, method="noloco", flip="1:6:8")
 
-add("sick: nan", [GRID], SICK, MOMENTS, sick=one_nan([1], 10))
+add("sick: nan", [GRID], SICK, sick=one_nan([1], 10))
 add("sick: inf", [THREE], SICK, sick=Sick(math.inf, [0], 10))
 add("sick: spike", [GRID], SICK, sick=Sick(100.0, [1], 10))
 # the replica's own gradients are NaN in one step, and AdamW's moments must stay finite
@@ -407,7 +401,7 @@ def assert_same_limits(run, expected, f, N, rtol):
 
 def assert_moments_are_as_equal_as_promised(run, f, N):
     """At the end, which is a sync in all runs."""
-    equal = f.method in ("minibatch", "zero_one_adam", "top_k") or f.average_moments != "none"
+    equal = f.method in ("minibatch", "zero_one_adam", "top_k")
     first = run.ranks[0]["exp_avg"]
     for rank in run.ranks[N::N]:
         assert torch.equal(first, rank["exp_avg"]) == equal

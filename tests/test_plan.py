@@ -21,7 +21,7 @@ from rows import each_row
 CASES = [(name, 2, "fp32", {}) for name in ("minibatch", "diloco", "edit")]
 SLOW = [("minibatch", 1, "fp32", {}), ("edit", 1, "fp64", {}), ("edit", 4, "fp32", {})]
 SLOW += [(name, 2, "fp32", {}) for name in ("a_edit", "post_local_sgd", "slowmo", "robust")]
-SLOW += [("edit", 2, "fp32", dict(average_moments="both")), ("edit", 4, "bf16", dict(optimizer="muon"))]
+SLOW += [("edit", 4, "bf16", dict(optimizer="muon"))]
 SCALARS = {"post_local_sgd": 2, "edit": 2 + 2 * 4, "a_edit": 2 + 2 * 4}  # others 3
 
 
