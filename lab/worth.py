@@ -192,7 +192,7 @@ class Result:
 
 
 def slowest_mbps(fits) -> float:
-    """The slowest link that fits, or inf. A link fits if a slower one does."""
+    """The slowest link that fits, or inf. If one fits, all faster ones do."""
     low, high = 1e-3, 1e6
     while high / low > 1.0001:
         middle = math.sqrt(low * high)

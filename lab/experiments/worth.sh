@@ -1,11 +1,14 @@
 # Is linking four machines better than the best of them alone? The loss of one machine alone at
-# several lengths, and with a quarter of the batch; what frontier.sh lacks: rounds of 64 steps (with
+# several lengths (with the rate that is best in 2,000 steps, and in 1,000), and with a quarter of the
+# batch; what frontier.sh lacks: rounds of 64 steps (with
 # the best outer step of outer_steps_2000.sh), and the same bytes as larger batches. Then, on an idle
 # machine, the time of a step, and runs over a simulated link that check the calculation.
 set -e
 run="--plain --jobs 2 --replicas 4 --device cpu --dtype bf16 --lr 0.0045 --eval_interval 100000"
 run="$run --seed 5 6 8 9"
 python -m lab.sweep worth --method minibatch --batch_size 4 --max_steps 250 500 1000 1500 $run
+python -m lab.sweep worth_rates --method minibatch --batch_size 4 --max_steps 1000 $run --seed 7 \
+    --lr 0.003 0.0045 0.006 0.009
 python -m lab.sweep worth --method edit --tau 64 --outer_lr 0.7 --outer_momentum 0.5 \
     --sync_warmup_steps 32 --batch_size 4 --max_steps 2000 $run
 python -m lab.sweep worth_batch --method minibatch --batch_size 64 --max_steps 125 \
@@ -18,6 +21,7 @@ python -m lab.sweep worth_small_tune $small --seed 7 --lr,beta2 \
     0.0045,0.95 0.0045,0.987 0.00225,0.95 0.00225,0.987 0.0016,0.987 0.0011,0.987
 python -m lab.sweep worth_small $small --seed 5 6 8 9 --lr 0.0016 --beta2 0.987
 python -m lab.table out/sweep/worth/*/ --out lab/results/worth
+python -m lab.table out/sweep/worth_rates/*/ --out lab/results/worth_rates
 python -m lab.table out/sweep/worth_batch/*/ --out lab/results/worth_batch
 python -m lab.table out/sweep/worth_batch_tune/*/ --out lab/results/worth_batch_tune
 python -m lab.table out/sweep/worth_muon/*/ --out lab/results/worth_muon
