@@ -194,11 +194,25 @@ def test_table_of_the_price_of_rounds_follows_from_kept_runs():
     for key, losses in pairs.items():
         over[key] = [losses["edit"][s] / losses["minibatch"][s] - 1 for s in worth.SEEDS]
     half = 100 * table.Spread.of(over.values()).half_interval(len(worth.SEEDS))
+    wsd = rows.read_csv(kept_file("wsd"))
+    table.page(wsd, ["method=minibatch"], [])
+    with_wsd = {}  # steps -> distances
+    for (method, steps), line in rows.find_lines(wsd, ["method", "max_steps"]).items():
+        if method == "edit":
+            with_wsd[steps] = table.distances_of(line)
+    spread = table.Spread.of(with_wsd.values())
     for (parameters, steps), found in over.items():
         means = [statistics.mean(pairs[parameters, steps][method].values()) for method in both]
         row = f"| {parameters} million | {steps:,} | {means[0]:.3f} | {means[1]:.3f} |"
-        assert f"{row} +{100 * statistics.mean(found):.1f}% |" in RESULTS
+        row += f" +{100 * statistics.mean(found):.1f}% |"
+        if parameters == "0.92":
+            own = with_wsd[steps]
+            row += f" {100 * statistics.mean(own):+.1f}%"
+            row += f" +- {100 * spread.half_interval(len(own)):.1f}%"
+        assert f"{row} |" in RESULTS
     assert f"| EDiT above (each +- {half:.1f}%) |" in RESULTS
+    rates = {run.flags["lr"]: run.loss for run in rows.read_csv(kept_file("worth_rates"))}
+    assert min(rates, key=rates.get) == 0.0045 and len(rates) == 4  # the best one of 2,000 steps
     text = " ".join(RESULTS.split())
     tokens = []  # for each parameter, where all have as many
     for channels, heads, steps in (40, 2, 233), (72, 2, 623), (128, 4, 2000):
