@@ -14,7 +14,7 @@ python -m lab.sweep worth --method edit --tau 64 --outer_lr 0.7 --outer_momentum
 python -m lab.sweep worth_batch --method minibatch --batch_size 64 --max_steps 125 \
     --lr_warmup_steps 12 $run --lr 0.001 0.0014 0.002 0.003 0.0045 0.009 --best 7
 python -m lab.sweep worth_muon --method minibatch --optimizer muon --muon_lr 0.01 --batch_size 4 \
-    --max_steps 1000 $run
+    --max_steps 1000 1500 $run
 small="--plain --jobs 2 --replicas 1 --device cpu --dtype bf16 --batch_size 4 --max_steps 8000"
 small="$small --method minibatch --lr_warmup_steps 200 --eval_interval 100000"
 python -m lab.sweep worth_small_tune $small --seed 7 --lr,beta2 \

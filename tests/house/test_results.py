@@ -264,7 +264,7 @@ def test_sentences_on_worth_follow_from_its_table():
     assert f"above {middle} Gbit/s {interval} averaged gradients overtake EDiT" in text
     assert f"overtake EDiT, in 16 bits above {' '.join(of_bits)}." in text
     hidden = [overtakes_gbps(line, edit, edit.loss, True) for line in (gradients, bits)]
-    assert f"they overtake EDiT at {hidden[0]}, in 16 bits at {hidden[1]}" in text
+    assert f"overtake EDiT at {hidden[0]} Gbit/s, in 16 bits at {hidden[1]} Gbit/s" in text
 
     fastest = long.worth(1e9)[0]
     assert f"In rounds of 64 steps EDiT is worth {fastest:.1f} at most" in text
@@ -275,13 +275,19 @@ def test_sentences_on_worth_follow_from_its_table():
     assert f"all four batches, {1000 * edit.a:.0f} ms" in text
     shown = f"machines are worth {edit.a / edit.t:.1f} (with Muon {muon.a / muon.t:.1f}, because"
     assert shown in text
-    assert f"copies of its end ({worth.COPIED_BYTES / 1e6:.0f} MB" in text
+    assert f"first machine sends {worth.COPIED_BYTES / 1e6:.0f} MB of copies" in text
     free = {}  # ms of a step without a link
     for run in rows.read_csv(kept_file("worth_link")):
         if run.flags["link_mbps"] == 0 and run.flags.get("tau") == 16:
             free[run.flags["method"]] = run.results["step_ms"]
     longer = free["streaming_edit"] / free["edit"] - 1
-    assert f"(In one run it made a step {longer:.0%} longer.)" in text
+    assert f"a step of Streaming EDiT took {longer:.0%} longer than one of EDiT.)" in text
+    shown = []  # where the backward hides all that it can
+    for line in gradients, bits:
+        link_s = link_seconds(line.bytes / line.steps, 1000)
+        step_s = round_seconds("minibatch", 1, line.t, link_s, worth.LAYERS)
+        shown.append(f"{line.minutes_alone(line.loss) * 60 / line.steps / step_s:.1f}")
+    assert f"worth {shown[0]} at 1,000 Mbit/s, in 16 bits {shown[1]}." in text
 
 
 def test_models_that_go_on_began_with_equal_losses():
