@@ -52,6 +52,11 @@ def test_defaults_are_those_of_the_large_presets():
     assert edit_fsdp2.Config(**options_of(config)) == edit_fsdp2.Config()
 
 
+def test_a_round_without_steps_is_refused():
+    with pytest.raises(ValueError, match="tau=0: a round has at least one step"):
+        edit_fsdp2.EDiT(None, None, tau=0)
+
+
 def make_model(config, vocab_size, mesh, variant):
     shape = ModelConfig(config.n_layer, config.n_head, config.n_embd, config.block_size, vocab_size)
     model = variant.get("model", Llama)(shape, variant.get("seed", config.seed)).double()

@@ -201,6 +201,14 @@ def test_table_of_the_price_of_rounds_follows_from_kept_runs():
         if method == "edit":
             with_wsd[steps] = table.distances_of(line)
     spread = table.Spread.of(with_wsd.values())
+    common = {run.seed for run in wsd if run.flags["max_steps"] == 4000}
+    last = []
+    for steps in 2000, 4000:
+        own = [r.over for r in wsd if r.flags["max_steps"] == steps and r.seed in common and r.over]
+        assert len(own) == 3
+        last.append(f"{100 * statistics.mean(own):.1f}%")
+    text = " ".join(RESULTS.split())
+    assert f"With wsd it stays: {last[0]} and {last[1]} on the three common seeds." in text
     for (parameters, steps), found in over.items():
         means = [statistics.mean(pairs[parameters, steps][method].values()) for method in both]
         row = f"| {parameters} million | {steps:,} | {means[0]:.3f} | {means[1]:.3f} |"
@@ -519,5 +527,6 @@ def test_distances_in_results_are_those_of_kept_runs(tmp_path):
                 found.add(f"{100 * statistics.mean(over):+.1f}% +- {half:.1f}%")
     shown = set(re.findall(r"[+-]?\d+\.\d% \+- \d+\.\d%", RESULTS))
     assert len(shown) > 10
+    shown |= set(re.findall(r"[+-]?\d+\.\d% \+- \d+\.\d%", TEXT))
     wrong = [text for text in shown if not {text, f"+{text}", f"-{text}"} & found]
     assert not wrong
